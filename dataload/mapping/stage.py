@@ -46,10 +46,12 @@ class UserFunction:
         """Return a function with its identity.
 
         Raises:
-            ConfigError: It cannot be called, or it needs a version.
+            ConfigError: It cannot be called, it needs a version, or its version or name cannot identify it.
         """
         if not callable(call):
             raise ConfigError(f"map needs a function, not {call!r}")
+        if version is not None:
+            _check_version(version, name_of(call))
         sources = Sources()
         return cls(call, version, identity(call, version, sources), sources)
 
@@ -73,6 +75,21 @@ class UserFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (dumps(self.call), self.version, self.digest, self.sources.cells)
+
+
+def _check_version(version: Any, name: str) -> None:
+    """Raise ConfigError unless the representation of a version, and the name of a function, tell it from others."""
+    values = [version]
+    for value in values:
+        if type(value) is tuple:
+            values += value
+        elif type(value) not in (str, bytes, int, float, bool, type(None)):
+            raise ConfigError(
+                f"version= has a {type(value).__qualname__}: pass a string, a number, or a tuple of them, that changes "
+                "with the function's results, such as a hash of a model's weights"
+            )
+    if name.endswith("<lambda>"):
+        raise ConfigError(f"map with version= needs a function with a name, but every lambda is {name!r}: use def")
 
 
 def _unpickled(data: bytes, version: Any, digest: str, cells: Mapping[str, str]) -> UserFunction:

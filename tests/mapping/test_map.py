@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -498,6 +499,21 @@ def test_arguments_that_cannot_work(dataset: Dataset) -> None:
         dataset.map(eval("lambda batch: batch"))
     with pytest.raises(DataError, match="'label', which it did not get: add it to columns="):
         dataset.map(lambda batch: {"label": batch["id"]}, columns=["id"])
+
+
+@pytest.mark.parametrize(
+    "version", [np.arange(2000.0), torch.tensor([1.00001]), torch.nn.Linear(2, 2), object(), ("a", [1]), np.float64(1)]
+)
+def test_a_version_is_a_plain_value(dataset: Dataset, version: Any) -> None:
+    with pytest.raises(ConfigError, match=r"version= has a (ndarray|Tensor|Linear|object|list|float64): pass a string"):
+        dataset.map(plus, version=version)
+
+
+def test_versions_tell_functions_apart(dataset: Dataset) -> None:
+    versions = ["1", b"1", 1, 1.0, True, ("resize", 32), ("resize", 224), ("resize", (32, None))]
+    assert len({dataset.map(plus, version=version).fingerprint for version in versions}) == len(versions)
+    with pytest.raises(ConfigError, match=r"every lambda is 'test_map\..*<lambda>': use def"):
+        dataset.map(functools.partial(lambda batch, size: batch, size=1), version=1)
 
 
 def test_the_row_and_the_reason_belong_together(dataset: Dataset) -> None:
