@@ -18,6 +18,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -42,18 +43,8 @@ _OF_MODULES |= {"__annotate_func__", "__annotations_cache__", "__conditional_ann
 _OF_MODULES |= {"__warningregistry__"}
 _OF_CLASSES = {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"}
 _OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__parameters__", "__protocol_attrs__"}
-_OF_CLASSES |= {
-    "__annotate_func__",
-    "__annotations_cache__",
-    "__qualname__",
-    "__signature__",
-    "__slotnames__",
-    "__slots__",
-    "__static_attributes__",
-    "__type_params__",
-    "__weakref__",
-    "_abc_impl",
-}
+_OF_CLASSES |= {"__annotate_func__", "__annotations_cache__", "__qualname__", "__signature__", "__slotnames__"}
+_OF_CLASSES |= {"__slots__", "__static_attributes__", "__type_params__", "__weakref__", "_abc_impl"}
 _OF_LIBRARIES = ("__pydantic_", "__attrs_", "__private_attributes__", "__class_vars__")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
@@ -241,6 +232,22 @@ class _Walk:
             members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
         return ["class", kind.__module__, kind.__qualname__, self._sources.of_class(kind), bases, members]
+
+
+class _CodeWalk(_Walk):
+    """Follows a function to the code that it refers to. Values do not count, so they may have any state."""
+
+    def describe(self, value: Any, where: str) -> Any:
+        with suppress(Exception):  # such as ConfigError for code without a source
+            if is_own(type(value)):
+                super().describe(type(value), where)
+            if callable(value) or isinstance(value, types.ModuleType):
+                super().describe(value, where)
+
+
+def find_code(function: Callable[..., Any], sources: Sources) -> None:
+    """Make `sources` find the code of a function, and of the functions and classes of the project that it refers to."""
+    _CodeWalk(sources).describe(function, name_of(function))
 
 
 def _attributes(function: types.FunctionType) -> dict[str, Any]:

@@ -45,6 +45,16 @@ class Sources:
         """Free the memory of the parsed files. They are parsed again for functions that are new."""
         self._files.clear()
 
+    @property
+    def found(self) -> dict[str, set[str]]:
+        """The sources of all functions and classes that were looked up, by the name. Functions may share a name."""
+        found: dict[str, set[str]] = {}
+        for (file, code), text in self._functions.items():
+            found.setdefault(f"{file} {code.co_qualname}", set()).add(text)
+        for kind, text in self._classes.values():
+            found.setdefault(f"class {kind.__module__}.{kind.__qualname__}", set()).add(text)
+        return found
+
     def of_function(self, code: CodeType) -> str:
         """Return the source of a function in a normal form: other comments and docstrings do not change it.
 

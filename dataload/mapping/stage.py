@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError
 from dataload.formats.schema import Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
-from dataload.mapping.identity import identity, name_of
+from dataload.mapping.identity import find_code, identity, name_of
 from dataload.mapping.pickling import dumps
 from dataload.mapping.sources import Sources, add_cells
 
@@ -33,7 +33,7 @@ class UserFunction:
         call: The function.
         version: Its version; None: its identity is that of its source.
         digest: Its identity.
-        sources: The sources of the identity.
+        sources: The sources of the function, and of the functions and classes that it refers to.
     """
 
     call: Function
@@ -52,17 +52,24 @@ class UserFunction:
             raise ConfigError(f"map needs a function, not {call!r}")
         if version is not None:
             _check_version(version, name_of(call))
-        sources = Sources()
-        return cls(call, version, identity(call, version, sources), sources)
+        function = cls(call, version, identity(call, version, sources := Sources()), sources)
+        if version is not None:
+            find_code(call, sources)
+        return function
 
     @property
     def is_same(self) -> bool:
         """Whether the function, and what it refers to, still have the identity."""
         return self.version is not None or identity(self.call, None, self.sources) == self.digest
 
-    def check_same(self) -> None:
-        """Raise ConfigError if the function, or an object that it refers to, has changed."""
-        if not self.is_same:
+    def check_same(self, known: Mapping[str, Set[str]] | None = None) -> None:
+        """Raise ConfigError if the function, or an object that it refers to, has changed.
+
+        Args:
+            known: The sources of the process that called `map`. They tell whether code has changed under a version.
+        """
+        found = self.sources.found if known else {}
+        if not self.is_same or any(not texts <= known.get(name, texts) for name, texts in found.items()):
             raise ConfigError(
                 f"{self.name}, or something that it refers to, has changed since map was called: call map again, or "
                 "start the program again if a file has changed"
@@ -74,7 +81,8 @@ class UserFunction:
         return name_of(self.call)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (dumps(self.call), self.version, self.digest, self.sources.cells)
+        known = None if self.version is None else self.sources.found
+        return _unpickled, (dumps(self.call), self.version, self.digest, self.sources.cells, known)
 
 
 def _check_version(version: Any, name: str) -> None:
@@ -92,11 +100,15 @@ def _check_version(version: Any, name: str) -> None:
         raise ConfigError(f"map with version= needs a function with a name, but every lambda is {name!r}: use def")
 
 
-def _unpickled(data: bytes, version: Any, digest: str, cells: Mapping[str, str]) -> UserFunction:
+def _unpickled(
+    data: bytes, version: Any, digest: str, cells: Mapping[str, str], known: Mapping[str, Set[str]] | None
+) -> UserFunction:
     """Return a function of another process. Functions of modules are imported, so their files may have changed."""
     add_cells(cells)
     function = UserFunction(pickle.loads(data), version, digest)  # noqa: S301 (of the training process)
-    function.check_same()
+    if known is not None:
+        find_code(function.call, function.sources)
+    function.check_same(known)
     function.sources.forget()
     return function
 

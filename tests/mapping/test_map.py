@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import itertools
 import os
 import pickle
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -318,17 +320,50 @@ def test_an_object_that_changes_in_the_middle_of_an_epoch_is_an_error(dataset: D
     assert dataset.map(Adder(2))[GROUP]["id"] == GROUP + 2
 
 
-def test_an_edit_of_the_file_does_not_change_the_function_in_memory(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "edited.py").write_text("def f(batch): return {'id': batch['id'] + 1}\n")
-    import edited  # type: ignore[import-not-found]
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # An edit in the same second would not be noticed.
+    (tmp_path / "edited.py").write_text(EDITED)
+    yield importlib.import_module("edited")
+    del sys.modules["edited"]
 
-    mapped = make_dataset(dataset.manifest.row_groups[0].file.path, cache=False).map(edited.f)
-    (tmp_path / "edited.py").write_text("K = 2\ndef f(batch): return {'id': batch['id'] + 10}\n")
+
+EDITED = """
+STEP = None
+def load(): return 1
+def f(batch):
+    global STEP
+    STEP = STEP or load()  # so that it needs a version
+    return {'id': batch['id'] + STEP}
+def load_and_add(batch): return {'id': batch['id'] + load()}
+"""
+
+
+def test_an_edit_of_the_file_does_not_change_the_function_in_memory(file: Path, edited: ModuleType) -> None:
+    mapped = make_dataset(file, cache=False).map(edited.load_and_add)
+    Path(str(edited.__file__)).write_text("K = 2\n" + EDITED.replace("+ load", "- load"))
     assert mapped[0]["id"] == 1
-    monkeypatch.delitem(sys.modules, "edited")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_other"),
+    [
+        ("return {'id': batch['id'] + STEP}", "return {'id': batch['id'] - STEP}", True),
+        ("def load(): return 1", "def load(): return 1000", True),
+        ("def load(): return 1", "STEPS = 3\ndef load():\n    return 1  # a comment", False),
+    ],
+)
+def test_an_edit_of_the_code_is_noticed_by_another_process_under_a_version(
+    file: Path, edited: ModuleType, before: str, after: str, is_other: bool
+) -> None:
+    mapped = make_dataset(file, cache=False).map(edited.f, version="1", processes=1)
+    Path(str(edited.__file__)).write_text(EDITED.replace(before, after))
+    if is_other:
+        with pytest.raises(DataError, match=r"cannot load the function: ConfigError: edited.f, .* has changed since map"):
+            mapped[0]
+    else:
+        assert mapped[0]["id"] == 1
 
 
 def wide(batch: dict[str, Any], shift: int) -> dict[str, Any]:
