@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ def stage_of(
         bytes(get_or_make(blocks, key, lambda: _sampled(user, source, manifest, schema, blocks, chosen)))
     )
     user.sources.forget()
+    if processes is not None:
+        pickle.dumps(user)  # Now, the error costs no time. The calls in the sample may have made what it names.
     mapped = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
     return Stage(user, chosen, processes, manifest, mapped, found["row_bytes"], tuple(found["made"]))
 

@@ -81,8 +81,15 @@ class UserFunction:
         return name_of(self.call)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            data = dumps(self.call)
+        except Exception as error:
+            raise ConfigError(
+                f"map {self.name}: another process cannot get the function ({type(error).__name__}: {error}): make that "
+                "object inside the function, or leave processes= out"
+            ) from error
         known = None if self.version is None else self.sources.found
-        return _unpickled, (dumps(self.call), self.version, self.digest, self.sources.cells, known)
+        return _unpickled, (data, self.version, self.digest, self.sources.cells, known)
 
 
 def _check_version(version: Any, name: str) -> None:

@@ -645,6 +645,18 @@ class Loadable:
         return {"id": batch["id"]}
 
 
+def test_a_function_that_no_other_process_can_get(dataset: Dataset) -> None:
+    lock = threading.Lock()
+
+    def locked(batch: dict[str, Any]) -> dict[str, Any]:
+        with lock:
+            return {"id": batch["id"]}
+
+    with pytest.raises(ConfigError, match=r"map .*locked: another process cannot get .*'_thread.lock' object.*: make"):
+        dataset.map(locked, version=1, processes=1)
+    assert trained(dataset.map(locked, version=1)) == list(range(ROWS))
+
+
 def test_a_script_that_exits_when_a_process_imports_it_is_named_as_the_cause(dataset: Dataset) -> None:
     with pytest.raises(DataError, match="cannot load the function: SystemExit: no such option"):
         dataset.map(Loadable(), version="1", processes=1)[0]

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,9 +26,10 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import OriginNotFound
 from dataload.formats import parquet
 from dataload.rows import scheduler
-from dataload.rows.background_decoder import client
+from dataload.rows.background_decoder import client, worker
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import portable
+from dataload.runtime.child_process import start_process
 
 
 @pytest.fixture
@@ -332,7 +334,7 @@ def test_it_does_not_outlive_its_parent(bucket: Any, dataset_of: Callable[..., s
 
 
 def test_a_dataset_that_cannot_be_pickled_is_logged(
-    dataset: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dataset: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A filesystem may hold a session, which cannot be pickled."""
 
@@ -349,6 +351,12 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
     assert not make_in_background(decoder, 0)
     assert "cannot pickle a session" in caplog.text
     decoder.end()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = start_process(f"{worker.__name__}:run", theirs.fileno())
+    ours.close()
+    assert process.wait(60) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_it_is_optional_where_no_thread_can_start(dataset: Any) -> None:

@@ -52,7 +52,10 @@ def run(descriptor: int) -> None:
     os.nice(NICENESS)  # before the imports of a function, which are most of the start
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
-    blobs: RowGroups = connection.recv()
+    try:
+        blobs: RowGroups = connection.recv()
+    except EOFError:  # The client cannot pickle them, and logs why.
+        return
     blobs.memory.use_decoder_share()
     threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
 
