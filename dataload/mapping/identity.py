@@ -157,8 +157,9 @@ class _Walk:
         return [[self.describe(key, where), self.describe(each, f"{where}[{key!r}]")] for key, each in value.items()]
 
     def _state(self, value: Any, where: str) -> Any:
-        slots = [name for base in type(value).__mro__ for name in _names(vars(base).get("__slots__", ()))]
-        state = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+        slots = [(base, name) for base in type(value).__mro__ for name in _names(vars(base).get("__slots__", ()))]
+        names = {name for base, slot in slots for name in (slot, f"_{base.__name__.lstrip('_')}{slot}")}  # private ones
+        state = {name: getattr(value, name) for name in names - {"__dict__"} if hasattr(value, name)}
         state |= getattr(value, "__dict__", {})
         return [[name, self.describe(each, f"{where}.{name}")] for name, each in sorted(state.items())]
 
@@ -337,7 +338,7 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
     ((dict, types.MappingProxyType), lambda walk, value, where: walk.entries(value, where)),
     (_Array, lambda walk, value, where: walk.array(value, where)),
     (_Tensor, _tensor),
-    (re.Pattern, lambda _, value, __: [value.pattern, value.flags] if isinstance(value.pattern, str) else repr(value)),
+    (re.Pattern, lambda walk, value, where: [walk.describe(value.pattern, where), value.flags]),
     (slice, lambda walk, value, where: walk.items((value.start, value.stop, value.step), where)),
     (bytearray, lambda _, value, __: repr(bytes(value))),
     (functools.partial, _partial),

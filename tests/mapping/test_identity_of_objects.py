@@ -14,6 +14,11 @@ from dataload.mapping.identity import identity
 OBJECTS = {
     "private attribute of a class": "S = $\nclass D:\n    _k = S\n    def __call__(s, b): return s._k\nf = D()",
     "attribute of a class set later": "class D:\n    k = 0\n    def __call__(s, b): return s.k\nD.k = $\nf = D()",
+    "private slot of a base": (
+        "class _B:\n    __slots__ = ('__k',)\n    def __init__(s, k): s.__k = k\nclass D(_B):\n    __slots__ = ()\n"
+        "    def __call__(s, b): return s._B__k\nf = D($)"
+    ),
+    "end of a long pattern of bytes": "import re\nR = re.compile(b'a' * 250 + b'$')\ndef f(b): return R.match(b)",
     "value of an enum": "import enum\nS = $\nclass M(enum.Enum):\n    A = S\ndef f(b): return b['x'] * M.A.value",
     "factory": "import collections\nV = collections.defaultdict(lambda: $)\ndef f(b): return V[b]",
     "method of a dict": "class V(dict):\n    def enc(s): return $\nv = V()\ndef f(b): return v.enc()",
