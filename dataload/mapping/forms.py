@@ -115,7 +115,7 @@ def converted(name: str, value: Any, rows: int) -> tuple[Form, Column]:
         value = _numpy(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
         value = value.to_pylist()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
         value = value.tolist()
     if not isinstance(value, (np.ndarray, list, tuple)) or (isinstance(value, np.ndarray) and not value.ndim):
         raise DataError(f"column {name!r} is {_type(value)}: {ACCEPTED}")
@@ -172,7 +172,7 @@ def _of_list(name: str, values: Sequence[Any]) -> tuple[Form, Column]:
     if isinstance(first, str):
         return Form("string", _BYTES), _of_bytes(name, values, str.encode)
     if isinstance(first, (bytes, bytearray, memoryview)):
-        return Form("binary", _BYTES), _of_bytes(name, values, bytes)
+        return Form("binary", _BYTES), _of_bytes(name, values, _binary)
     if isinstance(first, (*_PYTHON, np.generic)):
         return _stacked(name, values, loose=isinstance(first, _PYTHON))
     if isinstance(first, torch.Tensor):
@@ -200,9 +200,17 @@ def _of_bytes(name: str, values: Sequence[Any], encode: Callable[[Any], bytes]) 
         raise DataError(f"column {name!r} has values of several types ({error}): {ACCEPTED}") from error
 
 
+def _binary(value: Any) -> bytes:
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"bytes and {type(value).__qualname__}")
+    return bytes(value)
+
+
 def _lists(name: str, values: Sequence[Any]) -> tuple[Form, Column]:
     lists = [() if value is None else value for value in values]
     dtypes = {each.dtype for each in lists if isinstance(each, np.ndarray) and each.ndim == 1}
+    if dtypes and any(len(each) for each in lists if not isinstance(each, np.ndarray)):
+        raise DataError(f"column {name!r} has both arrays and lists, whose numbers may be of another type: {ACCEPTED}")
     try:
         offsets = np.concatenate(([0], np.cumsum([len(each) for each in lists], dtype=np.int64)))
         if dtypes:
