@@ -21,7 +21,7 @@ except ImportError as error:
 MOST_PIXELS = 178_956_970  # as Pillow: a larger image is an attack, or a damaged header
 KEPT_BYTES = 64 << 20  # of memory for the pixels of the next image
 CHANNELS = 3
-_MOST_OF_16_BITS = (1 << 16) - 1
+_OF_16_BITS = ("PNG", "PPM")  # formats that Pillow opens in mode I, of 32 bits, with values of 16
 _JPEG = b"\xff\xd8\xff"
 _FRACTIONS = (8, 4, 2)  # The codec has no vector code for others.
 
@@ -108,10 +108,9 @@ def _by_pillow(encoded: Any) -> Pixels:
             raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
         orientation = picture.getexif().get(TAG, UPRIGHT)
         if picture.mode[0] in "IF":  # 16 bits or more, which `convert` would clip
-            grey = np.asarray(picture)
-            if picture.mode == "F" or not 0 <= grey.min() <= grey.max() <= _MOST_OF_16_BITS:
+            if picture.mode == "F" or (picture.mode == "I" and picture.format not in _OF_16_BITS):
                 raise ValueError(f"its pixels (mode {picture.mode}) have an unknown range: convert the file to 16 bits")
-            pixels = np.repeat((grey >> 8).astype(np.uint8)[:, :, None], CHANNELS, axis=2)
+            pixels = np.repeat((np.asarray(picture) >> 8).astype(np.uint8)[:, :, None], CHANNELS, axis=2)
         else:
             pixels = np.array(picture.convert("RGB"))
     return pixels if orientation not in range(2, 9) else upright(pixels, orientation)

@@ -115,7 +115,7 @@ def _decoded(
             if size is not None:
                 one = _resized(one, size, crop)
         except Exception as error:
-            if is_damaged is None or size is None or isinstance(error, (MemoryError, TypeError)):
+            if is_damaged is None or size is None or not _is_damage(error):
                 raise RowError.of(name, row, f"cannot be decoded: {error}") from error
             is_damaged[row] = True
             one = np.zeros((size, size, CHANNELS), np.uint8)
@@ -130,6 +130,12 @@ def _decoded(
         if not np.may_share_memory(one, pixels):  # It was not decoded there.
             pixels[row] = one
     return torch.from_numpy(pixels)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Return whether an error is that of a damaged image, and not of the program or its memory."""
+    # torch and the libraries of Pillow tell only by the text that memory is short.
+    return not isinstance(error, (MemoryError, RuntimeError, TypeError)) and "memory" not in str(error)
 
 
 def _resized(pixels: Pixels, size: int, crop: Crop) -> Pixels:

@@ -92,8 +92,8 @@ def test_alpha_is_dropped() -> None:
 
 def test_sixteen_bits_are_shifted_not_clipped() -> None:
     deep = (np.arange(HEIGHT * WIDTH, dtype=np.uint16) * 12).reshape(HEIGHT, WIDTH)
-    for data in (encoded(Image.fromarray(deep), "PNG"), encoded(Image.fromarray(deep.astype(np.int32)), "TIFF")):
-        [pixels] = images.decode([data])
+    for kind in ("PNG", "PPM", "TIFF"):
+        [pixels] = images.decode([encoded(Image.fromarray(deep), kind)])
         assert pixels.shape == (HEIGHT, WIDTH, 3)
         assert np.array_equal(pixels.numpy(), np.repeat((deep >> 8)[:, :, None], 3, axis=2))
 
@@ -101,7 +101,8 @@ def test_sixteen_bits_are_shifted_not_clipped() -> None:
 def test_pixels_of_an_unknown_range_are_an_error() -> None:
     """Pillow would clip them to 0..255: floats from 0 to 1 become black."""
     floats, large = np.full((4, 4), 0.5, np.float32), np.full((4, 4), 1 << 16, np.int32)
-    for values, mode in ((floats, "F"), (large, "I")):
+    bytes_in_32_bits = np.arange(256, dtype=np.int32).reshape(16, 16)
+    for values, mode in ((floats, "F"), (large, "I"), (bytes_in_32_bits, "I")):
         with pytest.raises(DataError, match=f"row 0 cannot be decoded: its pixels .mode {mode}. have an unknown range"):
             images.decode([encoded(Image.fromarray(values), "TIFF")])
 
@@ -255,6 +256,29 @@ def test_damaged_images_are_marked(tmp_path: Path) -> None:
     [batch] = make_loader(mapped, 8, shuffle=False)
     assert torch.equal(batch["photo.is_damaged"], is_damaged)
     assert torch.equal(batch["photo"], expected)
+
+
+SHORT_OF_MEMORY = """
+import io, resource
+import torch
+from PIL import Image
+from dataload import images
+torch.set_num_threads(1)
+file = io.BytesIO()
+Image.new("RGB", (8000, 8)).save(file, "PNG")
+decode = images.decode("photo", size=400, damaged="mark")  # resized to 400 x 400,000 pixels
+decode({"photo": [file.getvalue()]})
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), -1))
+decode({"photo": [file.getvalue()]})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_intact_image_is_not_marked_when_memory_is_short() -> None:
+    done = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=False)
+    assert "RowError: photo: row 0 cannot be decoded" in done.stderr
+    assert "memory" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
