@@ -29,7 +29,7 @@ from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_
 from dataload.mapping.packages import installed_name, is_own, package_of
 from dataload.mapping.sources import Sources, is_generated
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 16 << 20  # of an array; a larger one takes long to hash
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
@@ -122,6 +122,8 @@ class _Walk:
         return self._object(value, where)
 
     def _object(self, value: Any, where: str) -> Any:
+        if (digest := self._sources.large.digest(value)) is not None:
+            return [type(value).__qualname__, digest]
         if isinstance(value, (type, types.FunctionType)) and package_of(value.__module__) is None:
             return self._class(value) if isinstance(value, type) else self._function(value)
         for kinds, describe in _KINDS:
@@ -166,11 +168,12 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> Any:
         code, where = function.__code__, f"{function.__module__}.{function.__qualname__}"
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
         return [
             *("function", function.__module__, function.__qualname__, self._sources.of_function(code)),
             self.describe(function.__defaults__, f"a default of {where}"),
             self.describe(function.__kwdefaults__, f"a default of {where}"),
-            self.describe(_attributes(function), f"an attribute of {where}"),
+            self.describe(attributes, f"an attribute of {where}"),
             self._references(code, {name: cell for name, cell in cells if _is_set(cell)}, function.__globals__, where),
         ]
 
@@ -249,10 +252,6 @@ class _CodeWalk(_Walk):
 def find_code(function: Callable[..., Any], sources: Sources) -> None:
     """Make `sources` find the code of a function, and of the functions and classes of the project that it refers to."""
     _CodeWalk(sources).describe(function, name_of(function))
-
-
-def _attributes(function: types.FunctionType) -> dict[str, Any]:
-    return {name: value for name, value in vars(function).items() if name != "__wrapped__"}
 
 
 def _is_set(cell: types.CellType) -> bool:

@@ -15,6 +15,7 @@ from types import CodeType
 from typing import Any
 
 from dataload.errors import ConfigError
+from dataload.mapping.large_values import LargeValues
 
 _FUTURE_FLAGS = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 _PYTEST = "@pytest_ar"  # the name that pytest adds to the functions whose assertions it rewrites
@@ -31,6 +32,7 @@ class Sources:
     It keeps the source of each function and class. An edit of the file does not change the code that runs.
 
     Attributes:
+        large: Keeps the digests of large collections in the same way.
         cells: The texts of cells of notebooks, which are no files, by their names. Lines of statements without a
             function or class that was looked up are empty: they may have secrets.
     """
@@ -39,6 +41,7 @@ class Sources:
         self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
         self._functions: dict[tuple[str, CodeType], str] = {}
         self._classes: dict[int, tuple[type, str]] = {}  # by id: a metaclass may define another hash
+        self.large = LargeValues()
         self.cells: dict[str, str] = {}
 
     def forget(self) -> None:

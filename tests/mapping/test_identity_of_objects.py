@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from dataload.errors import ConfigError
 from dataload.mapping.identity import identity
+from dataload.mapping.sources import Sources
 
 OBJECTS = {
     "private attribute of a class": "S = $\nclass D:\n    _k = S\n    def __call__(s, b): return s._k\nf = D()",
@@ -95,6 +98,36 @@ def test_a_change_of_a_member_with_underscores_is_noticed(tmp_path: Path, name: 
         module(tmp_path, text.replace("$", value), "helpers")
         found.append(identity(module(tmp_path, f"import helpers\ndef f(b): return {use}").f))
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {str(n): n for n in range(2000)}, lambda value: value.update({"5": True})),
+        (lambda: {str(n): n for n in range(2000)}, lambda value: value.update({"6": value.pop("6")})),
+        (lambda: [float(n) for n in range(2000)], lambda value: value.__setitem__(1, 1)),
+        (lambda: {f"w{n}" for n in range(2000)}, lambda value: value.add("new")),
+        (lambda: [[n] for n in range(2000)], lambda value: value[5].append(6)),
+    ],
+)
+def test_a_change_of_a_large_collection_is_noticed(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+    value, other = make(), make()
+    kept = Sources()
+
+    def function(batch: Any) -> Any:
+        return value
+
+    before = identity(function, None, kept)
+    assert identity(function, None, kept) == before
+    change(value)
+    changed = identity(function, None, kept)
+    value = other
+    assert identity(function, None, kept) == before != changed == identity_of_changed(other, change, function)
+
+
+def identity_of_changed(value: Any, change: Callable[[Any], Any], function: Any) -> str:
+    change(value)
+    return identity(function)
 
 
 def test_the_path_of_a_module_does_not_count(tmp_path: Path) -> None:
