@@ -122,22 +122,22 @@ class Fed:
 def search(measure: Callable[[int], float], first: float, enough: Callable[[list[Fed]], bool]) -> list[Fed]:
     """Search the largest number of accelerators with AU >= 90 %. Return all measurements.
 
+    The search ends only between a number that is kept busy, or none, and one that is not.
+
     Args:
         measure: Returns the AU of a number of accelerators.
         first: Estimated number.
-        enough: Whether to stop after these measurements.
+        enough: Whether to stop after these measurements, which include numbers of both kinds.
     """
     found: list[Fed] = []
     count = max(1, floor(first))
-    while not found or not enough(found):
+    while True:
         found.append(Fed(count, measure(count)))
         low = max((fed.accelerators for fed in found if fed.is_busy), default=0)
         high = min((fed.accelerators for fed in found if not fed.is_busy and fed.accelerators > low), default=None)
-        if high is not None and high <= max(low + 1, CLOSE * low):
-            break
-        failures = sum(not fed.is_busy for fed in found)
-        count = _next(found[-1], low, high, failures)
-    return found
+        if high is not None and (high <= max(low + 1, CLOSE * low) or (low and enough(found))):
+            return found
+        count = _next(found[-1], low, high, sum(not fed.is_busy for fed in found))
 
 
 def _next(last: Fed, low: int, high: int | None, failures: int) -> int:

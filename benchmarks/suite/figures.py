@@ -19,14 +19,23 @@ class Spread:
 
     Args:
         measured: Epochs that were measured, where the others follow from the median of the warm ones; None: all.
-        note: Restriction of the figure in words.
+        bound: "<" if the figure is known to be less than the median, "≥" if it may be more; else empty.
     """
 
     median: float
     low: float
     high: float
     measured: int | None = None
-    note: str = ""
+    bound: str = ""
+
+    @property
+    def possible(self) -> tuple[float, float]:
+        """The least and the largest value that the median may have; what "≥" leaves open does not count."""
+        return (0, self.median - 1) if self.bound == "<" else (self.median, self.median)
+
+    def shown(self, shape: Callable[[float], str]) -> str:
+        """Return the median in words."""
+        return f"{self.bound} {shape(self.median)}".strip()
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,13 @@ def cost(run: Result, epochs: int, conversion_seconds: float) -> Cost | None:
 def fed(feed: Result) -> Spread | None:
     """Return the largest number of accelerators with AU >= 90 %; None without a measurement."""
     tries = [Fed(**each) for each in feed["tries"]]
-    busy = [each.accelerators for each in tries if each.is_busy]
-    if busy:
-        return Spread(max(busy), max(busy), max(busy))
-    least = min((each.accelerators for each in tries), default=None)
-    return None if least is None else Spread(0, 0, 0, note=f"fewer than {least}")
+    if not tries:
+        return None
+    least, most = min(each.accelerators for each in tries), max(each.accelerators for each in tries)
+    busy = max((each.accelerators for each in tries if each.is_busy), default=0)
+    if not busy and least > 1:
+        return Spread(least, least, least, bound="<")
+    return Spread(busy, busy, busy, bound="≥" if busy == most else "")
 
 
 class Figures:
@@ -94,7 +105,7 @@ class Figures:
         return self._accelerators(dataset, rate / row_bytes) if rate else None
 
     def bare(self, dataset: str) -> float | None:
-        """Return the accelerators that bare ranged GETs on this machine would feed with AU of 90 %."""
+        """Return the accelerators that bare ranged GETs on this machine, with their start-up, feed with AU of 90 %."""
         rate = self.rate(dataset, "floor: ranged GETs", "cold")
         return self._accelerators(dataset, rate.median) if rate else None
 
@@ -127,13 +138,11 @@ class Figures:
         return _over_rounds(Spread(*[run["epochs"][0]["first_batch_seconds"]] * 3) for run in runs)
 
     def rate(self, dataset: str, system: str, phase: str) -> Spread | None:
-        """Return the rows per second of the first epoch without start-up, or of the later ones."""
+        """Return the rows per second of the first epoch with start-up, or of the later ones."""
 
         def of(epochs: list[Result]) -> float | None:
             part = epochs[:1] if phase == "cold" else epochs[1:]
-            waited = epochs[0]["first_batch_seconds"] if phase == "cold" and epochs else 0.0
-            seconds = sum(epoch["seconds"] for epoch in part) - waited
-            return sum(epoch["rows"] for epoch in part) / seconds if part and seconds else None
+            return sum(epoch["rows"] for epoch in part) / sum(epoch["seconds"] for epoch in part) if part else None
 
         return self._each(dataset, system, of)
 
@@ -189,12 +198,12 @@ class Figures:
 
 def _over_rounds(rounds: Iterable[Spread | None]) -> Spread | None:
     found = [each for each in rounds if each is not None]
-    if not found:
-        return None
-    values = [each.median for each in found]
-    measured = min((each.measured for each in found if each.measured is not None), default=None)
-    note = next((each.note for each in found if each.note), "") if not any(values) else ""
-    return Spread(median(values), min(values), max(values), measured, note)
+    known = [each for each in found if each.bound != "<"]
+    if not known:
+        return max(found, key=lambda each: each.median, default=None)
+    values = [each.median for each in known]
+    measured = min((each.measured for each in known if each.measured is not None), default=None)
+    return Spread(median(values), min(values), max(values), measured, max(each.bound for each in known))
 
 
 def ranked(count: int) -> str:

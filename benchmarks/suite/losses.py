@@ -17,15 +17,17 @@ Of = Callable[[str, str], Spread | None]
 
 
 class Loss(NamedTuple):
-    """A figure of a dataset in which other systems are better: their names and figures, and that of dataload."""
+    """A figure of a dataset in which other systems are or may be better: names and figures, and that of dataload."""
 
     dataset: str
     title: str
     others: str
     mine: str
+    undecided: str = ""
 
     def __str__(self) -> str:
-        return f"- {self.dataset}, {self.title}: {self.others}; dataload {self.mine}"
+        parts = [self.others, f"dataload {self.mine}", self.undecided and f"undecided: {self.undecided}"]
+        return f"- {self.dataset}, {self.title}: {'; '.join(filter(None, parts))}"
 
 
 def feed_losses(figures: Figures) -> list[str]:
@@ -60,7 +62,11 @@ def losses_in_short(figures: Figures, most: int) -> list[str]:
 
 def _sentence(does: str, losses: list[Loss | None], *, named: bool = True) -> list[str]:
     """Return the sentence on the datasets of these losses, with the other systems if `named`; none without losses."""
-    lost = [f"{loss.dataset} ({loss.others})" if named else loss.dataset for loss in losses if loss]
+    lost = [
+        f"{loss.dataset} ({loss.others})" if named else loss.dataset if loss.others else f"{loss.dataset} (undecided)"
+        for loss in losses
+        if loss
+    ]
     return [f"Another system {does}: {', '.join(lost)}."] if lost else []
 
 
@@ -106,9 +112,15 @@ def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str],
         others = [(entry, of(dataset, entry.name)) for entry in figures.systems if entry.kind != "ours"]
         if mine is None or not any(its for _, its in others):
             continue
-        better = [(entry, its) for entry, its in others if its and sign * (its.median - mine.median) > 0]
-        said = ", ".join(f"{_named(entry)} {shape(its.median)}" for entry, its in better)
-        losses.append(Loss(dataset, title, said, shape(mine.median)) if better else None)
+        better: list[str] = []
+        undecided: list[str] = []
+        least, most = sorted(sign * value for value in mine.possible)
+        for entry, its in others:
+            its_least, its_most = sorted(sign * value for value in its.possible) if its else (least, least)
+            if its and its_most > least:
+                (better if its_least > most else undecided).append(f"{_named(entry)} {its.shown(shape)}")
+        loss = Loss(dataset, title, ", ".join(better), mine.shown(shape), ", ".join(undecided))
+        losses.append(loss if better or undecided else None)
     return losses
 
 

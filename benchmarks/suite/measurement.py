@@ -75,16 +75,14 @@ class Measurement:
                 return utilization(epoch.compute_seconds, epoch.total_seconds)
 
         def enough(found: list[Fed]) -> bool:
-            late = time.monotonic() - started > self.epoch_seconds
-            return len(found) >= FEED_TRIES or (late and any(fed.is_busy for fed in found))
+            return len(found) >= FEED_TRIES or time.monotonic() - started > self.epoch_seconds
 
         if not run.epochs:
             feed.error = run.error
             return feed
         first = run.epochs[0]
-        steady = first.rows / max(1e-3, first.seconds - first.first_batch_seconds)
         try:
-            search(_kept(measure, feed.tries), 0.9 * steady / self._unit, enough)
+            search(_kept(measure, feed.tries), first.rows / first.seconds / self._unit, enough)
         except (HostError, OSError) as error:
             feed.error = "" if any(fed.is_busy for fed in feed.tries) else str(error)
         return feed
@@ -117,8 +115,7 @@ class Measurement:
             return utilization(compute, total)
 
         def enough(found: list[Fed]) -> bool:
-            late = time.monotonic() - started > self.epoch_seconds / 2
-            return len(found) >= FEED_TRIES or (late and any(fed.is_busy for fed in found))
+            return len(found) >= FEED_TRIES or time.monotonic() - started > self.epoch_seconds / 2
 
         warm = median(epoch.seconds for epoch in run.epochs[1:])
         search(_kept(measure, feed.tries), self.dataset.truth.rows / warm / self._unit, enough)

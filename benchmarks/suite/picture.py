@@ -29,10 +29,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 if spread is None:
                     axes.text(0, row, " not measured", va="center", fontsize=7, color="#888888")
                     continue
-                axes.barh(row, spread.median, color=COLOURS[entry.kind])
-                axes.text(
-                    spread.median, row, f" {spread.note or format(spread.median, ',.0f')}", va="center", fontsize=7
-                )
+                length = 0 if spread.bound == "<" else spread.median
+                axes.barh(row, length, color=COLOURS[entry.kind])
+                axes.text(length, row, f" {spread.shown('{:,.0f}'.format)}", va="center", fontsize=7)
             axes.set_yticks(range(len(entries)), [entry.name for entry in entries], fontsize=8)
             axes.set_xticks([])
             axes.margins(x=0.2)

@@ -23,6 +23,7 @@ LAST_COLUMNS = "The last two columns are of {}: bytes from S3, as multiples of t
 ABOUT = "≈: the first three epochs or more were measured, and the others are estimated from them."
 STOPPED = "“No answer”: the system was stopped before its third epoch ended."
 EXTRAPOLATED = "“n measured”: the first n epochs ran. Each other one counts as the median of those after the first."
+RATES = "One rank, without accelerators. Cold: the first epoch with its start-up, of which the first batch is a part."
 MOST_ERROR = 90  # characters of an error in a cell
 NOTES = {
     "pixels": (
@@ -98,7 +99,8 @@ def _feeds(results: Result, figures: Figures) -> list[str]:
         "the ideal compute time over the total time without the first step, as in MLPerf Storage v2.0",
         "(mlcommons/storage, Submission_guidelines.md, 4.1). So a loader that fetches much before its first batch does",
         "not lose AU by it; the seconds until then stand in brackets. Cold: the first epoch; warm: later ones. The",
-        "accelerators sleep on a clock of deadlines; the next batch, or 1 ms of work, is queued.",
+        "accelerators sleep on a clock of deadlines; the next batch, or 1 ms of work, is queued. <: the search ended",
+        "before it found a number that is kept busy. ≥: it ended before it found one that is not.",
         "",
     ]
     heads = ["", *(f"{dataset}, {phase}" for dataset in datasets for phase in ("cold", "warm"))]
@@ -106,7 +108,7 @@ def _feeds(results: Result, figures: Figures) -> list[str]:
         [_name(entry), *(_fed(figures, dataset, entry, phase) for dataset in datasets for phase in ("cold", "warm"))]
         for entry in figures.systems
     ]
-    for title, bound in (("*10 Gbit/s allow*", figures.wire), ("*bare ranged GETs reach*", figures.bare)):
+    for title, bound in (("*10 Gbit/s allow*", figures.wire), ("*bare GETs with start-up*", figures.bare)):
         rows.append([title, *(cell for dataset in datasets for cell in (_limit(bound(dataset)), ""))])
     if results["behaviour"]["host_bytes_per_second"] is None:
         del rows[-2]
@@ -177,7 +179,7 @@ def _ten_epochs(figures: Figures, entry: Entry, most: int) -> list[str]:
 
 
 def _rates(results: Result, figures: Figures) -> list[str]:
-    lines = ["", "## Rates and processor time", "", f"{_date(results)}. One rank, without accelerators.", ""]
+    lines = ["", "## Rates and processor time", "", f"{_date(results)}. {RATES}", ""]
     heads = ["", "", "first batch", "cold, rows/s", "warm, rows/s", "cold, CPU-s/GB", "warm, CPU-s/GB"]
     rows = []
     for dataset in figures.datasets:
@@ -214,7 +216,7 @@ def _fed(figures: Figures, dataset: str, entry: Entry, phase: str) -> str:
     spread = figures.fed(dataset, entry.name, phase)
     if spread is None:
         return _short(figures.feed_error(dataset, entry.name, phase)) or "–"
-    cell = spread.note or _spread(spread, _count)
+    cell = _spread(spread, _count)
     waited = figures.first_batch(dataset, entry.name) if phase == "cold" else None
     return f"{cell} ({waited.median:.1f} s)" if waited else cell
 
@@ -261,7 +263,7 @@ def _seconds(spread: Spread | None) -> str:
 def _spread(spread: Spread | None, shape: Callable[[float], str]) -> str:
     if spread is None:
         return "–"
-    middle, low, high = (shape(value) for value in (spread.median, spread.low, spread.high))
+    middle, low, high = spread.shown(shape), shape(spread.low), shape(spread.high)
     return middle if low == high else f"{middle} ({low}–{high})"
 
 

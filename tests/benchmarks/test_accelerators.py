@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataload.benchmarks.accelerators import QUEUE_SECONDS, Clock, Fed, search, utilization
+from dataload.benchmarks.accelerators import QUEUE_SECONDS, Clock, search, utilization
 
 
 class Time:
@@ -84,8 +84,11 @@ def test_waits_that_do_not_come_from_the_rate_do_not_hold_a_search_up() -> None:
     assert 50 <= max(fed.accelerators for fed in found if fed.is_busy) <= 55
 
 
-def test_a_search_that_must_end_has_measured_once() -> None:
-    assert search(lambda _: 0.5, 10, lambda _: True) == [Fed(10, 0.5)]
+@pytest.mark.parametrize("first", [1, 10, 100, 1000])
+def test_a_search_that_must_end_has_numbers_that_are_and_are_not_busy(first: int) -> None:
+    found = search(lambda accelerators: min(1.0, 9 / accelerators), first, lambda _: True)
+    assert {fed.is_busy for fed in found} == {True, False}
+    assert len(found) < 14
 
 
 def test_a_loader_that_feeds_none_ends_the_search_at_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 from dataload.benchmarks import run
 from dataload.benchmarks.origin.behaviour import S3
 from dataload.benchmarks.suite import picture, report
-from dataload.benchmarks.suite.figures import Cost, Figures, cost
+from dataload.benchmarks.suite.figures import Cost, Figures, Spread, cost
 from dataload.errors import ConfigError
 
 MB = 1_000_000
@@ -55,7 +55,7 @@ def results_of(**changed: Any) -> Result:
         ],
         "feeds": [
             feed_of("dataload", "cold", (30, 0.5), (17, 0.95)), feed_of("dataload", "warm", (300, 0.97)),
-            feed_of("LitData", "cold", (20, 0.91)), feed_of("LitData", "warm", (15, 0.6), (9, 0.7)),
+            feed_of("LitData", "cold", (20, 0.91), (22, 0.85)), feed_of("LitData", "warm", (15, 0.6), (9, 0.7)),
             feed_of("WebDataset", "cold", error="ended with 1: no such thing"),
         ],
     }  # fmt: skip
@@ -85,8 +85,8 @@ def test_nothing_follows_from_a_cold_epoch_alone(seconds: list[float]) -> None:
 
 def test_the_tables_say_how_many_accelerators_are_busy() -> None:
     text = report.markdown(results_of())
-    assert "| **dataload** | 17 (0.5 s) | 300 |" in text
-    assert "| LitData | 20 (0.5 s) | fewer than 9 |" in text
+    assert "| **dataload** | 17 (0.5 s) | ≥ 300 |" in text
+    assert "| LitData | 20 (0.5 s) | < 9 |" in text
     assert "| *10 Gbit/s allow* | 139 |" in text  # 1.25 GB/s of rows of 100 kB at 100 rows/s, of which 90 %
 
 
@@ -123,6 +123,45 @@ def test_where_another_system_is_better_a_sentence_says_so() -> None:
     assert "Another system" not in report.headline(alone)
     assert "No system keeps more accelerators busy than dataload." in text
     assert "No system takes less of any of these than dataload." in text
+
+
+def fed_cold(*tries: tuple[str, list[tuple[int, float]]]) -> Result:
+    return results_of(feeds=[feed_of(system, "cold", *measured) for system, measured in tries])
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "line"),
+    [
+        ([(18, 0.9), (20, 0.5)], [(46, 0.5)], "- images, cold: dataload 18; undecided: LitData < 46"),
+        ([(18, 0.9), (20, 0.5)], [(18, 0.5)], "No system keeps more accelerators busy than dataload."),
+        ([(60, 0.5)], [(20, 0.9), (21, 0.5)], "- images, cold: dataload < 60; undecided: LitData 20"),
+        ([(60, 0.5)], [(60, 0.9)], "- images, cold: LitData ≥ 60; dataload < 60"),
+        ([(1, 0.5)], [(1, 0.9), (2, 0.5)], "- images, cold: LitData 1; dataload 0"),
+    ],
+)
+def test_a_search_that_found_no_busy_number_decides_only_what_it_shows(
+    mine: list[tuple[int, float]], others: list[tuple[int, float]], line: str
+) -> None:
+    assert line in report.markdown(fed_cold(("dataload", mine), ("LitData", others))).splitlines()
+
+
+def test_the_headline_says_where_the_comparison_is_undecided() -> None:
+    undecided = fed_cold(("dataload", [(18, 0.9), (20, 0.5)]), ("LitData", [(46, 0.5)]))
+    assert "in the first epoch: images (undecided)." in report.headline(undecided)
+
+
+def test_a_round_without_a_busy_number_takes_no_part_in_the_median() -> None:
+    rounds = fed_cold(("dataload", [(40, 0.9), (41, 0.5)]), ("dataload", [(46, 0.5)]))
+    assert Figures(rounds).fed("images", "dataload", "cold") == Spread(40, 40, 40)
+    never = fed_cold(("dataload", [(60, 0.5)]), ("dataload", [(46, 0.5)]))
+    assert Figures(never).fed("images", "dataload", "cold") == Spread(60, 60, 60, bound="<")
+
+
+def test_the_rate_of_a_first_epoch_counts_the_wait_for_its_first_batch() -> None:
+    cold = run_of("dataload", [2.0])
+    cold["epochs"][0]["first_batch_seconds"] = 1.9
+    rate = Figures(results_of(runs=[cold])).rate("images", "dataload", "cold")
+    assert rate == Spread(500, 500, 500)
 
 
 def test_a_number_of_ranks_that_was_not_run_has_one_line() -> None:
