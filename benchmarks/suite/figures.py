@@ -8,7 +8,10 @@ from statistics import median
 from typing import Any
 
 from dataload.benchmarks.accelerators import LEAST_UTILIZATION, Fed
+from dataload.benchmarks.suite.host import NO_ANSWER
 from dataload.benchmarks.systems.registry import Entry, named
+
+STOPPED = "stopped"  # after an epoch or more
 
 Result = dict[str, Any]
 
@@ -50,8 +53,8 @@ class Cost:
     measured: int | None
 
 
-def cost(run: Result, epochs: int, conversion_seconds: float) -> Cost | None:
-    """Return the cost of the first `epochs` epochs with start-up and conversion; None if too few were measured.
+def cost(run: Result, epochs: int) -> Cost | None:
+    """Return the cost of the first `epochs` epochs with start-up; None if too few were measured.
 
     Epochs that were not measured cost the median of the measured warm ones.
     """
@@ -60,7 +63,7 @@ def cost(run: Result, epochs: int, conversion_seconds: float) -> Cost | None:
     missing = epochs - len(seconds)
     if not seconds or (missing > 0 and len(seconds) < 2):
         return None
-    total, num_bytes = conversion_seconds + sum(seconds[:epochs]), float(sum(sent[:epochs]))
+    total, num_bytes = sum(seconds[:epochs]), float(sum(sent[:epochs]))
     if missing <= 0:
         return Cost(total, num_bytes, None)
     return Cost(total + missing * median(seconds[1:]), num_bytes + missing * median(sent[1:]), len(seconds))
@@ -119,9 +122,8 @@ class Figures:
 
     def cost(self, dataset: str, system: str, ranks: int, epochs: int, part: str) -> Spread | None:
         """Return the seconds or the origin bytes of the first epochs. Bytes are in multiples of the dataset's."""
-        conversion = self.conversion_seconds(dataset, system)
         unit = self.datasets[dataset]["parquet_bytes"] if part == "origin_bytes" else 1
-        costs = [cost(run, epochs, conversion) for run in self._answered(dataset, system, ranks)]
+        costs = [cost(run, epochs) for run in self._answered(dataset, system, ranks)]
         return _over_rounds(
             Spread(value, value, value, each.measured)
             for each in costs
@@ -163,11 +165,12 @@ class Figures:
         return _over_rounds(Spread(value, value, value) for value in values if value is not None)
 
     def error(self, dataset: str, system: str, ranks: int) -> str:
-        """Return the first error of a system's runs."""
-        return next((run["error"] for run in self.runs(dataset, system, ranks) if run["error"]), "")
+        """Return the first error of a system's runs. A run that was stopped after an epoch has none."""
+        return next((run["error"] for run in self.runs(dataset, system, ranks) if not _has_answered(run)), "")
 
     def feed_error(self, dataset: str, system: str, phase: str) -> str:
-        return next((feed["error"] for feed in self._feeds(dataset, system, phase) if feed["error"]), "")
+        error = next((feed["error"] for feed in self._feeds(dataset, system, phase) if feed["error"]), "")
+        return STOPPED if error.startswith(NO_ANSWER) and self.first_batch(dataset, system) else error
 
     def problems(self) -> list[str]:
         """Return every difference between delivered rows and a dataset, once for each system and number of ranks."""
@@ -185,8 +188,7 @@ class Figures:
         ]
 
     def _answered(self, dataset: str, system: str, ranks: int) -> list[Result]:
-        """Return the runs that did not end early."""
-        return [run for run in self.runs(dataset, system, ranks) if not run["error"]]
+        return [run for run in self.runs(dataset, system, ranks) if _has_answered(run)]
 
     def _feeds(self, dataset: str, system: str, phase: str) -> list[Result]:
         return [
@@ -194,6 +196,11 @@ class Figures:
             for feed in self._results.get("feeds", ())
             if (feed["dataset"], feed["system"], feed["phase"]) == (dataset, system, phase)
         ]
+
+
+def _has_answered(run: Result) -> bool:
+    """Return whether a run ended by itself, or was stopped after an epoch."""
+    return not run["error"] or (bool(run["epochs"]) and run["error"].startswith(NO_ANSWER))
 
 
 def _over_rounds(rounds: Iterable[Spread | None]) -> Spread | None:

@@ -44,7 +44,8 @@ class Host:
 
     def __init__(self, python: Path, task: Task, folder: Path, patience: float) -> None:
         self._python, self._task, self._folder = python, task, folder
-        self._patience, self._until = patience, monotonic() + patience
+        self._started = monotonic()
+        self._until = self._started + patience
         self._ended = Event()
         self._processes: list[psutil.Popen] = []
         self.peak_bytes = 0
@@ -103,6 +104,10 @@ class Host:
             total_seconds=sum(epoch.total_seconds for epoch in ranks),
         )
 
+    def extend(self, seconds: float) -> None:
+        """Kill the processes in `seconds` from now, if not later."""
+        self._until = max(self._until, monotonic() + seconds)
+
     def wait_until_ready(self) -> None:
         """Wait until all ranks have started Python and imported torch.
 
@@ -159,7 +164,7 @@ class Host:
     def _error(self) -> str:
         """Return the error of the first rank that failed by itself."""
         if monotonic() >= self._until:
-            return f"{NO_ANSWER} within {self._patience:.0f} s"
+            return f"{NO_ANSWER} within {self._until - self._started:.0f} s"
         codes = [process.wait() for process in self._processes]
         rank = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
         for line in self._processes[rank].stdout:

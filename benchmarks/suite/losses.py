@@ -35,7 +35,7 @@ def feed_losses(figures: Figures) -> list[str]:
     return _told(
         _fewer(figures, "cold") + _fewer(figures, "warm"),
         "No system keeps more accelerators busy than dataload.",
-        "Systems that keep more accelerators busy than dataload:",
+        "Systems that keep more accelerators busy than dataload, or may do so (undecided):",
     )
 
 

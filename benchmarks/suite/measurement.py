@@ -20,7 +20,7 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.registry import Entry
 
 EPOCHS = 10
-LEAST_EPOCHS = 3  # that are measured, whatever they take
+LEAST_EPOCHS = 3  # that are measured, unless the second takes much longer than the first
 FLOOR_EPOCHS = 2
 FEED_TRIES = 6
 FEED_SECONDS = 1.0  # of warm epochs at one number of accelerators
@@ -95,6 +95,8 @@ class Measurement:
             run.check(epoch, self.dataset.truth, ordered=self.entry.kind == "floor")
             run.epochs.append(epoch)
             run.origin_bytes.append(self.origin.stats()["get_bytes"])
+            if len(run.epochs) == 1:
+                self._extend(host, epoch.seconds)
             spent = sum(each.seconds for each in run.epochs)
             if len(run.epochs) >= LEAST_EPOCHS and spent > self.epoch_seconds:
                 break
@@ -118,7 +120,12 @@ class Measurement:
             return len(found) >= FEED_TRIES or time.monotonic() - started > self.epoch_seconds / 2
 
         warm = median(epoch.seconds for epoch in run.epochs[1:])
+        self._extend(host, warm)
         search(_kept(measure, feed.tries), self.dataset.truth.rows / warm / self._unit, enough)
+
+    def _extend(self, host: Host, epoch_seconds: float) -> None:
+        """Give a host the time of a few more epochs, as far as the run's limit allows."""
+        host.extend(min(self.place.seconds_left, LEAST_EPOCHS * epoch_seconds))
 
     @property
     def _unit(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from dataload.benchmarks.origin.behaviour import Behaviour
-from dataload.benchmarks.suite.figures import Figures, Spread, ranked
+from dataload.benchmarks.suite.figures import STOPPED, Figures, Spread, ranked
 from dataload.benchmarks.suite.host import NO_ANSWER
 from dataload.benchmarks.suite.losses import epoch_losses, feed_losses, losses_in_short
 from dataload.benchmarks.suite.measurement import EPOCHS
@@ -18,12 +18,16 @@ from dataload.benchmarks.systems.registry import Entry
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
-SECONDS = "**Seconds for ten epochs: less is better.** They include start-up and conversion, on one rank."
+SECONDS = "**Seconds for ten epochs on one rank, with start-up: less is better.**"
+CONVERTED = "“+”: seconds of the conversion to a format of its own, once for each dataset."
 LAST_COLUMNS = "The last two columns are of {}: bytes from S3, as multiples of the Parquet files, and memory."
-ABOUT = "≈: the first three epochs or more were measured, and the others are estimated from them."
-STOPPED = "“No answer”: the system was stopped before its third epoch ended."
+ABOUT = "≈: the first two epochs or more were measured, and the others are estimated from them."
+STOPPED_EARLY = (
+    "“One epoch”: the benchmark stopped the system before the end of its second epoch; “no answer”: of its first."
+)
 EXTRAPOLATED = "“n measured”: the first n epochs ran. Each other one counts as the median of those after the first."
 RATES = "One rank, without accelerators. Cold: the first epoch with its start-up, of which the first batch is a part."
+ONE_EPOCH = "one epoch:"
 MOST_ERROR = 90  # characters of an error in a cell
 NOTES = {
     "pixels": (
@@ -67,9 +71,9 @@ def headline(results: Result) -> str:
     datasets, most = list(figures.datasets), max(results["ranks"])
     rows = [_ten_epochs(figures, entry, most) for entry in figures.systems]
     cells = " ".join(cell for row in rows for cell in row)
-    notes = [ABOUT] * ("≈" in cells) + [STOPPED] * (NO_ANSWER in cells)
+    notes = [ABOUT] * ("≈" in cells) + [STOPPED_EARLY] * (NO_ANSWER in cells or ONE_EPOCH in cells)
     lines = [
-        f"{SECONDS} {LAST_COLUMNS.format(ranked(most))}",
+        " ".join([SECONDS, *[CONVERTED] * (" + " in cells), LAST_COLUMNS.format(ranked(most))]),
         " ".join([*notes, f"Measured on {_date(results)}, with {_origin(results)}."]),
         "",
         *_table(["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"], rows),
@@ -100,7 +104,8 @@ def _feeds(results: Result, figures: Figures) -> list[str]:
         "(mlcommons/storage, Submission_guidelines.md, 4.1). So a loader that fetches much before its first batch does",
         "not lose AU by it; the seconds until then stand in brackets. Cold: the first epoch; warm: later ones. The",
         "accelerators sleep on a clock of deadlines; the next batch, or 1 ms of work, is queued. <: the search ended",
-        "before it found a number that is kept busy. ≥: it ended before it found one that is not.",
+        "before it found a number that is kept busy. ≥: it ended before it found one that is not. “Stopped”: the",
+        "benchmark stopped the system before this was measured, as its epochs took all the time.",
         "",
     ]
     heads = ["", *(f"{dataset}, {phase}" for dataset in datasets for phase in ("cold", "warm"))]
@@ -126,9 +131,9 @@ def _all_epochs(results: Result, figures: Figures) -> list[str]:
         "## Ten epochs",
         "",
         f"{_date(results)}.",
-        "Seconds include start-up (importing and making the loader, after torch) and the conversion to a format of its",
-        "own, from and to the local disk. From S3: multiples of the Parquet files, conversions not counted. Memory is",
-        "the peak of all processes, anonymous and shared, without the page cache.",
+        "Seconds include start-up (importing and making the loader, after torch), but not the conversion to a format",
+        "of its own, from and to the local disk. From S3: multiples of the Parquet files, conversions not counted.",
+        "Memory is the peak of all processes, anonymous and shared, without the page cache.",
         *_extrapolated(figures, tuple(results["ranks"])),
     ]
     for dataset, each in figures.datasets.items():
@@ -160,22 +165,33 @@ def _is_missing(figures: Figures, dataset: str, ranks: int) -> bool:
 
 def _epochs_of(figures: Figures, dataset: str, entry: Entry, ranks: int) -> list[str]:
     if error := figures.error(dataset, entry.name, ranks):
-        return ["", _short(error), *[""] * (len(SHOWN_EPOCHS) + 1)]
-    conversion = figures.conversion_seconds(dataset, entry.name)
-    cells = [_seconds(figures.cost(dataset, entry.name, ranks, count, "seconds")) for count in SHOWN_EPOCHS]
+        return [_converted(figures, dataset, entry), _short(error), *[""] * (len(SHOWN_EPOCHS) + 1)]
+    costs = [figures.cost(dataset, entry.name, ranks, count, "seconds") for count in SHOWN_EPOCHS]
+    cells = [_seconds(cost) if cost else STOPPED for cost in costs]
     sent = figures.cost(dataset, entry.name, ranks, EPOCHS, "origin_bytes")
     memory = figures.memory(dataset, entry.name, ranks)
-    return [f"{conversion:.1f} s" if conversion else "", *cells, _spread(sent, _times), _spread(memory, _bytes)]
+    return [_converted(figures, dataset, entry), *cells, _spread(sent, _times), _spread(memory, _bytes)]
 
 
 def _ten_epochs(figures: Figures, entry: Entry, most: int) -> list[str]:
-    seconds = [
-        _short(figures.error(dataset, entry.name, 1)) or _about(figures.cost(dataset, entry.name, 1, EPOCHS, "seconds"))
-        for dataset in figures.datasets
-    ]
+    seconds = [_with_conversion(figures, dataset, entry) for dataset in figures.datasets]
     sent = [figures.cost(dataset, entry.name, most, EPOCHS, "origin_bytes") for dataset in figures.datasets]
     memory = [figures.memory(dataset, entry.name, most) for dataset in figures.datasets]
     return [_name(entry), *seconds, _range(sent, _times), _range(memory, _bytes)]
+
+
+def _with_conversion(figures: Figures, dataset: str, entry: Entry) -> str:
+    """Return the seconds of ten epochs, or of the first if the system was stopped, and those of its conversion."""
+    if error := figures.error(dataset, entry.name, 1):
+        return _short(error)
+    one, ten = (figures.cost(dataset, entry.name, 1, count, "seconds") for count in (1, EPOCHS))
+    cell = f"{ONE_EPOCH} {_seconds(one)}" if one and not ten else _about(ten)
+    return " + ".join(filter(None, [cell, _converted(figures, dataset, entry)]))
+
+
+def _converted(figures: Figures, dataset: str, entry: Entry) -> str:
+    seconds = figures.conversion_seconds(dataset, entry.name)
+    return _duration(seconds) if seconds else ""
 
 
 def _rates(results: Result, figures: Figures) -> list[str]:
@@ -256,8 +272,12 @@ def _about(spread: Spread | None) -> str:
 
 
 def _seconds(spread: Spread | None) -> str:
-    cell = _spread(spread, lambda value: f"{value:.0f} s" if value >= 20 else f"{value:.1f} s")
+    cell = _spread(spread, _duration)
     return f"{cell}, {spread.measured} measured" if spread and spread.measured else cell
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 20 else f"{seconds:.1f} s"
 
 
 def _spread(spread: Spread | None, shape: Callable[[float], str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dataload.benchmarks.suite import datasets, measurement
+from dataload.benchmarks.suite.host import Host
 from dataload.benchmarks.suite.suite import COLD, Suite
 from dataload.benchmarks.systems.registry import named
 
@@ -50,6 +51,14 @@ def program(folder: Path, text: str) -> Path:
 def test_ranks_of_a_host_read_the_dataset_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "FEED_TRIES", 1)
     kept: list[str] = []
+    extended: list[float] = []
+    extend = Host.extend
+
+    def noted(host: Host, seconds: float) -> None:
+        extended.append(seconds)
+        extend(host, seconds)
+
+    monkeypatch.setattr(Host, "extend", noted)
     results: Result = {}
     suite = suite_of(tmp_path, "dataload", "floor: gather", ranks=(1, 2))
     suite.run(results, lambda _: None, lambda found: kept.append(json.dumps(found)))
@@ -63,6 +72,8 @@ def test_ranks_of_a_host_read_the_dataset_together(tmp_path: Path, monkeypatch: 
         assert all(epoch["rows"] == dataset["rows"] for epoch in run["epochs"])
         assert dataset["parquet_bytes"] <= run["origin_bytes"][-1] <= 1.1 * dataset["parquet_bytes"]
     assert both["peak_bytes"] > alone["peak_bytes"] > 10_000_000
+    firsts = [run["epochs"][0]["seconds"] for run in (alone, gather, both)]
+    assert {measurement.LEAST_EPOCHS * seconds for seconds in firsts} < set(extended)  # and one by its later epochs
     assert [feed["phase"] for feed in results["feeds"]] == ["warm", "cold"]
     assert all(0 <= each["utilization"] <= 1 for feed in results["feeds"] for each in feed["tries"])
     assert len(kept) == 4  # after each run and the cold feed

@@ -69,18 +69,18 @@ def line_of(text: str, start: str) -> str:
 
 def test_the_cost_of_measured_epochs_is_their_sum() -> None:
     measured = run_of("LitData", [5.0, 2.0, 3.0])
-    assert cost(measured, 1, 0) == Cost(5, 100 * MB, None)
-    assert cost(measured, 3, 7) == Cost(17, 100 * MB, None)
+    assert cost(measured, 1) == Cost(5, 100 * MB, None)
+    assert cost(measured, 3) == Cost(10, 100 * MB, None)
 
 
 def test_an_epoch_that_was_not_measured_costs_the_median_of_the_warm_ones() -> None:
     measured = run_of("pyarrow", [5.0, 2.0, 3.0, 9.0]) | {"origin_bytes": [10, 20, 30, 40]}
-    assert cost(measured, 10, 0) == Cost(19 + 6 * 3, 40 + 6 * 10, 4)
+    assert cost(measured, 10) == Cost(19 + 6 * 3, 40 + 6 * 10, 4)
 
 
 @pytest.mark.parametrize("seconds", [[], [5.0]])
 def test_nothing_follows_from_a_cold_epoch_alone(seconds: list[float]) -> None:
-    assert cost(run_of("LitData", seconds), 10, 0) is None
+    assert cost(run_of("LitData", seconds), 10) is None
 
 
 def test_the_tables_say_how_many_accelerators_are_busy() -> None:
@@ -93,7 +93,8 @@ def test_the_tables_say_how_many_accelerators_are_busy() -> None:
 def test_the_headline_has_the_cost_of_ten_epochs() -> None:
     text = report.headline(results_of())
     assert "| **dataload** | ≈ 12.0 s | 1.0 × | 1.2 GB |" in text
-    assert "| LitData | 30 s | 2.5 × | 1.2 GB |" in text
+    assert "| LitData | 23 s + 7.0 s | 2.5 × | 1.2 GB |" in text
+    assert report.CONVERTED in text
     assert text.count("commit abc1234") == 1
     assert "30 ms, 90 MB/s a connection, 10 Gbit/s a host, 0.1 % of requests delayed by 1 s" in text
 
@@ -179,16 +180,33 @@ def test_a_system_that_failed_has_its_error_in_its_cells() -> None:
     assert "| WebDataset | ended with 1: no such thing | – | – |" in report.headline(results_of())
 
 
-def test_an_answer_that_did_not_come_is_explained() -> None:
-    stopped = run_of("LitData", [5.0, 2.0], error="no answer within 72 s")
-    assert report.STOPPED in report.headline(results_of(runs=[run_of("dataload", [1.0] * 10), stopped]))
-    assert report.STOPPED not in report.headline(results_of())
+@pytest.mark.parametrize(
+    ("seconds", "error", "short", "whole"),
+    [
+        ([5.0, 2.0], "no answer within 72 s", "≈ 23 s + 7.0 s", "5.0 s | 9.0 s, 2 measured | 23 s, 2 measured"),
+        ([50.0], "no answer within 72 s", "one epoch: 50 s + 7.0 s", "50 s | stopped | stopped"),
+        ([], "no answer within 72 s", "no answer within 72 s", "no answer within 72 s |  | "),
+        ([5.0, 2.0], "ended with 1: killed", "ended with 1: killed", "ended with 1: killed |  | "),
+    ],
+)
+def test_a_system_that_the_benchmark_stopped_has_the_figures_of_its_epochs(
+    seconds: list[float], error: str, short: str, whole: str
+) -> None:
+    stopped = run_of("LitData", seconds, error=error)
+    unfed = feed_of("LitData", "warm", error=error)
+    results = results_of(runs=[run_of("dataload", [1.0] * 10), stopped], feeds=[unfed])
+    assert f"| LitData | {short} |" in report.headline(results)
+    assert f" | {whole} |" in line_of(report.markdown(results), "| LitData | 1 |")
+    assert (report.STOPPED_EARLY in report.headline(results)) == (len(seconds) < 2 and "answer" in error)
+    assert Figures(results).feed_error("images", "LitData", "warm") == (
+        "stopped" if seconds and "answer" in error else error
+    )
 
 
 def test_the_report_has_conversions_settings_units_and_wrong_rows() -> None:
     wrong = run_of("LitData", [5.0, 2.0, 2.0], ranks=4, problems=["epoch 0: 9 rows of 10", "epoch 1: 9 rows of 10"])
     text = report.markdown(results_of(runs=[*results_of()["runs"], wrong]))
-    assert "| LitData | 1 | 7.0 s | 12.0 s | 16.0 s | 30 s | 1.0 × | 300.0 MB |" in text
+    assert "| LitData | 1 | 7.0 s | 5.0 s | 9.0 s | 23 s | 1.0 × | 300.0 MB |" in text
     assert "- images, LitData, 4 ranks: epoch 0: 9 rows of 10" in text
     assert "0.25 × a model, 100 rows/s (a page)" in text
     assert "tar shards" in line_of(text, "| WebDataset | files")
