@@ -100,20 +100,11 @@ class Figures:
         """Return the accelerators that a system keeps busy in a phase, "cold" or "warm"."""
         return _over_rounds(fed(feed) for feed in self._feeds(dataset, system, phase))
 
-    def wire(self, dataset: str) -> float | None:
-        """Return the accelerators that the origin's bandwidth feeds with AU of 90 %; None without a limit."""
-        rate = self._results["behaviour"]["host_bytes_per_second"]
+    def wire(self, dataset: str, bytes_per_second: float) -> float:
+        """Return the accelerators that a bandwidth feeds with AU of 90 %."""
         described = self.datasets[dataset]
-        row_bytes = described["parquet_bytes"] / described["rows"]
-        return self._accelerators(dataset, rate / row_bytes) if rate else None
-
-    def bare(self, dataset: str) -> float | None:
-        """Return the accelerators that bare ranged GETs on this machine, with their start-up, feed with AU of 90 %."""
-        rate = self.rate(dataset, "floor: ranged GETs", "cold")
-        return self._accelerators(dataset, rate.median) if rate else None
-
-    def _accelerators(self, dataset: str, rows_per_second: float) -> float:
-        unit: float = self.datasets[dataset]["accelerator"]["rows_per_second"]
+        rows_per_second: float = bytes_per_second * described["rows"] / described["parquet_bytes"]
+        unit: float = described["accelerator"]["rows_per_second"]
         return rows_per_second / unit / LEAST_UTILIZATION
 
     def conversion_seconds(self, dataset: str, system: str) -> float:

@@ -19,12 +19,10 @@ from dataload.benchmarks.systems.registry import Entry
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
 SECONDS = "**Seconds for ten epochs on one rank, with start-up: less is better.**"
-CONVERTED = "“+”: seconds of the conversion to a format of its own, once for each dataset."
+CONVERTED = "“+ 2 s” is the conversion to a format of the system's own, made once."
 LAST_COLUMNS = "The last two columns are of {}: bytes from S3, as multiples of the Parquet files, and memory."
-ABOUT = "≈: the first two epochs or more were measured, and the others are estimated from them."
-STOPPED_EARLY = (
-    "“One epoch”: the benchmark stopped the system before the end of its second epoch; “no answer”: of its first."
-)
+ABOUT = "≈: estimated from two epochs or more."
+STOPPED_EARLY = "“No answer” or “one epoch”: the benchmark stopped the system in its first or second epoch."
 EXTRAPOLATED = "“n measured”: the first n epochs ran. Each other one counts as the median of those after the first."
 RATES = "One rank, without accelerators. Cold: the first epoch with its start-up, of which the first batch is a part."
 ONE_EPOCH = "one epoch:"
@@ -74,7 +72,7 @@ def headline(results: Result) -> str:
     notes = [ABOUT] * ("≈" in cells) + [STOPPED_EARLY] * (NO_ANSWER in cells or ONE_EPOCH in cells)
     lines = [
         " ".join([SECONDS, *[CONVERTED] * (" + " in cells), LAST_COLUMNS.format(ranked(most))]),
-        " ".join([*notes, f"Measured on {_date(results)}, with {_origin(results)}."]),
+        " ".join([*notes, f"{_measured(results)} on {_date(results)}, with {_origin(results)}."]),
         "",
         *_table(["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"], rows),
         "",
@@ -113,10 +111,9 @@ def _feeds(results: Result, figures: Figures) -> list[str]:
         [_name(entry), *(_fed(figures, dataset, entry, phase) for dataset in datasets for phase in ("cold", "warm"))]
         for entry in figures.systems
     ]
-    for title, bound in (("*10 Gbit/s allow*", figures.wire), ("*bare GETs with start-up*", figures.bare)):
-        rows.append([title, *(cell for dataset in datasets for cell in (_limit(bound(dataset)), ""))])
-    if results["behaviour"]["host_bytes_per_second"] is None:
-        del rows[-2]
+    if rate := results["behaviour"]["host_bytes_per_second"]:
+        wire = (cell for dataset in datasets for cell in (_count(figures.wire(dataset, rate)), ""))
+        rows.append([f"*{8 * rate / 1e9:g} Gbit/s allow*", *wire])
     units = [
         f"- {dataset}: an emulated accelerator is {each['accelerator']['unit']}, "
         f"{each['accelerator']['rows_per_second']:,.0f} rows/s ({each['accelerator']['source']})."
@@ -237,6 +234,10 @@ def _fed(figures: Figures, dataset: str, entry: Entry, phase: str) -> str:
     return f"{cell} ({waited.median:.1f} s)" if waited else cell
 
 
+def _measured(results: Result) -> str:
+    return "Measured once," if results["rounds"] == 1 else f"Medians of {results['rounds']} rounds,"
+
+
 def _date(results: Result) -> str:
     return f"{results['date']}, commit {results['commit']}"
 
@@ -294,10 +295,6 @@ def _range(spreads: list[Spread | None], shape: Callable[[float], str]) -> str:
         return "–"
     low, high = shape(min(values)), shape(max(values))
     return low if low == high else f"{low}–{high}"
-
-
-def _limit(value: float | None) -> str:
-    return "–" if value is None else _count(value)
 
 
 def _count(value: float) -> str:
