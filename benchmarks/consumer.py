@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 MASK = (1 << 64) - 1
-ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, which spreads neighbouring labels
+ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, which spreads neighbouring numbers
 
 
 class Consumer:
@@ -24,7 +25,7 @@ class Consumer:
         rows: Rows so far.
         num_bytes: Their bytes.
         digest: A sum over the rows modulo 2^64, independent of their order and batches. It changes if a row is missing
-            or duplicated, a value is wrong, or a label belongs to another row.
+            or duplicated, or if a value is wrong, at another position, or in another row.
         order: A checksum of the labels in their order.
     """
 
@@ -41,21 +42,23 @@ class Consumer:
             batch = {name: value for name, value in batch.items() if name not in self._features}
             batch["x"] = np.stack(features, axis=1)
         labels = np.ascontiguousarray(_array(batch["label"]))
-        for value in batch.values():
-            self._touch(value, labels)
+        rows = np.zeros(len(labels), np.uint64)
+        for name in sorted(batch):
+            rows = rows * ODD + self._hashes(batch[name])
+        self.digest = (self.digest + int(_mixed(rows).sum())) & MASK
         self.rows += len(labels)
         self.order = zlib.crc32(labels.tobytes(), self.order)
 
-    def _touch(self, value: Any, labels: npt.NDArray[Any]) -> None:
-        if isinstance(value, list):
-            for item, label in zip(value, labels.tolist(), strict=True):
-                data = item.encode() if isinstance(item, str) else item
-                self.digest = (self.digest + xxh3_64_intdigest(data, label)) & MASK
-                self.num_bytes += len(data)
-        else:
-            array = np.ascontiguousarray(_array(value))
-            self.digest = (self.digest + _total(array, labels)) & MASK
-            self.num_bytes += array.nbytes
+    def _hashes(self, column: Any) -> npt.NDArray[np.uint64]:
+        """Return a hash of each value of a column. Count their bytes."""
+        if isinstance(column, list):
+            data = [item.encode() if isinstance(item, str) else item for item in column]
+            self.num_bytes += sum(map(len, data))
+            return np.fromiter(map(xxh3_64_intdigest, data), np.uint64)
+        array = np.ascontiguousarray(_array(column))
+        self.num_bytes += array.nbytes
+        words = _words(array)
+        return words @ _weights(words.shape[1])
 
 
 def _array(value: Any) -> npt.NDArray[Any]:
@@ -64,11 +67,20 @@ def _array(value: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _total(array: npt.NDArray[Any], labels: npt.NDArray[Any]) -> int:
-    """Return the sum over all rows of the sum of a row's words times an odd number for its label."""
-    if not len(array):
-        return 0
-    row_bytes = array.nbytes // len(array)
+def _words(array: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return the bytes of each row as numbers, as large as its length allows."""
+    row_bytes = array.nbytes // max(1, len(array))
     word = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
-    sums = array.reshape(len(array), -1).view(f"u{word}").sum(axis=1, dtype=np.uint64)
-    return int(np.dot(sums, labels.astype(np.uint64) * np.uint64(ODD) | np.uint64(1)))
+    return array.reshape(len(array), -1).view(f"u{word}").astype(np.uint64, copy=False)
+
+
+@cache
+def _weights(length: int) -> npt.NDArray[np.uint64]:
+    """Return an odd number for each position in a row."""
+    return np.cumprod(np.full(length, ODD), dtype=np.uint64)
+
+
+def _mixed(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return hashes whose sum shows from which row each part came, which a sum of sums does not."""
+    rows = (rows ^ rows >> np.uint64(32)) * ODD
+    return rows ^ rows >> np.uint64(29)

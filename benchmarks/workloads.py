@@ -24,7 +24,7 @@ from dataload.benchmarks.images.photos import decode_and_crop as decode_and_crop
 from dataload.errors import ConfigError
 
 SEED = 20_26
-VERSION = 3  # of the generated files; folders of another version are written again
+VERSION = 4  # of the generated files and their digest; folders of another version are written again
 SIZES = {"tiny": 0.1, "small": 1, "middle": 4, "full": 50}  # in units of about 50 MB of decoded rows
 GROUP_MEGABYTES = 10
 FILE_BYTES = 128 << 20  # at most, unless a row group is larger

@@ -83,6 +83,11 @@ def test_the_digest_sees_rows_that_are_missing_doubled_or_wrong() -> None:
     swapped = rows["label"][[1, 0, 2]]
     assert digest(0, 1, 2, label=swapped, x=rows["x"][[1, 0, 2]]) != whole
     assert digest(0, 1, 2, label=swapped, image=[b"bc", b"a", b"d"]) != whole
+    assert digest(0, 1, 2, x=np.roll(rows["x"], 1, axis=1)) != whole
+    same = digest(0, 1, 2, label=np.zeros(3, int))
+    assert digest(0, 1, 2, label=np.zeros(3, int), x=rows["x"][[1, 0, 2]]) != same
+    assert digest(0, 1, 2, label=np.zeros(3, int), image=[b"bc", b"a", b"d"]) != same
+    assert digest(1, 0, 2, label=np.zeros(3, int)) == same
 
 
 def test_features_count_the_same_in_columns_as_in_one_array() -> None:
