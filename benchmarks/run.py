@@ -74,6 +74,7 @@ def bench(
         "epoch_seconds": asked["limit"],
         "seconds": 60 * asked["minutes"],
         "folder": folder.absolute(),
+        "converts_again": readme,
         "peers_python": peers_python.absolute() if peers_python.exists() else None,
     }
     found = _measured(given, results / name)

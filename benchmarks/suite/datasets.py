@@ -31,6 +31,7 @@ class Place:
         peers_python: Interpreter of the peers' environment; None if it does not exist.
         seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
         until: The same by the monotonic clock.
+        converts_again: Whether to make the conversions of earlier runs again.
     """
 
     size: str
@@ -38,6 +39,7 @@ class Place:
     peers_python: Path | None
     seconds: float
     until: float
+    converts_again: bool = False
 
     @property
     def data(self) -> Path:
@@ -68,7 +70,10 @@ class Dataset:
 def prepare(
     name: str, workload: Workload, group: float, place: Place, entries: tuple[Entry, ...], say: Callable[[str], object]
 ) -> Dataset:
-    """Write a dataset, and convert it to the systems' own formats, unless an earlier run did."""
+    """Write a dataset, and convert it to the systems' own formats, unless an earlier run did.
+
+    A conversion of an earlier run counts only if nothing that it was made of has changed.
+    """
     folder = place.data / BUCKET / place.size / f"{workload.name}-{group:g}"
     say(f"{name}: {workload.rows:,} rows")
     truth = write(workload, folder / "parquet")
@@ -78,7 +83,7 @@ def prepare(
         if not entry.converts or python is None:
             continue
         price = price_of(entry, folder / "parquet", folder / entry.module)
-        if price is None:
+        if price is None or place.converts_again:
             say(f"{name}: converting for {entry.name}")
             task = (entry.name, workload.name, place.size, folder / "parquet", folder / entry.module)
             patience = min(CONVERSION_SECONDS, max(0.0, place.seconds_left))

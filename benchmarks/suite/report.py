@@ -131,6 +131,7 @@ def _all_epochs(results: Result, figures: Figures) -> list[str]:
         "Seconds include start-up (importing and making the loader, after torch), but not the conversion to a format",
         "of its own, from and to the local disk. From S3: multiples of the Parquet files, conversions not counted.",
         "Memory is the peak of all processes, anonymous and shared, without the page cache.",
+        *_conversions(figures),
         *_extrapolated(figures, tuple(results["ranks"])),
     ]
     for dataset, each in figures.datasets.items():
@@ -151,6 +152,13 @@ def _all_epochs(results: Result, figures: Figures) -> list[str]:
         ]
         lines += ["", *_table(heads, rows), *(line for ranks in missing for line in ("", f"{ranked(ranks)}: not run."))]
     return [*lines, "", *epoch_losses(figures, max(results["ranks"]))]
+
+
+def _conversions(figures: Figures) -> list[str]:
+    """Return the line on the dates of the conversions, if there were any."""
+    prices = [price for each in figures.datasets.values() for price in each["conversions"].values()]
+    dates = sorted({price.get("date", "an unknown date, maybe by an earlier run") for price in prices})
+    return [f"Conversions were measured on {', '.join(dates)}."] if dates else []
 
 
 def _is_missing(figures: Figures, dataset: str, ranks: int) -> bool:

@@ -42,6 +42,7 @@ class Suite:
         peers_python: Interpreter of the peers' environment; None if it does not exist.
         seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
         memory: Checked before each stage; None: not checked.
+        converts_again: Whether to make the conversions of earlier runs again.
     """
 
     size: str
@@ -56,6 +57,7 @@ class Suite:
     peers_python: Path | None
     seconds: float = math.inf
     memory: HotMemory | None = None
+    converts_again: bool = False
 
     def run(self, results: Result, say: Callable[[str], object], keep: Callable[[Result], object]) -> None:
         """Run all measurements.
@@ -65,7 +67,8 @@ class Suite:
             say: Called with each line of progress.
             keep: Called with the results after each measurement.
         """
-        place = Place(self.size, self.folder, self.peers_python, self.seconds, time.monotonic() + self.seconds)
+        until = time.monotonic() + self.seconds
+        place = Place(self.size, self.folder, self.peers_python, self.seconds, until, self.converts_again)
         place.data.mkdir(parents=True, exist_ok=True)
         datasets = [prepare(*each, place, self.entries, say) for each in self._chosen()]
         runs: list[Run] = []

@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
+from dataload.benchmarks import batches
+from dataload.benchmarks.systems import conversion
 from dataload.benchmarks.systems.registry import Entry, named
 from dataload.benchmarks.workloads import workloads
 
+VERSIONS = Path(batches.__file__).with_name("peers.txt")  # of the peers' environment; not in an installed package
+
 
 def convert(system: str, workload: str, size: str, files: Path, folder: Path) -> None:
-    """Convert a workload to `folder`. Write seconds, bytes and `made_of` as JSON beside it."""
+    """Convert a workload to `folder`. Write seconds, bytes, the date and `made_of` as JSON beside it."""
     unfinished = folder.with_name(folder.name + "-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -31,7 +36,8 @@ def convert(system: str, workload: str, size: str, files: Path, folder: Path) ->
     num_bytes = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
-    price = {"seconds": seconds, "bytes": num_bytes, "made_of": made_of(named(system), files)}
+    today = datetime.now(UTC).date().isoformat()
+    price = {"seconds": seconds, "bytes": num_bytes, "date": today, "made_of": made_of(named(system), files)}
     folder.with_suffix(".json").write_text(json.dumps(price))
 
 
@@ -45,9 +51,9 @@ def price_of(entry: Entry, files: Path, folder: Path) -> dict[str, Any] | None:
 
 
 def made_of(entry: Entry, files: Path) -> str:
-    """Return a hash of the inputs of a conversion: the rows and the system's module."""
-    truth = files.with_suffix(".json").read_bytes()
-    return xxh3_64_hexdigest(truth + entry.source().read_bytes())
+    """Return a hash of the inputs of a conversion: the rows, the modules that convert them, and the versions."""
+    inputs = (files.with_suffix(".json"), entry.source(), *map(Path, (batches.__file__, conversion.__file__)), VERSIONS)
+    return xxh3_64_hexdigest(b"".join(path.read_bytes() for path in inputs if path.exists()))
 
 
 if __name__ == "__main__":

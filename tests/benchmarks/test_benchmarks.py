@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dataload.benchmarks import batches
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite.rank import Epoch, read_epoch
 from dataload.benchmarks.suite.results import Run
+from dataload.benchmarks.systems import conversion, convert
 from dataload.benchmarks.systems.base import BUCKET, Setting
 from dataload.benchmarks.systems.convert import made_of, price_of
 from dataload.benchmarks.systems.registry import ENTRIES, Entry, named
@@ -172,3 +175,19 @@ def test_a_conversion_is_made_anew_when_what_it_is_made_of_changed(tmp_path: Pat
     assert price_of(entry, tmp_path / "parquet", folder)
     (tmp_path / "parquet.json").write_text("others")
     assert price_of(entry, tmp_path / "parquet", folder) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(conversion, "__file__"), (batches, "__file__"), (convert, "VERSIONS")],
+    ids=["files", "batches", "versions"],
+)
+def test_a_conversion_is_made_of_its_modules_and_of_versions(
+    module: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parquet.json").write_text("the truth")
+    before = made_of(named("WebDataset"), tmp_path / "parquet")
+    changed = tmp_path / "changed"
+    changed.write_bytes(Path(getattr(module, name)).read_bytes() + b"# changed")
+    monkeypatch.setattr(module, name, changed)
+    assert made_of(named("WebDataset"), tmp_path / "parquet") != before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from dataload.benchmarks.suite import datasets, measurement
 from dataload.benchmarks.suite.host import Host
 from dataload.benchmarks.suite.suite import COLD, Suite
+from dataload.benchmarks.systems.convert import made_of
 from dataload.benchmarks.systems.registry import named
 
 Result = dict[str, Any]
@@ -141,3 +143,15 @@ def test_a_conversion_that_takes_too_long_is_reported(tmp_path: Path, monkeypatc
     monkeypatch.setattr(datasets, "CONVERSION_SECONDS", 0.1)
     [run] = results_of(suite_of(tmp_path, "LitData", peers_python=program(tmp_path, "exec sleep 1000")))["runs"]
     assert run["error"] == "not converted: not done within 0 s"
+
+
+def test_a_published_run_converts_again(tmp_path: Path) -> None:
+    peers = program(tmp_path, f'echo "$@" >> {tmp_path}/log; exit 1')
+    suite = suite_of(tmp_path, "LitData", peers_python=peers)
+    results_of(suite)
+    parquet = next(tmp_path.rglob("parquet.json"))
+    price = {"seconds": 1.0, "made_of": made_of(named("LitData"), parquet.with_suffix(""))}
+    parquet.with_name("litdata.json").write_text(json.dumps(price))
+    for again, conversions in ((False, 1), (True, 2)):
+        results_of(replace(suite, converts_again=again))
+        assert (tmp_path / "log").read_text().count("systems.convert") == conversions

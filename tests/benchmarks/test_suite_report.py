@@ -38,7 +38,7 @@ def feed_of(system: str, phase: str, *tries: tuple[int, float], error: str = "")
 def results_of(**changed: Any) -> Result:
     dataset = {
         "workload": "images", "rows": 1000, "parquet_bytes": 100 * MB, "decoded_bytes": 100 * MB, "batch_size": 64,
-        "row_group_megabytes": 10, "conversions": {"LitData": {"seconds": 7.0, "bytes": 1}},
+        "row_group_megabytes": 10, "conversions": {"LitData": {"seconds": 7.0, "date": "2026-11-22"}},
         "accelerator": {"unit": "0.25 × a model", "rows_per_second": 100.0, "source": "a page"},
     }  # fmt: skip
     right = {
@@ -211,6 +211,7 @@ def test_the_report_has_conversions_settings_units_and_wrong_rows() -> None:
     assert "0.25 × a model, 100 rows/s (a page)" in text
     assert "tar shards" in line_of(text, "| WebDataset | files")
     assert "a file was written at 2.0 GB/s or more" in text
+    assert "Conversions were measured on 2026-11-22." in text
     assert text.splitlines()[2].startswith("2026-11-23, commit abc1234")
 
 
