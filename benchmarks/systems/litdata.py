@@ -48,6 +48,7 @@ class LitData:
             shuffle=True,
             batch_decode="all",
             seed=setting.seed,
+            drop_last=False,  # with ranks it is True by default, and an epoch lacks rows
             transform=setting.workload.transform,
             storage_options={
                 "endpoint_url": setting.endpoint_url,
