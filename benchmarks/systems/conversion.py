@@ -48,11 +48,16 @@ def columns(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
     The rows are prepared, but not transformed.
     """
     for path in sorted(files.glob("*.parquet")):
-        source = pq.ParquetFile(path)
-        for number in range(source.num_row_groups):
-            group = source.read_row_group(number).combine_chunks()
-            unprepared = {name: _values(group[name]) for name in group.column_names}
-            yield _features_joined(transformed(unprepared, workload.prepare), workload.features)
+        yield from columns_of_file(workload, path)
+
+
+def columns_of_file(workload: Workload, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the same of one file."""
+    source = pq.ParquetFile(path)
+    for number in range(source.num_row_groups):
+        group = source.read_row_group(number).combine_chunks()
+        unprepared = {name: _values(group[name]) for name in group.column_names}
+        yield _features_joined(transformed(unprepared, workload.prepare), workload.features)
 
 
 def rows(workload: Workload, files: Path) -> Iterator[Row]:

@@ -7,16 +7,17 @@ window of up to 256 rows, which was up to 6 times slower. Chunks are small enoug
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from litdata import StreamingDataLoader, StreamingDataset
+from litdata import StreamingDataLoader, StreamingDataset, optimize
 from litdata.streaming import downloader
-from litdata.streaming.writer import BinaryWriter
 
-from dataload.benchmarks.batches import Batch, Row
+from dataload.benchmarks.batches import Batch, Row, rows_of
 from dataload.benchmarks.systems.base import Setting
-from dataload.benchmarks.systems.conversion import file_rows, rows
+from dataload.benchmarks.systems.conversion import columns_of_file, file_rows
 from dataload.benchmarks.systems.torch_loading import collated, keep_temporary_files_in, options
 from dataload.benchmarks.workloads import Workload
 
@@ -26,11 +27,20 @@ MOST_ROWS = 1 << 13
 
 
 def convert(workload: Workload, files: Path, folder: Path) -> None:
-    writer = BinaryWriter(str(folder), chunk_size=min(MOST_ROWS, file_rows(workload, files)))
-    for number, row in enumerate(rows(workload, files)):
-        writer[number] = _plain(row)
-    writer.done()
-    writer.merge()
+    optimize(
+        partial(_rows, workload),
+        sorted(map(str, files.glob("*.parquet"))),
+        str(folder),
+        chunk_size=min(MOST_ROWS, file_rows(workload, files)),
+        num_workers=len(os.sched_getaffinity(0)),
+        start_method="fork",
+        verbose=False,
+    )
+
+
+def _rows(workload: Workload, path: str) -> Iterator[Row]:
+    for group in columns_of_file(workload, Path(path)):
+        yield from map(_plain, rows_of(group))
 
 
 def _plain(row: Row) -> Row:
