@@ -26,7 +26,7 @@ from dataload.benchmarks.workloads import write
 
 CAPTION = (
     "Epochs of Hugging Face datasets include shuffle, interleave_datasets and new workers: their users shuffle again "
-    "before each epoch."
+    "before each epoch. The workers of dataload have nothing to do without a transform: its threads read."
 )
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 
