@@ -31,7 +31,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         for axes, title, spreads in zip(grid[:, column], PANELS, _spreads(figures, dataset, entries), strict=True):
             for row, (entry, spread) in enumerate(zip(entries, spreads, strict=True)):
                 if spread is None:
-                    axes.text(0, row, " not measured", va="center", fontsize=7, color="#888888")
+                    axes.text(0, row, " stopped or not run", va="center", fontsize=7, color="#888888")
                     continue
                 length = 0 if spread.bound == "<" else spread.median
                 axes.barh(row, length, color=COLOURS[entry.kind])
