@@ -69,9 +69,9 @@ def _array(value: Any) -> npt.NDArray[Any]:
 
 def _words(array: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return the bytes of each row as numbers, as large as its length allows."""
-    row_bytes = array.nbytes // max(1, len(array))
+    row_bytes = array.nbytes // max(1, len(array))  # an empty batch has no rows
     word = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
-    return array.reshape(len(array), -1).view(f"u{word}").astype(np.uint64, copy=False)
+    return array.reshape(len(array), array[:1].size).view(f"u{word}").astype(np.uint64, copy=False)
 
 
 @cache

@@ -91,6 +91,7 @@ def test_the_digest_sees_rows_that_are_missing_doubled_or_wrong() -> None:
     assert digest(0, 1, 2, label=np.zeros(3, int), x=rows["x"][[1, 0, 2]]) != same
     assert digest(0, 1, 2, label=np.zeros(3, int), image=[b"bc", b"a", b"d"]) != same
     assert digest(1, 0, 2, label=np.zeros(3, int)) == same
+    assert digest(0, 1, 2, 99) == whole  # an empty batch
 
 
 def test_features_count_the_same_in_columns_as_in_one_array() -> None:
