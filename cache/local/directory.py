@@ -111,7 +111,8 @@ class CacheFolder:
             if error.errno not in _WRONG_FOLDER:
                 raise
             cause = error.strerror or error
-            raise ConfigError(f"cache_dir {path} cannot be used ({cause}): name a folder you may write to") from error
+            way = "name a folder you may write to, or read without a cache by cache=False"
+            raise ConfigError(f"cache_dir {path} cannot be used ({cause}): {way}") from error
         self._surplus, self._transient = Surplus(), TransientRows(self.index)
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
