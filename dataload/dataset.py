@@ -222,8 +222,9 @@ class Dataset(MapStyle):
                 (`map` of Hugging Face datasets keeps the columns that are not returned: here, return
                 `{**batch, "new": …}`.)
             version: A string, a number, or a tuple of them. Together with the function's name it is the whole identity,
-                so change it with the function's results and arguments. None: the function's source, default and closure values, and those of all that it refers to in the project,
-                identify it; installed packages count by version. Comments and docstrings do not count.
+                so change it with the function's results and arguments. None: the function's source, default and closure
+                values, and those of all that it refers to in the project, identify it; installed packages count by
+                version. Comments and docstrings do not count.
             processes: Number of processes that run the function, if it holds the interpreter lock. None: threads.
 
         Raises:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,15 @@ class UserFunction:
         """Whether the function, and what it refers to, still have the identity."""
         return self.version is not None or identity(self.call, None, self.sources) == self.digest
 
-    def check_same(self, known: Mapping[str, Set[str]] | None = None) -> None:
+    def check_same(self, known: Mapping[str, AbstractSet[str]] | None = None) -> None:
         """Raise ConfigError if the function, or an object that it refers to, has changed.
 
         Args:
             known: The sources of the process that called `map`. They tell whether code has changed under a version.
         """
-        found = self.sources.found if known else {}
-        if not self.is_same or any(not texts <= known.get(name, texts) for name, texts in found.items()):
+        found = self.sources.found
+        is_changed = any(not found[name] <= texts for name, texts in (known or {}).items() if name in found)
+        if is_changed or not self.is_same:
             raise ConfigError(
                 f"{self.name}, or something that it refers to, has changed since map was called: call map again, or "
                 "start the program again if a file has changed"
@@ -85,8 +87,8 @@ class UserFunction:
             data = dumps(self.call)
         except Exception as error:
             raise ConfigError(
-                f"map {self.name}: another process cannot get the function ({type(error).__name__}: {error}): make that "
-                "object inside the function, or leave processes= out"
+                f"map {self.name}: another process cannot get the function ({type(error).__name__}: {error}): make "
+                "that object inside the function, or leave processes= out"
             ) from error
         known = None if self.version is None else self.sources.found
         return _unpickled, (data, self.version, self.digest, self.sources.cells, known)
@@ -108,7 +110,7 @@ def _check_version(version: Any, name: str) -> None:
 
 
 def _unpickled(
-    data: bytes, version: Any, digest: str, cells: Mapping[str, str], known: Mapping[str, Set[str]] | None
+    data: bytes, version: Any, digest: str, cells: Mapping[str, str], known: Mapping[str, AbstractSet[str]] | None
 ) -> UserFunction:
     """Return a function of another process. Functions of modules are imported, so their files may have changed."""
     add_cells(cells)

@@ -360,7 +360,7 @@ def test_an_edit_of_the_code_is_noticed_by_another_process_under_a_version(
     mapped = make_dataset(file, cache=False).map(edited.f, version="1", processes=1)
     Path(str(edited.__file__)).write_text(EDITED.replace(before, after))
     if is_other:
-        with pytest.raises(DataError, match=r"cannot load the function: ConfigError: edited.f, .* has changed since map"):
+        with pytest.raises(DataError, match=r"the function: ConfigError: edited.f, .* has changed since map"):
             mapped[0]
     else:
         assert mapped[0]["id"] == 1

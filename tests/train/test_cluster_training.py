@@ -363,11 +363,15 @@ def test_warm_fills_the_cluster_or_reports_why_not(
     assert fetched(bucket) == 0, "the first command must have shared all row groups before it ended"
 
     cluster_server.ask("FLUSHALL")
-    cluster_server.ask("CONFIG", "SET", "maxmemory", 1)
+    cluster_server.ask("ACL", "SETUSER", "default", "resetkeys", "~dataload:doctor:*")  # as if it was full later
     code, _, err = warm(url, "--cache-dir", str(tmp_path / "c"), "--cluster", cluster_server.url)
     assert (code, err.count("\n")) == (1, 1), err
     assert "did not reach the cluster" in err
     fetched(bucket)
+    cluster_server.ask("CONFIG", "SET", "maxmemory", 1)
+    code, _, err = warm(url, "--cache-dir", str(tmp_path / "e"), "--cluster", cluster_server.url)
+    assert (code, err.count("\n")) == (1, 1), err
+    assert "cannot be used: command not allowed when used memory > 'maxmemory'" in err
     code, _, err = warm(url, "--cache-dir", str(tmp_path / "d"), "--cluster", "valkey://user:s3cret@127.0.0.1:1")
     assert (code, err.count("\n")) == (1, 1), err
     assert "127.0.0.1:1 does not answer" in err
