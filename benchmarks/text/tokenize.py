@@ -1,6 +1,6 @@
 """Tokenize once: `python -m dataload.benchmarks.text.tokenize`.
 
-`Dataset.map` beside `map` of Hugging Face datasets with two processes, in turns, each in a process of its own. Both
+`Dataset.map` beside `map` of Hugging Face datasets with two processes, in turns, each in a process of its own. All
 call one tokenizer, which is trained here on the sources of Python's library. The first pass is opening the data,
 tokenizing and a shuffled epoch. Later epochs are shuffled, too.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -34,7 +35,7 @@ from dataload.loader import make_loader
 BATCH = 64
 EPOCHS = 3  # later ones of a process
 TEXT_BYTES = 2_000  # of a row
-OURS, PEER = "dataload, map", "datasets.map, 2 processes"
+OURS = "dataload, map"
 
 Result = dict[str, Any]
 Epochs = Iterator[Iterator[list[Any]]]
@@ -63,33 +64,40 @@ def ours(file: str, path: str, folder: str) -> Epochs:
         yield (batch["tokens"] for batch in loader)
 
 
-def peers(file: str, path: str, folder: str) -> Epochs:
-    """Yield the same of Hugging Face datasets. Tables of Arrow are their fastest format."""
+def peers(file: str, path: str, folder: str, form: str) -> Epochs:
+    """Yield the same of Hugging Face datasets, in one of their formats."""
     import datasets
 
     datasets.disable_progress_bars()
     dataset: Any = datasets.Dataset.from_parquet(file, cache_dir=folder)
     call = functools.partial(tokens, path=path)
-    mapped = dataset.map(call, batched=True, num_proc=2, remove_columns="text").with_format("arrow")
+    mapped = dataset.map(call, batched=True, num_proc=2, remove_columns="text").with_format(form)
     for epoch in range(EPOCHS + 1):
         batches = mapped.shuffle(seed=epoch).iter(batch_size=BATCH)
-        yield (arrays(batch["tokens"].combine_chunks()) for batch in batches)
+        yield (rows_of(batch["tokens"]) for batch in batches)
 
 
-def arrays(lists: Any) -> list[Any]:
-    """Return the lists of an Arrow array as arrays."""
+def rows_of(column: Any) -> list[Any]:
+    """Return a column of tensors, or a chunked array of lists, as tensors or arrays."""
+    if isinstance(column, list):
+        return column
+    lists = column.combine_chunks()
     ends = lists.value_lengths().to_numpy().cumsum()
     return np.split(lists.flatten().to_numpy(), ends[:-1])
 
 
-SYSTEMS: dict[str, Callable[[str, str, str], Epochs]] = {OURS: ours, PEER: peers}
+SYSTEMS: dict[str, Callable[[str, str, str], Epochs]] = {
+    OURS: ours,
+    "datasets.map, 2 processes, torch format": functools.partial(peers, form="torch"),
+    "datasets.map, 2 processes, Arrow tables": functools.partial(peers, form="arrow"),
+}
 
 
 def main(
     rows: Annotated[int, typer.Option(help="Texts of 2,000 bytes.")] = 20_000,
-    rounds: Annotated[int, typer.Option(help="Rounds of both systems.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of all systems.")] = 3,
 ) -> None:
-    """Measure both systems, and print their times and ratios."""
+    """Measure the systems, and print their times and ratios."""
     found: dict[str, list[Result]] = {name: [] for name in SYSTEMS}
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file, path = Path(folder) / "text.parquet", Path(folder) / "tokenizer.json"
@@ -108,9 +116,9 @@ def main(
         )
     Console().print(table)
     assert len({tuple(each["tokens"]) for results in found.values() for each in results}) == 1
-    for key in ("first", "later"):
-        ratios = [peer[key] / own[key] for own, peer in zip(found[OURS], found[PEER], strict=True)]
-        Console().print(f"{key}: {ranged(ratios, '{:.2f}')} x as fast as {PEER}")
+    for key, peer in product(("first", "later"), [*SYSTEMS][1:]):
+        ratios = [other[key] / own[key] for own, other in zip(found[OURS], found[peer], strict=True)]
+        Console().print(f"{key}: {ranged(ratios, '{:.2f}')} x as fast as {peer}")
 
 
 def library(rows: int) -> list[str]:

@@ -69,7 +69,7 @@ class UserFunction:
         Args:
             known: The sources of the process that called `map`. They tell whether code has changed under a version.
         """
-        found = self.sources.found
+        found = self.sources.found if known else {}
         is_changed = any(not found[name] <= texts for name, texts in (known or {}).items() if name in found)
         if is_changed or not self.is_same:
             raise ConfigError(
