@@ -80,6 +80,7 @@ class Authority:
 def front(port: int, context: ssl.SSLContext) -> Iterator[int]:
     """A TLS proxy in front of a plain port."""
     started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    connections: set[asyncio.Task[None]] = set()
 
     async def hand_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with suppress(OSError):
@@ -87,10 +88,16 @@ def front(port: int, context: ssl.SSLContext) -> Iterator[int]:
                 sink.write(data)
                 await sink.drain()
         sink.close()
+        with suppress(OSError):
+            await sink.wait_closed()
 
     async def connected(theirs: asyncio.StreamReader, to_them: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
         ours, to_us = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(hand_on(theirs, to_us), hand_on(ours, to_them))
+        connections.discard(task)
 
     async def serve() -> None:
         over = asyncio.Event()
@@ -98,6 +105,8 @@ def front(port: int, context: ssl.SSLContext) -> Iterator[int]:
         started.set_result((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), over))
         await over.wait()
         server.close()
+        if connections:  # whose clients have gone
+            await asyncio.wait(connections, timeout=PATIENCE)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()

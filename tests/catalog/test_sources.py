@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -94,6 +93,7 @@ def test_a_table_with_deleted_rows_is_not_read_as_files(tmp_path: Path, name: st
 
 
 def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"x": [0, 1, 2]}).save_to_disk(tmp_path / "saved")
     saved = datasets.load_from_disk(tmp_path / "saved")
     saved.map(lambda row: {"x": row["x"] * 100})
@@ -105,6 +105,7 @@ def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path) 
 
 
 def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_dict({"x": [0, 1, 2]})
     datasets.DatasetDict(train=one, test=one).save_to_disk(tmp_path / "saved")
     for source in (tmp_path / "saved", f"{tmp_path}/saved/", tmp_path):
