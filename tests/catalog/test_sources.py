@@ -10,15 +10,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tqdm
 
 from dataload import make_dataset, make_loader
 from dataload.errors import ConfigError, DataError, OriginNotFound
 
 
-@pytest.fixture(autouse=True)
-def no_thread_of_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Hugging Face datasets, without the thread of its progress bars."""
+    found = pytest.importorskip("datasets")
+    import tqdm  # installed with it
+
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    return found
 
 
 def write(file: Path, *values: int) -> Path:
@@ -92,8 +96,7 @@ def test_a_table_with_deleted_rows_is_not_read_as_files(tmp_path: Path, name: st
     assert read([data]) == [1]
 
 
-def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path, datasets: Any) -> None:
     datasets.Dataset.from_dict({"x": [0, 1, 2]}).save_to_disk(tmp_path / "saved")
     saved = datasets.load_from_disk(tmp_path / "saved")
     saved.map(lambda row: {"x": row["x"] * 100})
@@ -104,8 +107,7 @@ def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path) 
     assert read(f"{tmp_path}/saved/*.arrow") == [0, 1, 2]
 
 
-def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_a_folder_of_splits_names_them(tmp_path: Path, datasets: Any) -> None:
     one = datasets.Dataset.from_dict({"x": [0, 1, 2]})
     datasets.DatasetDict(train=one, test=one).save_to_disk(tmp_path / "saved")
     for source in (tmp_path / "saved", f"{tmp_path}/saved/", tmp_path):
