@@ -9,7 +9,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ import pytest
 from attempts import fail_at_once
 from botocore.exceptions import CredentialRetrievalError
 from fsspec.implementations.memory import MemoryFileSystem
+from http_servers import serving
 
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
@@ -562,18 +562,6 @@ class _Role(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass
-
-
-@contextmanager
-def serving(kind: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

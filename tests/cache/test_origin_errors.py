@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import fsspec
 import pytest
 from attempts import fail_at_once
 from botocore.exceptions import EndpointConnectionError
+from http_servers import serving
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
@@ -45,14 +45,8 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Failing) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(_Failing) as url:
+        yield url
 
 
 def origin(url: str, engine: str) -> Origin:

@@ -7,7 +7,6 @@ import http.client
 import http.server
 import logging
 import pickle
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from attempts import fail_at_once
 from azure.core.exceptions import HttpResponseError, IncompleteReadError, ServiceRequestError
 from fsspec.implementations.memory import MemoryFileSystem
+from http_servers import serving
 
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
@@ -168,14 +168,8 @@ class _FlakyHead(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def flaky_url() -> Iterator[str]:
     _FlakyHead.requests = 0
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _FlakyHead) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/x"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(_FlakyHead) as url:
+        yield f"{url}/x"
 
 
 @pytest.mark.parametrize("call", ["info", "list"])

@@ -8,9 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from http_servers import serving
 
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
@@ -161,21 +159,9 @@ class _Denying(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def denying() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Denying) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{running.server_port}"
-        finally:
-            running.shutdown()
-            thread.join()
-
-
 @pytest.mark.parametrize("path", ["bucket/x", "bucket/*"])
 def test_a_denial_is_told_as_s3fs_tells_it(path: str) -> None:
-    with denying() as url:
+    with serving(_Denying) as url:
         options = s3.storage_options(url)
         found = listed(deferred(options), path)
         assert found == listed(through_s3fs(options), path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 import pytest
+from http_servers import serving
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.origin.origin import Origin
@@ -54,14 +54,8 @@ class _Expired(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def expired() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Expired) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/x.parquet"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(_Expired) as url:
+        yield f"{url}/x.parquet"
 
 
 def test_an_expired_signature_is_named(expired: str) -> None:
