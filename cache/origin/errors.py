@@ -87,12 +87,14 @@ def status(error: BaseException) -> int | None:
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)
-        named = (
+        named = [
             (cause, "status"),
             (cause, "status_code"),
             (response, "status_code"),
-        )  # aiohttp; Azure; httpx, requests
-        for holder, name in (*named, (cause, "code")) if _client(cause) == "gcsfs" else named:
+        ]  # aiohttp; Azure; httpx, requests
+        if _client(cause) == "gcsfs":
+            named.append((cause, "code"))
+        for holder, name in named:
             if isinstance(code := getattr(holder, name, None), int):
                 return code
         if type(cause).__module__.startswith("obstore"):
