@@ -8,7 +8,6 @@ import importlib.metadata
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -50,7 +49,7 @@ def package_of(module: str | None) -> str | None:
     folders = {"site-packages", "dist-packages"}
     if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
         return None
-    names = sorted(set(_distributions().get(root, [])))
+    names = sorted({package.metadata["Name"] for package, roots in _installed() if root in roots})
     return ", ".join(f"{name} {_version(name)}" for name in names) or None
 
 
@@ -70,5 +69,15 @@ def _is_source(path: str) -> bool:
 
 
 @functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
+def _installed() -> list[tuple[importlib.metadata.Distribution, set[str]]]:
+    """Return the installed packages, with the names of the modules and folders that they install.
+
+    `importlib.metadata.packages_distributions` parses each path and the metadata of each package, for 0.3 s.
+    """
+    return [(package, _roots(package)) for package in importlib.metadata.distributions()]
+
+
+def _roots(package: importlib.metadata.Distribution) -> set[str]:
+    declared = (package.read_text("top_level.txt") or "").split()
+    paths = (package.read_text("RECORD") or "").splitlines()
+    return {*declared} or {path.partition("/")[0].partition(".")[0] for path in paths}

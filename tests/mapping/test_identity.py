@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from dataload.errors import ConfigError
+from dataload.mapping import packages
 from dataload.mapping.identity import identity
 from dataload.mapping.sources import Sources
 from dataload.mapping.stage import UserFunction
@@ -291,15 +293,27 @@ def test_each_file_is_parsed_once(project: Project, monkeypatch: pytest.MonkeyPa
 
 
 def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataload.mapping import packages as module
-
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")
-    module.package_of.cache_clear()
+    packages.package_of.cache_clear()
     before = identity(np.linalg.norm)
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.1")
-    module.package_of.cache_clear()
+    packages.package_of.cache_clear()
     assert identity(np.linalg.norm) != before
-    module.package_of.cache_clear()
+    packages.package_of.cache_clear()
+
+
+def test_packages_are_those_that_importlib_finds() -> None:
+    expected = {
+        name: set(packages)
+        for name, packages in packages_distributions().items()
+        if hasattr(sys.modules.get(name), "__file__")
+    }
+    found: dict[str, set[str]] = {name: set() for name in expected}
+    for package, roots in packages._installed():
+        for root in roots & expected.keys():
+            found[root].add(package.metadata["Name"])
+    assert found == expected
+    assert expected["_pytest"] == {"pytest"}
 
 
 @pytest.mark.parametrize(("origin", "is_found"), [("direct_url.json", True), ("INSTALLER", False)])

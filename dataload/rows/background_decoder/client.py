@@ -248,6 +248,7 @@ class _Process:
             self._popen = start_process(f"{worker.__name__}:run", theirs.fileno())
             undo.callback(self._popen.wait)
             undo.callback(self._popen.kill)
+            worker.give_lowest_priority(self._popen.pid)
             self._connection = Connection(os.dup(self._socket.fileno()))
             undo.callback(self._connection.close)
             self._listener.start()
