@@ -32,6 +32,11 @@ def main():
     args = parser.parse_args()
 
     dist.init_process_group()
+    train(args)  # a function of its own, so that DDP is freed before the group: otherwise torch may hang
+    dist.destroy_process_group()
+
+
+def train(args):
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,7 +74,6 @@ def main():
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: accuracy {scores['accuracy']:.1%} of {scores['rows']} rows")
             save(epoch + 1)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -149,32 +149,39 @@ def fit(
     _check_model(model, optimizer)
     mesh, world = _data_parallel(loader, mesh)
     device = device_of(World.detect(), device)
-    with ExitStack() as stack:
-        stack.enter_context(process_group(world, device, timeout))
-        _check_ranks(loader, world, mesh)
-        move(model, optimizer, device)
-        begin_training(model)
-        stack.enter_context(recomputed(model, activation_checkpointing))
-        exchange = exchange_between(world, model, device, mesh, comm_hook=comm_hook, static_graph=static_graph)
-        exchange.compile(compile)
-        loop = TrainingLoop(
-            model,
-            loader,
-            OptimizerStep(exchange, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler),
-            world,
-            Checkpoints(checkpoint_dir, keep),
-            LossMonitor(world.rank, check=check_finite),
-            even=_even_batches(loader),
-            checkpoint_every=checkpoint_every,
-            evaluate=evaluate,
-            mesh=mesh,
-            stats_dir=None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir),
-        )
-        resumed = loop.resume(loop.checkpoints.find(resume))
-        if log_dir is not None and is_first():
-            loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device, loop.step)))
-        loop.traced = stack.enter_context(traced(profile, World.detect().rank))
-        return loop.run(epochs, resumed, show_progress=progress and is_first())
+
+    def train() -> list[dict[str, Any]]:
+        with ExitStack() as stack:
+            _check_ranks(loader, world, mesh)
+            move(model, optimizer, device)
+            begin_training(model)
+            stack.enter_context(recomputed(model, activation_checkpointing))
+            exchange = exchange_between(world, model, device, mesh, comm_hook=comm_hook, static_graph=static_graph)
+            exchange.compile(compile)
+            loop = TrainingLoop(
+                model,
+                loader,
+                OptimizerStep(exchange, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler),
+                world,
+                Checkpoints(checkpoint_dir, keep),
+                LossMonitor(world.rank, check=check_finite),
+                even=_even_batches(loader),
+                checkpoint_every=checkpoint_every,
+                evaluate=evaluate,
+                mesh=mesh,
+                stats_dir=None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir),
+            )
+            resumed = loop.resume(loop.checkpoints.find(resume))
+            if log_dir is not None and is_first():
+                writer = TensorBoardWriter(log_dir, log_every, device, loop.step)
+                loop.tensorboard = stack.enter_context(closing(writer))
+            loop.traced = stack.enter_context(traced(profile, World.detect().rank))
+            return loop.run(epochs, resumed, show_progress=progress and is_first())
+
+    with process_group(world, device, timeout):
+        # DDP refers to the group. If it were freed after the group's end, it would wait for a thread of gloo while it
+        # holds the interpreter lock, which that thread may need: https://github.com/pytorch/pytorch/issues/56297.
+        return train()
 
 
 def _check_arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, assert_close, build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dataload import make_loader, mix
@@ -241,6 +243,24 @@ def test_process_group_of_others_stays(ranks):
     for vector, alive in ranks(2, fit_in_a_group_of_ours):
         assert alive
         assert_close(vector, train_in_order(8))
+
+
+def replicas_at_the_end_of_the_group():
+    """Return how many models in DDP are in memory when `fit` ends its process group."""
+    found, destroy = [], dist.destroy_process_group
+
+    def count_then_destroy():
+        found.append(sum(isinstance(each, DistributedDataParallel) for each in gc.get_objects()))
+        destroy()
+
+    dist.destroy_process_group = count_then_destroy
+    train_in_order(4)
+    return found
+
+
+def test_the_replica_goes_before_the_group(ranks):
+    """Otherwise torch may wait forever: the replica's end waits for a thread that needs the interpreter."""
+    assert ranks(2, replicas_at_the_end_of_the_group) == [[0], [0]]
 
 
 def fit_own_data(fingerprints):
