@@ -38,7 +38,9 @@ _STORES: dict[World, Any] = {}  # where the ranks of a world meet
 def process_group(world: World, device: torch.device, timeout: float | None = None) -> Iterator[None]:
     """Hold a process group of all ranks during the block, unless the caller has started one or there is one rank.
 
-    CPU tensors use gloo, GPU tensors NCCL.
+    CPU tensors use gloo, GPU tensors NCCL. The block must free what DDP has made. Freed after the group, it would wait
+    for a thread of gloo while it holds the interpreter lock, which that thread may need
+    (https://github.com/pytorch/pytorch/issues/56297).
 
     Args:
         world: This rank, and the number of ranks.

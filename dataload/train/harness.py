@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -151,11 +151,10 @@ def fit(
     device = device_of(World.detect(), device)
 
     def train() -> list[dict[str, Any]]:
-        with ExitStack() as stack:
-            _check_ranks(loader, world, mesh)
-            move(model, optimizer, device)
-            begin_training(model)
-            stack.enter_context(recomputed(model, activation_checkpointing))
+        _check_ranks(loader, world, mesh)
+        move(model, optimizer, device)
+        begin_training(model)
+        with recomputed(model, activation_checkpointing):
             exchange = exchange_between(world, model, device, mesh, comm_hook=comm_hook, static_graph=static_graph)
             exchange.compile(compile)
             loop = TrainingLoop(
@@ -172,16 +171,28 @@ def fit(
                 stats_dir=None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir),
             )
             resumed = loop.resume(loop.checkpoints.find(resume))
-            if log_dir is not None and is_first():
-                writer = TensorBoardWriter(log_dir, log_every, device, loop.step)
-                loop.tensorboard = stack.enter_context(closing(writer))
-            loop.traced = stack.enter_context(traced(profile, World.detect().rank))
-            return loop.run(epochs, resumed, show_progress=progress and is_first())
+            with _recorded(loop, log_dir, log_every, device, profile):
+                return loop.run(epochs, resumed, show_progress=progress and is_first())
 
     with process_group(world, device, timeout):
-        # DDP refers to the group. If it were freed after the group's end, it would wait for a thread of gloo while it
-        # holds the interpreter lock, which that thread may need: https://github.com/pytorch/pytorch/issues/56297.
         return train()
+
+
+@contextmanager
+def _recorded(
+    loop: TrainingLoop,
+    log_dir: str | os.PathLike[str] | None,
+    log_every: int,
+    device: torch.device,
+    profile: str | os.PathLike[str] | None,
+) -> Iterator[None]:
+    """Record the loop for TensorBoard and the profiler during the block."""
+    with ExitStack() as stack:
+        if log_dir is not None and is_first():
+            writer = TensorBoardWriter(log_dir, log_every, device, loop.step)
+            loop.tensorboard = stack.enter_context(closing(writer))
+        loop.traced = stack.enter_context(traced(profile, World.detect().rank))
+        yield
 
 
 def _check_arguments(
