@@ -145,8 +145,7 @@ def fit(
         [32, 32]
     """
     check_options(precision, accumulate, clip_grad_norm)
-    _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
-    _check_model(model, optimizer)
+    _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader, model, optimizer)
     mesh, world = _data_parallel(loader, mesh)
     device = device_of(World.detect(), device)
 
@@ -196,7 +195,14 @@ def _recorded(
 
 
 def _check_arguments(
-    comm_hook: str | None, epochs: int, checkpoint_every: int | None, log_every: int, scheduler: Any, loader: Any
+    comm_hook: str | None,
+    epochs: int,
+    checkpoint_every: int | None,
+    log_every: int,
+    scheduler: Any,
+    loader: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
@@ -210,6 +216,7 @@ def _check_arguments(
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
         )
+    _check_model(model, optimizer)
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
