@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
+from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
 
-from dataload.catalog.manifest import Manifest
+from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
@@ -21,8 +22,9 @@ TOLERANCE = 1e-6  # of the sum of the fractions
 def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:
     """Return disjoint splits that cover the dataset, as close to these fractions of the rows as row groups allow.
 
-    Row groups are sorted by a hash of (seed, path, number), and that order is cut. So the row groups of a dataset that
-    grows keep their relative order. Each split has at least one row group with rows, and is in file order.
+    Row groups are sorted by a hash of (seed, name and size of the file, number), and that order is cut. So the row
+    groups of a dataset that grows keep their relative order, and copies in other folders are split alike. Each split
+    has at least one row group with rows, and is in file order.
 
     With fewer row groups than splits, each split has a random choice of rows.
 
@@ -39,14 +41,17 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     filled = np.flatnonzero(lengths).tolist()
     if len(filled) < len(fractions):
         return _split_rows(manifest, fractions, seed)
-    paths = {number: groups[number].file.unsigned_path for number in filled}
-    keys = {number: derive_key("split", seed, path, groups[number].number) for number, path in paths.items()}
+    keys = {number: derive_key("split", seed, *_identity(groups[number])) for number in filled}
     order = sorted(filled, key=lambda number: (keys[number], number))
     # Row groups without rows go to the last split.
     order += np.flatnonzero(lengths == 0).tolist()
     borders = _borders(lengths[order[: len(filled)]], fractions)
     spans = zip([0, *borders], [*borders, len(order)], strict=True)
     return [manifest.only(order[start:stop]) for start, stop in spans]
+
+
+def _identity(group: RowGroup) -> tuple[str, int, int]:
+    return PurePosixPath(group.file.unsigned_path).name, group.file.size, group.number
 
 
 def _split_rows(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:

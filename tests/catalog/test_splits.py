@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,12 @@ def test_it_is_the_same_for_ever() -> None:
     train, val = split(manifest_of([[3, 4, 5], [6, 7], [8, 9, 10]]), [0.7, 0.3], 7)
     assert [(group.file.path, group.number) for group in val.row_groups] == [
         ("bucket/0.parquet", 0),
-        ("bucket/0.parquet", 2),
-        ("bucket/1.parquet", 1),
+        ("bucket/0.parquet", 1),
+        ("bucket/2.parquet", 1),
     ]
     assert (train.fingerprint, val.fingerprint) == (
-        "ebece4278d3d60c6b9ce2c5f48d977c3",
-        "c6c42caff1092b650d32183a995107d4",
+        "59564c8df53242c8bde6cebfb1d61056",
+        "d512ad537f2ae6f661212d5e0f0afc8c",
     )
 
 
@@ -152,6 +153,30 @@ def test_row_groups_keep_their_order_when_files_come() -> None:
     before, after = (split(manifest_of(some), [0.5, 0.5], 0)[0] for some in (files, [*files, [10] * 10]))
     old = {group for group in after.row_groups if group.file.path != "bucket/10.parquet"}
     assert len(old & set(before.row_groups)) >= 0.9 * len(before.row_groups)
+
+
+def test_copies_elsewhere_are_split_alike(tmp_path: Path) -> None:
+    """Each node may have its copy in a folder of its own."""
+    for folder in ("one", "other/year=2024"):
+        (tmp_path / folder).mkdir(parents=True)
+        for number in range(20):
+            pq.write_table(pa.table({"id": [number] * (number + 1)}), tmp_path / folder / f"{number}.parquet")
+    datasets = [make_dataset(tmp_path / folder, columns=["id"], cache=False) for folder in ("one", "other")]
+    one, other = (
+        [group.file.name.rpartition("/")[2] for group in dataset.split([0.5, 0.5])[0].manifest.row_groups]
+        for dataset in datasets
+    )
+    assert one == other
+
+
+def test_files_of_one_name_are_not_split_in_their_order(tmp_path: Path) -> None:
+    """A writer of partitions may give the file of each the same name."""
+    for number in range(20):
+        (tmp_path / f"day={number:02}").mkdir()
+        pq.write_table(pa.table({"text": ["x" * number]}), tmp_path / f"day={number:02}" / "part-0.parquet")
+    first, _ = make_dataset(tmp_path, columns=["text"], cache=False).split([0.5, 0.5])
+    days = [int(re.search(r"day=(\d+)", group.file.name)[1]) for group in first.manifest.row_groups]
+    assert days != list(range(days[0], days[0] + len(days)))
 
 
 def test_one_part_is_the_whole() -> None:

@@ -17,7 +17,6 @@ from dataload.runtime.filemap import libc
 from dataload.telemetry.wait_timeline import Timeline
 
 ROW_GROUPS_IN_FLIGHT = 24  # threads; the budget of `RowGroupMaker` bounds their memory
-NICENESS = 19  # keeps a step that uses the interpreter all the time at nine tenths of its speed
 IDLE_SECONDS = 60.0  # without a request, until the process exits
 LOOK_SECONDS = 0.2  # between two checks for conditions that nothing signals: free memory, the death of the parent
 # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX. Few arenas, because one thread frees the memory that
@@ -77,15 +76,6 @@ def run(descriptor: int) -> None:
             if connection.poll(LOOK_SECONDS):
                 running.append(threads.submit(make, connection.recv()))
             running = [future for future in running if not future.done()]
-
-
-def give_lowest_priority(process: int) -> None:
-    """Give the lowest priority to a process that has just started: threads inherit it."""
-    with suppress(OSError):  # The process died, or the sandbox does not know the policy.
-        os.setpriority(os.PRIO_PROCESS, process, NICENESS)
-        # A thread of the training process that wakes up takes the processor from this policy at once. With the niceness
-        # alone, the imports of the process made the first epoch of a function that uses all cores 0.5 s longer.
-        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
 
 
 def portable(error: Exception) -> Exception | None:
