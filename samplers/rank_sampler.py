@@ -253,7 +253,7 @@ class RankSampler(DistributedSampler[int]):
         if state.get("dataset") != self.order.digest:
             raise ConfigError(
                 f"the state is of another dataset ({state.get('dataset')!r}, this is {self.order.digest!r}): "
-                "other files, other columns or filters, or row groups of other sizes. Use those of the state, or "
+                "other files, filters or maps, or row groups of other sizes. Use those of the state, or "
                 "begin an epoch with set_epoch instead of load_state_dict"
             )
         if missing := self.state_dict().keys() - state.keys():
@@ -264,6 +264,13 @@ class RankSampler(DistributedSampler[int]):
         if changed:
             self._warn(changed, order, epoch + bool(cursor))
             changed["num_streams"] = self._num_streams
+        elif self.rank == 0 and order.num_streams % self.num_nodes > self._num_streams % self.num_nodes:
+            log.warning(
+                "the state has num_streams=%d, which stays, so each of the %d nodes reads the whole dataset: to change "
+                "it, begin an epoch with set_epoch instead of load_state_dict",
+                order.num_streams,
+                self.num_nodes,
+            )
         self._next = {}
         self._follow(order if cursor else order.with_options(**changed))
         self.seek(epoch, cursor)

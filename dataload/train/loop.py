@@ -143,7 +143,7 @@ class TrainingLoop:
         if self._is_of_other_data(own):
             if own["cursor"]:
                 raise ConfigError(
-                    f"{path} was saved within an epoch of another dataset: use the files, columns and filters of that "
+                    f"{path} was saved within an epoch of another dataset: use the files, filters and maps of that "
                     "run until this epoch ends, or pass resume= a checkpoint from the end of an epoch, where data may "
                     "change"
                 )

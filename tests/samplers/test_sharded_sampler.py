@@ -434,6 +434,17 @@ def test_equal_arguments_keep_the_order_of_the_state(caplog, cursor):
     assert caplog.messages == []
 
 
+def test_streams_that_this_number_of_nodes_cannot_share_are_named(caplog):
+    saved = ShardedSampler(LENGTHS, 4, 0, batch_size=3, num_streams=4, num_nodes=4)
+    for rank in range(3):
+        resumed = ShardedSampler(LENGTHS, 3, rank, batch_size=4, num_streams=3, num_nodes=3)
+        resumed.load_state_dict(saved.state_dict())
+    [warning] = caplog.messages
+    assert warning.startswith(
+        "the state has num_streams=4, which stays, so each of the 3 nodes reads the whole dataset"
+    )
+
+
 def test_other_arguments_hold_at_once_if_the_epoch_has_not_begun(caplog):
     saved = ShardedSampler(LENGTHS, 1, 0, seed=5)
     saved.set_epoch(6)
