@@ -55,9 +55,11 @@ class Measurement:
                 finally:
                     run.peak_bytes = host.peak_bytes
         except (HostError, OSError) as error:
-            run.error = run.error or ("" if len(run.epochs) >= LEAST_EPOCHS else str(error))
+            was_cut_off = not run.epochs and self.place.seconds_left <= 0  # It may have got a second only.
+            text = self._limit if was_cut_off else str(error)
+            run.error = run.error or ("" if len(run.epochs) >= LEAST_EPOCHS else text)
             if feed and not feed.tries:
-                feed.error = str(error)
+                feed.error = text
         return run, feed
 
     def cold_feed(self, run: Run) -> Feed:
@@ -131,6 +133,10 @@ class Measurement:
     def _unit(self) -> float:
         return self.dataset.workload.accelerator.rows_per_second
 
+    @property
+    def _limit(self) -> str:
+        return f"not run: the limit of {self.place.seconds / 60:g} minutes was reached"
+
     @contextmanager
     def _fresh(self, ranks: int) -> Iterator[Host]:
         """Yield a host of fresh processes with an empty cache. Raise HostError if they cannot start."""
@@ -141,7 +147,7 @@ class Measurement:
         if failed:
             raise HostError(f"not converted: {failed}")
         if left <= 0:
-            raise HostError(f"not run: the limit of {self.place.seconds / 60:g} minutes was reached")
+            raise HostError(self._limit)
         patience = min(left, PATIENCE_SECONDS + LEAST_EPOCHS * self.epoch_seconds)
         with TemporaryDirectory(dir=self.place.folder, ignore_cleanup_errors=True) as scratch:
             cache = Path(scratch) / "cache"

@@ -119,6 +119,12 @@ def test_an_error_inside_a_rank_is_told_in_its_words(tmp_path: Path) -> None:
     assert run["error"].startswith("ModuleNotFoundError: import of datasets halted")
 
 
+def test_a_system_without_time_is_not_called_slow(tmp_path: Path) -> None:
+    python = program(tmp_path, "exec sleep 1000")
+    [run] = results_of(suite_of(tmp_path, "Hugging Face, streaming", peers_python=python, seconds=6))["runs"]
+    assert run["error"] == "not run: the limit of 0.1 minutes was reached"
+
+
 def test_a_peer_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "PATIENCE_SECONDS", 0.1)
     python = program(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
