@@ -55,8 +55,7 @@ class Measurement:
                 finally:
                     run.peak_bytes = host.peak_bytes
         except (HostError, OSError) as error:
-            was_cut_off = not run.epochs and self.place.seconds_left <= 0  # It may have got a second only.
-            text = self._limit if was_cut_off else str(error)
+            text = str(error) if run.epochs else self._why_nothing(error)
             run.error = run.error or ("" if len(run.epochs) >= LEAST_EPOCHS else text)
             if feed and not feed.tries:
                 feed.error = text
@@ -86,7 +85,8 @@ class Measurement:
         try:
             search(_kept(measure, feed.tries), first.rows / first.seconds / self._unit, enough)
         except (HostError, OSError) as error:
-            feed.error = "" if any(fed.is_busy for fed in feed.tries) else str(error)
+            text = str(error) if feed.tries else self._why_nothing(error)
+            feed.error = "" if any(fed.is_busy for fed in feed.tries) else text
         return feed
 
     def _read(self, host: Host, run: Run) -> None:
@@ -132,6 +132,10 @@ class Measurement:
     @property
     def _unit(self) -> float:
         return self.dataset.workload.accelerator.rows_per_second
+
+    def _why_nothing(self, error: Exception) -> str:
+        """Return why a system has no figures. At the end of the whole run it may have got a second only."""
+        return self._limit if self.place.seconds_left <= 0 else str(error)
 
     @property
     def _limit(self) -> str:

@@ -182,7 +182,7 @@ def counted(epoch: Iterator[list[Any] | Flat]) -> tuple[int, int]:
     return count, digest
 
 
-def count(epoch: Iterator[list[Any] | Flat]) -> int:
+def delivered(epoch: Iterator[list[Any] | Flat]) -> int:
     """Return the number of tokens. Reading all of them would take as long as delivering them."""
     return sum(sum(map(len, batch)) if isinstance(batch, list) else len(batch[0]) for batch in epoch)
 
@@ -194,7 +194,7 @@ def measured(name: str, *paths: str) -> None:
     found = counted(next(epochs))
     first, started = perf_counter() - started, perf_counter()
     for _ in range(EPOCHS):
-        assert count(next(epochs)) == found[0]
+        assert delivered(next(epochs)) == found[0]
     sys.stdout.write(json.dumps({"first": first, "later": (perf_counter() - started) / EPOCHS, "tokens": found}))
 
 

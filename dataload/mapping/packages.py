@@ -78,6 +78,7 @@ def _installed() -> list[tuple[importlib.metadata.Distribution, set[str]]]:
 
 
 def _roots(package: importlib.metadata.Distribution) -> set[str]:
-    declared = (package.read_text("top_level.txt") or "").split()
+    if declared := (package.read_text("top_level.txt") or "").split():
+        return {*declared}
     paths = (package.read_text("RECORD") or "").splitlines()
-    return {*declared} or {path.partition("/")[0].partition(".")[0] for path in paths}
+    return {path.partition("/")[0].partition(".")[0] for path in paths}

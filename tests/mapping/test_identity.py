@@ -304,8 +304,8 @@ def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_packages_are_those_that_importlib_finds() -> None:
     expected = {
-        name: set(packages)
-        for name, packages in packages_distributions().items()
+        name: set(owners)
+        for name, owners in packages_distributions().items()
         if hasattr(sys.modules.get(name), "__file__")
     }
     found: dict[str, set[str]] = {name: set() for name in expected}
