@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from pathlib import PurePosixPath
@@ -41,7 +42,13 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     filled = np.flatnonzero(lengths).tolist()
     if len(filled) < len(fractions):
         return _split_rows(manifest, fractions, seed)
-    keys = {number: derive_key("split", seed, *_identity(groups[number])) for number in filled}
+    seen = Counter[tuple[str, int, int]]()
+    keys = {}
+    for number in filled:
+        identity = _identity(groups[number])
+        again = [seen[identity]] if identity in seen else []  # Files of one name and size do not follow one another.
+        keys[number] = derive_key("split", seed, *identity, *again)
+        seen[identity] += 1
     order = sorted(filled, key=lambda number: (keys[number], number))
     # Row groups without rows go to the last split.
     order += np.flatnonzero(lengths == 0).tolist()

@@ -173,7 +173,7 @@ def test_files_of_one_name_are_not_split_in_their_order(tmp_path: Path) -> None:
     """A writer of partitions may give the file of each the same name."""
     for number in range(20):
         (tmp_path / f"day={number:02}").mkdir()
-        pq.write_table(pa.table({"text": ["x" * number]}), tmp_path / f"day={number:02}" / "part-0.parquet")
+        pq.write_table(pa.table({"text": ["x"]}), tmp_path / f"day={number:02}" / "part-0.parquet")
     first, _ = make_dataset(tmp_path, columns=["text"], cache=False).split([0.5, 0.5])
     days = [int(re.search(r"day=(\d+)", group.file.name)[1]) for group in first.manifest.row_groups]
     assert days != list(range(days[0], days[0] + len(days)))
