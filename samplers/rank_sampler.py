@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.samplers.order import Order
-from dataload.samplers.partition import check_locality
+from dataload.samplers.partition import check_locality, is_local
 from dataload.samplers.share import Share
 from dataload.world import World
 
@@ -264,7 +264,7 @@ class RankSampler(DistributedSampler[int]):
         if changed:
             self._warn(changed, order, epoch + bool(cursor))
             changed["num_streams"] = self._num_streams
-        elif self.rank == 0 and order.num_streams % self.num_nodes > self._num_streams % self.num_nodes:
+        elif self.rank == 0 and self._shares(self._num_streams) and not self._shares(order.num_streams):
             log.warning(
                 "the state has num_streams=%d, which stays, so each of the %d nodes reads the whole dataset: to change "
                 "it, begin an epoch with set_epoch instead of load_state_dict",
@@ -275,6 +275,10 @@ class RankSampler(DistributedSampler[int]):
         self._follow(order if cursor else order.with_options(**changed))
         self.seek(epoch, cursor)
         self._next = changed if cursor else {}
+
+    def _shares(self, num_streams: int) -> bool:
+        """Return whether several nodes share the dataset with these streams."""
+        return self.num_nodes > 1 and is_local(num_streams, self.num_nodes, self.num_replicas, self.batch_size)
 
     def _warn(self, changed: Mapping[str, Any], order: PositionOrder, epoch: int) -> None:
         """Log once for all ranks which arguments differ from a state, and from which epoch on they hold."""

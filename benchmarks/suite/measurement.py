@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from dataload.benchmarks.accelerators import Fed, search, utilization
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite.datasets import Dataset, Place
-from dataload.benchmarks.suite.host import Host, HostError
+from dataload.benchmarks.suite.host import NO_ANSWER, Host, HostError
 from dataload.benchmarks.suite.rank import Task
 from dataload.benchmarks.suite.results import Feed, Run
 from dataload.benchmarks.systems.base import BUCKET
@@ -135,7 +135,8 @@ class Measurement:
 
     def _why_nothing(self, error: Exception) -> str:
         """Return why a system has no figures. At the end of the whole run it may have got a second only."""
-        return self._limit if self.place.seconds_left <= 0 else str(error)
+        was_cut_off = self.place.seconds_left <= 0 and str(error).startswith(NO_ANSWER)
+        return self._limit if was_cut_off else str(error)
 
     @property
     def _limit(self) -> str:
