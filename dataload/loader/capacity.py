@@ -30,7 +30,7 @@ AHEAD_BYTES = 512 << 20  # objects to prefetch: more than the bytes that are in 
 DICTIONARY_RATIO = 64  # values may be this much larger than their dictionary codes; measured where it matters
 
 MAX_BATCHES_PER_GATHER = 64
-RUN_BYTES = 2 << 20  # per gather; more would not stay in the processor's cache
+RUN_BYTES = 8 << 20  # per gather; more would not stay in the processor's cache, and fewer batches would share a request
 
 log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ def check_data_parallel(world_size: int, *, search: bool = True) -> None:
         raise ConfigError(
             f"this loader was made for {'a single process' if world_size == 1 else f'{world_size} ranks'}, but this is "
             f"rank {world.rank} of {world.world_size}: make it after the ranks have been started (in Lightning, in "
-            "train_dataloader), or pass world=World(rank, size)"
+            "train_dataloader), or pass world=World(rank, size, local_rank, local_size)"
         )
     if search and world.world_size > 1 and (argument := _missing_argument()) is not None:
         raise ConfigError(

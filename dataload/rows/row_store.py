@@ -224,8 +224,7 @@ class RowStore(ForkAware):
         """Return the row groups of these blobs, each once, in file order."""
         touched = np.zeros(len(self._group_of_blob), np.bool_)
         touched[blobs] = True
-        row_groups: list[int] = np.unique(self._group_of_blob[touched]).tolist()
-        return row_groups
+        return list(dict.fromkeys(self._group_of_blob[touched].tolist()))  # of few blobs, faster than np.unique
 
     def _open_row_groups(self, needed: Collection[int]) -> OpenRowGroups:
         """Return the open row groups, with a capacity for at least those needed."""

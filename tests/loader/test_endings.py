@@ -143,7 +143,7 @@ def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
     assert descriptors <= before[0] + 10
     assert threads <= before[1] + 30  # threads that are still ending
     until(lambda: not any(Path("/dev/shm", name).exists() for name in shared - before[2]))  # other tests use it, too
-    assert not list((tmp_path / "cache/tmp").glob("*/*"))
+    until(lambda: not list((tmp_path / "cache/tmp").glob("*/*")))  # the ending threads hold the cache
 
 
 def test_a_fill_that_the_exit_interrupts_leaves_no_row(tmp_path: Path) -> None:
