@@ -205,9 +205,9 @@ def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
 
 
 def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:
-    """Divide the host's memory for row groups and its limit of concurrent requests among its ranks."""
+    """Divide the host's memory for row groups, its cores and its limit of concurrent requests among its ranks."""
     ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    dataset.rowstore.blobs.memory.share(ranks * (1 + num_workers))
+    dataset.rowstore.blobs.memory.share(ranks, 1 + num_workers)
     for each in dataset.datasets:
         limiter = each.blocks.origin.limiter
         if limiter is not None:

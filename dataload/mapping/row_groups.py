@@ -91,7 +91,7 @@ class MappedRowGroups(RowGroupCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = self._source, self._stage, self._blocks, self._columns
-        return MappedRowGroups, arguments, {"rank_memory": self.memory.rank_memory}
+        return MappedRowGroups, arguments, {"rank": self.memory.rank}
 
     @property
     def is_estimate(self) -> bool:

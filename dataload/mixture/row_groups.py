@@ -51,7 +51,7 @@ class MixedRowGroups:
         )
         self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
         need = MemoryNeed.of_all(blobs.maker.need for blobs in by_dataset)
-        self.memory = RowGroupMemory(need, by_dataset[0].memory.rank_memory)
+        self.memory = RowGroupMemory(need, by_dataset[0].memory.rank)
         for blobs in by_dataset:
             blobs.maker.share(self.memory)
         self.is_mapped = any(blobs.is_mapped for blobs in by_dataset)

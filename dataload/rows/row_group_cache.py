@@ -22,7 +22,7 @@ from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.bunches import Member, is_small, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
-from dataload.rows.making.row_group_memory import RowGroupMemory
+from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
 from dataload.rows.making.shared_blocks import SharedBlocks
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
@@ -83,11 +83,11 @@ class RowGroupCache(SizeForecast):
         return (
             RowGroupCache,
             (self._manifest, self._columns, self._blocks, self._fill_null, self._null_masks),
-            {"rank_memory": self.memory.rank_memory},
+            {"rank": self.memory.rank},
         )
 
-    def __setstate__(self, state: dict[str, int]) -> None:
-        self.memory.use(state["rank_memory"])
+    def __setstate__(self, state: dict[str, RankShare]) -> None:
+        self.memory.use(state["rank"])
 
     def in_order(self) -> AbstractContextManager[None]:
         """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""

@@ -37,8 +37,8 @@ from dataload.planning.plan import plan
 from dataload.planning.simulate import Files
 from dataload.planning.warm import order_of, warm
 from dataload.rows import row_group_plan, scheduler
+from dataload.rows.making.row_group_memory import RankShare
 from dataload.runtime import child_process
-from dataload.runtime.resource_limits import usable_cores
 
 ROWS, GROUP = 200, 20
 SHIFT = 1
@@ -223,7 +223,7 @@ def test_maps_of_different_rows_have_different_blobs(dataset: Dataset) -> None:
 def test_source_and_result_share_one_budget(dataset: Dataset) -> None:
     mapped = dataset.map(lambda batch: wide(batch, 1)).map(lambda batch: wide(batch, 2))
     maker, blob = mapped.rowstore.blobs.maker, GROUP * 501 * 8
-    maker.memory.use(100 << 20)
+    maker.memory.use(RankShare(100 << 20, 2))
     least = dataset.rowstore.blobs.maker.decoding_bytes(0) + 2 * (3 * blob + row_groups.CHUNK_BYTES)
     assert maker.decoding_bytes(0) >= least
     assert maker.reservation(0) == dataset.rowstore.blobs.maker.reservation(0)
@@ -232,9 +232,9 @@ def test_source_and_result_share_one_budget(dataset: Dataset) -> None:
 
 def test_each_decoder_thread_has_memory_for_source_and_result(dataset: Dataset) -> None:
     maker = dataset.map(plus).map(plus).rowstore.blobs.maker
-    maker.memory.use(64 << 30)
+    maker.memory.use(RankShare(64 << 30, 3))
     a_row_group = 3 * 3 * row_group_plan.BLOB_BYTES + 2 * 2 * row_groups.CHUNK_BYTES
-    assert maker.memory.decoding.total == usable_cores() * a_row_group
+    assert maker.memory.decoding.total == 3 * a_row_group
 
 
 def test_the_chunks_of_a_row_group_are_mapped_in_threads(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from dataload import CacheConfig, make_dataset
 from dataload.dataset import Dataset
 from dataload.formats import parquet, range_stream
 from dataload.rows import row_group_plan
-from dataload.rows.making import row_group_maker, row_group_memory
+from dataload.rows.making import row_group_maker
+from dataload.rows.making.row_group_memory import RankShare
 
 TYPES: list[pa.DataType] = [
     pa.bool_(),
@@ -168,12 +169,11 @@ def test_a_row_group_is_held_or_streamed(
     for name, value in (("SHARED_BYTES", 0), ("BUFFER_BYTES", 1000)):
         monkeypatch.setattr(parquet, name, value)
     monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1000)
-    monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 0)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
-    dataset.rowstore.blobs.memory.use(memory)
+    dataset.rowstore.blobs.memory.use(RankShare(memory, 2))
     footer = dataset.blocks.stats()["requests_origin"]
     needed = [rows - 1, 0, 7]
     assert found(dataset, needed) == expected(table.take(needed))

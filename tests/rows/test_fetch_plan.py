@@ -26,10 +26,16 @@ from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
 from dataload.formats.range_stream import fetched_buffers
 from dataload.rows.making import bunches, row_group_maker, row_group_memory
-from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MIN_MEMORY, RELEASED_BYTES, TRAINER_DIVISOR
+from dataload.rows.making.row_group_memory import (
+    MEMORY_DIVISOR,
+    MIN_MEMORY,
+    RELEASED_BYTES,
+    TRAINER_DIVISOR,
+    RankShare,
+)
 from dataload.runtime import baton
 from dataload.runtime.memory_budget import ReservationCancelled
-from dataload.runtime.resource_limits import usable_memory
+from dataload.runtime.resource_limits import usable_cores, usable_memory
 
 GROUPS, GROUP_BYTES = 12, 4_000_000
 
@@ -132,7 +138,7 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
     """The requests go on while decoding is the bottleneck, until the budget is full of fetched bytes."""
     blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
     maker, fetched = blobs.maker, threading.Semaphore(0)
-    maker.memory.use(TRAINER_DIVISOR * 15 * GROUP_BYTES)
+    maker.memory.use(RankShare(TRAINER_DIVISOR * 15 * GROUP_BYTES, usable_cores()))
     pack = maker.pack
     monkeypatch.setattr(maker, "pack", lambda *args: [fetched.release(), pack(*args)][1])
     together = maker.memory.held.total // maker.reservation(0)
@@ -157,7 +163,7 @@ def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sourc
     parts = [make_dataset(str(tmp_path / name), cache=cache) for name in ("small", "large")]
     data = parts[0] if sources == 1 else mix(parts)
     cached = data.rowstore.blobs.by_dataset[0]
-    cached.memory.use(1 << 40)
+    cached.memory.use(RankShare(1 << 40, usable_cores()))
     # As a loader that reads `data`:
     with cached.memory.held.reserve(sys.maxsize), cached.memory.decoding.reserve(sys.maxsize):
         make_loader(data, 4, world=World(0, 1), num_workers=1)  # less memory for each process
@@ -209,9 +215,9 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
     dataset = make_dataset(str(files / "bucket"), cache=False)
-    dataset.rowstore.blobs.memory.use(123 << 20)
+    dataset.rowstore.blobs.memory.use(RankShare(123 << 20, 3))
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.rowstore.blobs.memory.rank_memory == 123 << 20
+    assert copy.rowstore.blobs.memory.rank == RankShare(123 << 20, 3)
     assert copy.rowstore.blobs.memory.held.total == dataset.rowstore.blobs.memory.held.total < 123 << 20
     maker = pickle.loads(pickle.dumps(dataset.rowstore.blobs)).maker
     assert maker.memory.held.total == dataset.rowstore.blobs.memory.held.total
@@ -226,9 +232,23 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
         next(iter(loader))
         share = max(MIN_MEMORY, whole // (ranks * (1 + workers)))
         maker = loader.dataset.rowstore.blobs.maker
-        assert maker.memory.rank_memory == share
+        assert maker.memory.rank == RankShare(share, max(1, usable_cores() // ranks))
         assert 0 < loader.stats().memory_bytes == maker.memory.limit <= share
         assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
+
+
+def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank, and each copy for its background decoder, decodes on its part of them, and on one at least."""
+    monkeypatch.setattr(row_group_memory, "usable_cores", lambda: 6)
+    dataset = make_dataset(str(files / "bucket"), cache=False)
+    memory = dataset.rowstore.blobs.memory
+    assert memory.decoders._count == 6
+    for ranks, count in [(4, 1), (2, 3), (12, 1)]:
+        world = World(0, ranks, 0, ranks)
+        loader = make_loader(dataset, 8, world=world, num_workers=1)
+        assert memory.decoders._count == count
+        copy = pickle.loads(pickle.dumps(loader.dataset.rowstore.blobs)).memory
+        assert copy.decoders._count == count
 
 
 def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +300,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from dataload import CacheConfig, make_dataset
+from dataload.rows.making.row_group_memory import RankShare
+from dataload.runtime.resource_limits import usable_cores
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -287,7 +309,7 @@ def anonymous():
 
 blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.blobs
 blobs.make(0)  # loads all modules
-blobs.memory.rank_memory = int(sys.argv[3])
+blobs.memory.rank = RankShare(int(sys.argv[3]), usable_cores())
 blobs.memory.after_fork_in_child()
 before, peak, end = anonymous(), 0, threading.Event()
 

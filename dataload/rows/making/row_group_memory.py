@@ -41,6 +41,24 @@ class MemoryNeed(NamedTuple):
         return cls(*map(max, zip(*needs, strict=True)))
 
 
+class RankShare(NamedTuple):
+    """The memory and the threads of a rank for making row groups.
+
+    Attributes:
+        memory: Bytes, of this process and its background decoder together.
+        decoders: Threads that decode, in each of the two.
+    """
+
+    memory: int
+    decoders: int
+
+    @classmethod
+    def of(cls, ranks: int, processes: int) -> Self:
+        """Return the share of one of the `processes` of each of the host's ranks."""
+        memory = usable_memory() // MEMORY_DIVISOR // (ranks * processes)
+        return cls(max(MIN_MEMORY, memory), max(1, usable_cores() // ranks))
+
+
 class RowGroupMemory(ForkAware):
     """The memory of one rank for row groups that are made, of which this process has a part.
 
@@ -48,10 +66,10 @@ class RowGroupMemory(ForkAware):
 
     Args:
         need: The need of the row groups.
-        rank_memory: Bytes for this rank: this process and its background decoder. None: a default, until `share`.
+        rank: The share of this rank. None: a default, until `share`.
 
     Attributes:
-        rank_memory: Bytes for this rank. `limit` may be more.
+        rank: The share of this rank. `limit` may be more than its memory.
         held: The budget of this process for row groups that it fetches and holds.
         decoding: The budget of this process for row groups that it decodes. One that waits for a decoder reserves
             nothing of it.
@@ -66,10 +84,10 @@ class RowGroupMemory(ForkAware):
     decoding: MemoryBudget
     decoders: DaemonExecutor
 
-    def __init__(self, need: MemoryNeed, rank_memory: int | None = None) -> None:
+    def __init__(self, need: MemoryNeed, rank: RankShare | None = None) -> None:
         self._need = need
-        default = min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR)
-        self.rank_memory = max(MIN_MEMORY, default if rank_memory is None else rank_memory)
+        whole = RankShare.of(1, 1)
+        self.rank = rank or whole._replace(memory=min(UNSHARED_MEMORY, whole.memory))
         self.after_fork_in_child()
         super().__init__()
 
@@ -77,28 +95,34 @@ class RowGroupMemory(ForkAware):
         """Start with empty budgets and new threads."""
         held, decoding = self._parts(self._of_trainer)
         self.held, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
-        self.decoders = DaemonExecutor(usable_cores(), "dataload-decode")
+        self.decoders = DaemonExecutor(self.rank.decoders, "dataload-decode")
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
 
-    def share(self, processes: int) -> None:
-        """Divide the host's memory for row groups among its ranks and their worker processes."""
-        self.use(usable_memory() // MEMORY_DIVISOR // processes)
+    def share(self, ranks: int, processes: int = 1) -> None:
+        """Divide the host's memory for row groups and its cores among its ranks.
 
-    def use(self, rank_memory: int) -> None:
-        """Set `rank_memory`."""
-        rank_memory = max(MIN_MEMORY, rank_memory)
-        if rank_memory != self.rank_memory:
-            self.rank_memory = rank_memory
+        Args:
+            ranks: Ranks of the host.
+            processes: Processes of each rank: its own, which decodes on its share of the cores, and its workers.
+        """
+        self.use(RankShare.of(ranks, processes))
+
+    def use(self, rank: RankShare) -> None:
+        """Set the share of this rank."""
+        before, self.rank = self.rank, rank
+        if rank.decoders != before.decoders:
+            self.decoders = DaemonExecutor(rank.decoders, "dataload-decode")  # The old threads end with their calls.
+        if rank != before:
             self._divide(self._of_trainer)
 
     def use_decoder_share(self) -> None:
-        """Take the part of `rank_memory` that the training process leaves to its background decoder."""
-        self._divide(self.rank_memory - self._of_trainer)
+        """Take the part of the rank's memory that the training process leaves to its background decoder."""
+        self._divide(self.rank.memory - self._of_trainer)
 
     @property
     def limit(self) -> int:
-        """The most that is in use for this rank: up to `rank_memory`, or more if row groups have very many columns."""
-        return sum(self._parts(self._of_trainer)) + sum(self._parts(self.rank_memory - self._of_trainer))
+        """The most that is in use for this rank: up to its memory, or more if row groups have very many columns."""
+        return sum(self._parts(self._of_trainer)) + sum(self._parts(self.rank.memory - self._of_trainer))
 
     @contextmanager
     def hold(self, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
@@ -122,7 +146,7 @@ class RowGroupMemory(ForkAware):
 
     @property
     def _of_trainer(self) -> int:
-        return self.rank_memory // TRAINER_DIVISOR
+        return self.rank.memory // TRAINER_DIVISOR
 
     def _divide(self, size: int) -> None:
         held, decoding = self._parts(size)
@@ -135,8 +159,8 @@ class RowGroupMemory(ForkAware):
         Fetched bytes fill all requests, or a row group for each decoder thread and the next one. More of them would
         only wait for a decoder, in fresh memory, which is slow.
         """
-        decoding = min(size // 2, self._need.decoding * usable_cores())
-        useful = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * self._need.largest)
+        decoding = min(size // 2, self._need.decoding * self.rank.decoders)
+        useful = max(IN_FLIGHT * LARGEST_PIECE, (self.rank.decoders + 1) * self._need.largest)
         return max(min(size - decoding, useful), self._need.held), decoding
 
     def _release_unused(self) -> None:
