@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
 from dataload.loader import Loader, make_loader
-from dataload.rows.collate import map_tensors
-from dataload.train.exchange import Exchange
+from dataload.rows.batch_tree import map_tensors
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
+from dataload.train.ranks.exchange import Exchange
 
 ROUNDS = 7
 PATCH, CLASSES = 16, 10

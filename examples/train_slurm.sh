@@ -10,4 +10,5 @@
 
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=29500
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not inherit
 srun python examples/train_ddp.py "$@" # fit starts the process group

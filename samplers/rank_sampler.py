@@ -122,6 +122,8 @@ class RankSampler(DistributedSampler[int]):
         self._arguments = {name: order.options[name] for name in order.chosen}
         self._num_streams = order.num_streams
         self._next = dict[str, Any]()  # options that the order has from the next epoch on
+        self._advances = False  # whether the consumer marks batches
+        self._behind: tuple[int, int] | None = None  # (epoch, cursor) of a consumer whose iteration has ended already
         self._follow(order)
 
     def use_file_order(self) -> None:
@@ -198,11 +200,13 @@ class RankSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
-        epoch = self.epoch
+        epoch, self._behind = self.epoch, None
         for run in self.runs(epoch, self.cursor):
             yield from run.ravel().tolist()
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
+            behind = None if self.finished_at(self.cursor) else (epoch, self.cursor)
             self.seek(epoch + 1, 0)
+            self._behind = behind
 
     def __len__(self) -> int:
         """Return the rows of each rank in a full epoch, padding included."""
@@ -214,8 +218,13 @@ class RankSampler(DistributedSampler[int]):
             self.seek(epoch, 0)
 
     def advance(self, batches: int = 1) -> None:
-        """Mark the next `batches` global batches as consumed."""
-        self.seek(self.epoch, self.cursor + batches * self.global_batch_size)
+        """Mark the next `batches` global batches as consumed: of an epoch that is iterated, as long as it has any."""
+        self._advances, rows = True, batches * self.global_batch_size
+        if self._behind is None:
+            self.seek(self.epoch, self.cursor + rows)
+        else:
+            epoch, cursor = self._behind[0], min(self._behind[1] + rows, self.num_rows)
+            self._behind = None if self.finished_at(cursor) else (epoch, cursor)
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
@@ -224,14 +233,16 @@ class RankSampler(DistributedSampler[int]):
             self._follow(self.next_order)
             self._next = {}
         self.epoch, self.cursor = number, self._checked(min(position, self.num_rows))
+        self._behind = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
+        epoch, cursor = (self._advances and self._behind) or (self.epoch, self.cursor)
         return {
             "version": STATE_VERSION,
             "dataset": self.order.digest,
-            "epoch": self.epoch,
-            "cursor": self.cursor,
+            "epoch": epoch,
+            "cursor": cursor,
             **self.order.options,
         }
 
@@ -245,8 +256,7 @@ class RankSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state is of another dataset or version, or incomplete.
         """
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version != STATE_VERSION:
+        if (version := state.get("version") if isinstance(state, Mapping) else None) != STATE_VERSION:
             raise ConfigError(
                 f"the state has version {version!r}; this release reads {STATE_VERSION}: give a state_dict() of it"
             )

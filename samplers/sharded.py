@@ -70,7 +70,8 @@ class ShardedSampler(RankSampler):
         [4, 5, 6, 7, 8, 9, 10]
 
     Notes: iteration does not move the cursor. The consumer of the batches does, by `advance` or `seek`, so that rows
-    that are only prefetched do not count. When an iteration ends, the sampler moves to the next epoch.
+    that are only prefetched do not count. When an iteration ends, the sampler moves to the next epoch; batches of the
+    old one that are consumed later are marked in the old one.
     """
 
     order: Order

@@ -80,8 +80,8 @@ def processors(case: Case) -> Finding:
 
 
 def _local_ranks(case: Case) -> int:
-    if case.world_size is not None:
-        return case.world_size
+    if case.local_ranks is not None:
+        return case.local_ranks
     try:
         return World.detect().local_world_size or 1
     except ConfigError:

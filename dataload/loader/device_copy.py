@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dataload.rows.collate import map_tensors
+from dataload.rows.batch_tree import map_tensors
 
 
 class HostMemory(NamedTuple):
@@ -81,7 +81,7 @@ class DeviceCopy:
         )
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
 
 @cache

@@ -40,7 +40,7 @@ BATCHES_AHEAD = 8
 class Loader(PreparedForAccelerate, DataLoader[Any]):
     """Batches of one rank. `make_loader` returns one.
 
-    Notes: `state_dict` has the position of the latest iterator. It counts batches that were yielded, not prefetched.
+    Notes: `state_dict` has the position of the iterator that yielded last. Prefetched batches do not count.
 
     Lightning rebuilds a loader from its attributes: for prediction with a batch sampler that records row numbers, for
     `overfit_batches` with a sampler of file order. So each argument is an attribute or is passed on to torch.
@@ -91,7 +91,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.stats_dir = stats_dir
         self._requests = Requests(self.rank_sampler, batch_sampler)
         self._stats = LoaderStats()
-        self._yielded: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has yielded
+        self._yielded: tuple[int, int] | None = None  # (epoch, rows of it) of the iterator that yielded last
         self._workers: DataLoader[Answer] | None = None
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
         self._capacity = Capacity(dataset, self.rank_sampler)
@@ -189,8 +189,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         ):
             for answer in recorder.timed(answers):
                 used = min(answer.cursor + step, rows)
-                if self._stats is stats:  # This is the latest iterator.
-                    self._yielded = epoch, used
+                self._yielded = epoch, used
                 if used >= end:
                     announce_last()
                 recorder.hand_out(answer, used, last=used >= end)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dataload.rows.collate import map_values
+from dataload.rows.batch_tree import map_values
 
 PIPED_BYTES = 256 << 10
 _ALIGN = 16

@@ -212,8 +212,10 @@ def mix(
         sources: Name -> dataset, or a source as `make_dataset` takes it. A sequence has the names "0", "1", …
         weights: A positive number for each source, by name or by position, in any unit. None: the rows of the sources.
         stop: "first_exhausted": an epoch ends before a source would repeat a row. "all_exhausted": an epoch ends when
-            each row has come. Both are exact for weights by rows; otherwise the epoch is shorter or longer by less than
-            the distance between two rows of a source, so that its length is always the same.
+            each row has come. Both are exact for weights by rows on one node; otherwise the epoch is shorter or longer
+            by less than the distance between two rows of a source, so that its length is always the same. With several
+            nodes or homogeneous batches, it is the distance between `num_streams` rows or batches, which is large for a
+            very small source: a warning names it.
         batching: "mixed", or "homogeneous": all rows of a global batch are of one source, and quotas count batches.
         num_rows: Rows of an epoch, instead of `stop`.
         name_column: Name of a column to add to each batch: the number of each row's source, int64 Tensor[B].

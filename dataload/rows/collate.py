@@ -19,7 +19,6 @@ from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
 Batch = dict[str, Any]
-_PLAIN = frozenset((str, bytes, int, float, bool, type(None), memoryview))  # types that hold no tensor
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Returns an uninitialised, contiguous tensor of a shape and dtype."""
@@ -186,47 +185,6 @@ class Rows(Sequence[dict[str, Any]]):
         if number not in self._made:
             self._made[number] = {name: _row_value(column, number) for name, column in self.columns.items()}
         return self._made[number]
-
-
-def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""
-    kind = type(batch)
-    if kind is list or kind is dict:
-        # Strings of a column or of a nested value: a call for each would take longer than making them.
-        if _PLAIN.issuperset(map(type, batch.values() if kind is dict else batch)):
-            return batch
-    elif isinstance(batch, torch.Tensor):
-        return function(batch)
-    return map_values(batch, lambda value: map_tensors(value, function))
-
-
-def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the batch with `function` applied to every column.
-
-    Columns are the values of a dict, at any depth, and the entries of an outermost list or tuple. A `Flat` is one
-    column. A batch of another type is a column itself.
-    """
-    if isinstance(batch, (list, tuple)) and not isinstance(batch, Flat):
-        return map_values(batch, lambda column: _map_dicts(column, function))
-    return _map_dicts(batch, function)
-
-
-def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, Mapping):
-        return map_values(batch, lambda value: _map_dicts(value, function))
-    return function(batch)
-
-
-def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a dict, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
-    if isinstance(container, Mapping):
-        return {name: function(value) for name, value in container.items()}
-    if isinstance(container, tuple):
-        values = map(function, container)
-        return type(container)(*values) if hasattr(container, "_fields") else tuple(values)
-    if isinstance(container, list):
-        return [function(value) for value in container]
-    return container
 
 
 def _row_value(column: Any, row: int) -> Any:

@@ -121,11 +121,15 @@ class Pass:
         return self.began + self.stats.seconds
 
 
-def read(folder: Path) -> list[Pass]:
+def read(folder: Path, *, steady: bool = False) -> list[Pass]:
     """Return the passes of all ranks that wrote into `folder`, oldest first.
 
-    Processes with the same rank, such as tensor-parallel peers, get the same rows. They have one pass: that of the
-    process that waited longest, with the traffic of all.
+    Processes with the same rank, such as tensor-parallel peers, get the same rows. They have one pass, with the traffic
+    of all: that of the process that waited longest.
+
+    Args:
+        folder: The folder.
+        steady: Take the pass of the first of these processes instead, so that no figure falls while the run goes on.
 
     Damaged lines are skipped. Unreadable files are skipped and logged.
 
@@ -148,7 +152,9 @@ def read(folder: Path) -> list[Pass]:
             "log_dir"
         )
     peers = _peers(sorted(passes.values(), key=lambda each: (each.began, each.rank)))
-    return sorted(map(_one_of, peers), key=lambda each: (each.began, each.rank))
+    chosen = [min(group, key=_number_of) if steady else max(group, key=_waited) for group in peers]
+    merged = [_with_traffic(one, group) for one, group in zip(chosen, peers, strict=True)]
+    return sorted(merged, key=lambda each: (each.began, each.rank))
 
 
 def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
@@ -166,12 +172,19 @@ def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
     return groups
 
 
-def _one_of(peers: Sequence[Pass]) -> Pass:
-    """Return the pass of the peer that waited longest, with the traffic of all."""
-    slowest = max(peers, key=lambda each: each.stats.wait_seconds)
+def _number_of(each: Pass) -> int:
+    return each.process
+
+
+def _waited(each: Pass) -> float:
+    return each.stats.wait_seconds
+
+
+def _with_traffic(one: Pass, peers: Sequence[Pass]) -> Pass:
+    """Return a pass with the traffic of all of its peers."""
     traffic: dict[str, Any] = {name: sum(getattr(each.stats, name) for each in peers) for name in TRAFFIC}
     traffic["bytes_by_source"] = summed(each.stats.bytes_by_source for each in peers)
-    return replace(slowest, stats=replace(slowest.stats, **traffic))
+    return replace(one, stats=replace(one.stats, **traffic))
 
 
 def _lines(path: Path) -> Iterator[Pass]:

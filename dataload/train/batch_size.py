@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dataload.errors import ConfigError
-from dataload.rows.collate import Flat, map_columns, map_tensors, map_values
+from dataload.rows.batch_tree import map_columns, map_tensors, map_values
+from dataload.rows.collate import Flat
 from dataload.train.checkpoint.state import host_copy, rng_state, set_rng_state
-from dataload.train.distributed import device_of, gather, process_group
-from dataload.train.exchange import Exchange
 from dataload.train.modules import begin_training, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
-from dataload.train.sharded import is_sharded, move
+from dataload.train.ranks.collectives import gather
+from dataload.train.ranks.exchange import Exchange
+from dataload.train.ranks.process_group import device_of, process_group
+from dataload.train.ranks.sharded import is_sharded, move
 from dataload.world import World
 
 # What cuBLAS, cuDNN and NCCL say if memory is full. Their errors are not OutOfMemoryError.

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dataload.errors import ConfigError
-from dataload.train.distributed import gather
+from dataload.telemetry.loader_stats import PLACE
+from dataload.train.ranks.collectives import gather
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ def _loader_counts(loader: Any) -> dict[str, float]:
     """Return the numbers in a loader's stats. Numbers in a nested dict are named `name.key`."""
     stats = loader.stats() if hasattr(loader, "stats") else {}
     fields = stats if isinstance(stats, Mapping) else vars(stats)
-    flat = {name: value for name, value in fields.items() if name not in MEASURED}
+    flat = {name: value for name, value in fields.items() if name not in {*MEASURED, *PLACE}}
     flat |= {
         f"{name}.{key}": n for name, some in fields.items() if isinstance(some, Mapping) for key, n in some.items()
     }

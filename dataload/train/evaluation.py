@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from dataload.errors import ConfigError
-from dataload.rows.collate import map_tensors
-from dataload.train.distributed import gather
+from dataload.rows.batch_tree import on_device
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
+from dataload.train.ranks.collectives import gather
+from dataload.train.ranks.process_group import process_group
+from dataload.world import World
 
 CHUNK = 1 << 14  # values per sum; torch sums this many in one thread, in a fixed order
 
@@ -29,7 +32,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     rows of a loader repeat other rows and are left out, and so is the row that torch's DistributedSampler may repeat.
     All modules are in eval mode during the evaluation. Afterwards, also after an exception, each module is in its
     previous mode. With a loader of `make_loader(..., mesh=mesh)` all ranks are those of the mesh. A model that is
-    sharded (FSDP) needs loaders of equal lengths.
+    sharded (FSDP) needs loaders of equal lengths. If ranks share the rows of the loader and there is no process group,
+    the evaluation starts one and destroys it at its end, so all ranks have to call it.
 
     Args:
         model: The model. Batches are moved to the device of its parameters.
@@ -52,16 +56,15 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     padding = _padding(loader)  # read before the loop, because iterating changes it
     device = _device_of(next(model.parameters(), torch.empty(0)))
     own: dict[str, _Sum] = {}
-    with evaluating(model):
+    with process_group(World.detect(), device) if _is_shared(loader) else nullcontext(), evaluating(model):
         for batch in batches_on(loader, device):
-            here = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-            for name, value in metric_fn(model, here).items():
+            for name, value in metric_fn(model, on_device(batch, device)).items():
                 if name == "rows":
                     raise ConfigError("a metric named 'rows' would hide the number of rows: rename it")
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)
-    ranks = gather({name: metric.total() for name, metric in own.items()}, getattr(loader, "mesh", None))
+        ranks = gather({name: metric.total() for name, metric in own.items()}, getattr(loader, "mesh", None))
     names = {name: None for rank in ranks for name in rank}
     sums = {name: [rank[name] for rank in ranks if name in rank] for name in names}
     rows = {name: sum(count for _, count in parts) for name, parts in sums.items()}
@@ -71,6 +74,11 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         raise ConfigError(f"metrics of unequal numbers of rows: {rows}")
     means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}
     return {**means, "rows": next(iter(rows.values()))}
+
+
+def _is_shared(loader: Any) -> bool:
+    """Return whether each rank has some of the rows of a loader."""
+    return getattr(getattr(loader, "sampler", None), "num_replicas", 1) > 1
 
 
 def _padding(loader: Any) -> int:

@@ -19,14 +19,16 @@ from dataload.loader.loader import Loader
 from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
-from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group
-from dataload.train.exchange import exchange_between
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import ModuleSelector, begin_training, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
-from dataload.train.sharded import move
+from dataload.train.ranks.collectives import agree, gather, is_first
+from dataload.train.ranks.exchange import exchange_between
+from dataload.train.ranks.process_group import device_of, process_group
+from dataload.train.ranks.replica import COMM_HOOKS
+from dataload.train.ranks.sharded import move
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -94,8 +96,8 @@ def fit(
         static_graph: Promise DDP the same graph in each step, so that parameters may remain without gradients. With
             three ranks or more, a resumed run may then differ in the last bits from an uninterrupted one.
         compile: True, or the arguments of torch.compile.
-        evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode and without
-            gradients. See `evaluate_over`.
+        evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode, without
+            gradients and in the precision of the training. See `evaluate_over`.
         checkpoint_dir: A folder that all ranks see. It gets a checkpoint at the end of each epoch, before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
         keep: Number of latest checkpoints of this run to keep. Checkpoints of earlier runs in the folder stay.
@@ -209,6 +211,11 @@ def _check_arguments(
     whole_number("epochs", epochs, least=0)
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise ConfigError(f"scheduler={scheduler!r} has no step(): pass a torch.optim.lr_scheduler of the optimizer")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau follows a metric, but fit steps its scheduler after each optimizer step: step it in "
+            "evaluate, with the metric, and leave scheduler out"
+        )
     for name, steps in (("checkpoint_every", checkpoint_every), ("log_every", log_every)):
         if steps is not None:
             whole_number(name, steps, least=1)

@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
-from dataload.rows.collate import map_tensors
+from dataload.rows.batch_tree import on_device
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
 from dataload.train.checkpoint.state import all_equal, check_plain, map_leaves, rng_state, set_rng_state, to_meta
-from dataload.train.distributed import agree, gather, on_first, process_number, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, first_of_each, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, feed
-from dataload.train.sharded import reshard
+from dataload.train.ranks.collectives import agree, gather, on_first, process_number, share_buffers
+from dataload.train.ranks.sharded import reshard
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -90,6 +90,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._rows = 0  # of all ranks, in the pending optimizer step
+        self._waited = 0.0  # seconds for batches of this process, without those of the epoch that goes on
         scaler = self.steps.scaler
         parts = {
             "model": self.model,
@@ -190,7 +191,13 @@ class TrainingLoop:
             return
         record = self.history[-1]
         if self.evaluate is not None:
-            with self._annotate_errors(record["epoch"]), evaluating(self.model), torch.no_grad(), stage("evaluate"):
+            with (
+                self._annotate_errors(record["epoch"]),
+                evaluating(self.model),
+                torch.no_grad(),
+                self.steps.autocast(),
+                stage("evaluate"),
+            ):
                 scores = {name: float(value) for name, value in self.evaluate(self.model).items()}
             record |= {f"evaluate.{name}" if name in record else name: value for name, value in scores.items()}
         if self.tensorboard is not None:
@@ -208,6 +215,7 @@ class TrainingLoop:
 
     def _train(self, number: int, advance: Callable[[], None], resumed: Resumed) -> EpochMetrics:
         tally = EpochMetrics(**resumed.metrics)
+        self._waited -= tally.counts["wait_seconds"]  # those before the resume
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device, self.stats_dir)
@@ -220,6 +228,7 @@ class TrainingLoop:
                 self._save(tally.state(), fed.state)
             advance()
         self._check_finite(number)
+        self._waited += tally.counts["wait_seconds"]
         return tally
 
     def _check_finite(self, number: int) -> None:
@@ -228,7 +237,7 @@ class TrainingLoop:
 
     def _take(self, fed: RankBatch, tally: EpochMetrics, where: str) -> None:
         with stage("copy to device"):
-            batch = map_tensors(fed.batch, lambda tensor: tensor.to(self.steps.device, non_blocking=True))
+            batch = on_device(fed.batch, self.steps.device)
         loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)
         self._check_names(scalars)
         self.losses.add(loss, where)
@@ -243,7 +252,8 @@ class TrainingLoop:
         self.traced()
         if self.tensorboard is not None:
             lr = self.steps.optimizer.param_groups[0]["lr"]
-            self.tensorboard.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
+            waited = self._waited + tally.counts["wait_seconds"]
+            self.tensorboard.step(self.step, self.losses.latest, lr, rows, waited)
 
     def _check_names(self, scalars: Mapping[str, Any]) -> None:
         if taken := self._reserved.intersection(scalars.keys()):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataload.errors import NonFiniteLoss
-from dataload.train.sharded import full_tensor
+from dataload.train.ranks.sharded import full_tensor
 
 
 class LossMonitor:

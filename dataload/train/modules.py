@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dataload.errors import ConfigError
-from dataload.train.sharded import reshard
+from dataload.train.ranks.sharded import reshard
 
 ModuleSelector = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 

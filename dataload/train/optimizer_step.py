@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
-from dataload.train.exchange import Exchange
-from dataload.train.sharded import clip_grad_norm, full_tensor
+from dataload.train.ranks.exchange import Exchange
+from dataload.train.ranks.sharded import clip_grad_norm, full_tensor
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -104,11 +104,15 @@ class OptimizerStep:
             self.pending = self._rows = 0
         return loss, scalars
 
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the model computes in `precision`."""
+        dtype = PRECISIONS[self.precision]
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
     def _backward(self, batch: Any, weight: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
         with self.exchange.during(last=full):
-            dtype = PRECISIONS[self.precision]
-            with stage("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            with stage("forward"), self.autocast():
                 result = self.loss_fn(self.exchange.model, batch)  # type: ignore[arg-type]
                 loss, scalars = result if isinstance(result, tuple) else (result, {})
             with stage("backward"):

@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
-from dataload.rows.collate import Flat, map_columns
+from dataload.rows.batch_tree import map_columns
+from dataload.rows.collate import Flat
 from dataload.telemetry.spans import stage
-from dataload.train.distributed import gather_count
+from dataload.train.ranks.collectives import gather_count
 from dataload.world import World
 
 

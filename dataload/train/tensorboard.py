@@ -45,19 +45,17 @@ class TensorBoardWriter:
             loss: The last loss that is on the host; None before the first.
             lr: The learning rate.
             all_rows: Rows of the step on all ranks.
-            wait_seconds: Seconds that this rank has waited for batches in the epoch so far.
+            wait_seconds: Seconds that this process has waited for batches so far.
         """
         self._rows += all_rows
         if step % self._every:
             return
         now, (last, waited_before) = perf_counter(), self._last
-        # wait_seconds starts at 0 in each epoch.
-        waited = wait_seconds - waited_before if wait_seconds >= waited_before else wait_seconds
         metrics = {
             "loss": loss,
             "learning rate": lr,
             "rows per second": self._rows / (now - last),
-            "stall fraction": waited / (now - last),
+            "stall fraction": (wait_seconds - waited_before) / (now - last),
             "memory": peak_memory(self._device),
         }
         self._rows, self._last = 0, (now, wait_seconds)

@@ -130,12 +130,12 @@ class MixtureOrder:
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
         many = len(self.orders) // 16
         self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + many)  # each source costs its own overhead
-        self._units = UnitSequence(self.weights, self.seed)
+        self._units = UnitSequence(self.weights, self.seed, reshuffled=bool(self.shuffle))
         self._source_rows = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
-        self.n = self._length(rows)
+        self.n = self.length(self.unit)
         if self.n > self.unit * (END - BLOCK):
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
-        self._units = UnitSequence(self.weights, self.seed, self.n // self.unit + 1)
+        self._units = UnitSequence(self.weights, self.seed, self.n // self.unit + 1, reshuffled=bool(self.shuffle))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -232,19 +232,15 @@ class MixtureOrder:
                 raise ConfigError(f"{name}={number}: must be a whole number of at least 1")
         self.num_rows = None if self.num_rows is None else int(self.num_rows)
 
-    def _length(self, rows: Sequence[int]) -> int:
-        """Return the rows of an epoch, for sources with these numbers of rows."""
+    def length(self, unit: int) -> int:
+        """Return the rows of an epoch in units of `unit` rows."""
         if self.num_rows is not None:
             return self.num_rows
+        rows = [order.n for order in self.orders]
         if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
-            return min(self._bound(self._units.earliest, source, count) for source, count in enumerate(rows))
+            return min(_bound(self._units.earliest, source, count, unit) for source, count in enumerate(rows))
         # after the last position that the quota allows for the last row
-        return 1 + max(self._bound(self._units.latest, source, count - 1) for source, count in enumerate(rows))
-
-    def _bound(self, place: Callable[[int, int], int], source: int, index: int) -> int:
-        """Return the position of a source's index if its unit comes at `place(source, number of the unit)`."""
-        number, offset = divmod(index, self.unit)
-        return place(source, number) * self.unit + offset
+        return 1 + max(_bound(self._units.latest, source, count - 1, unit) for source, count in enumerate(rows))
 
     def _consecutive(self, epoch: int, start: int, end: int) -> Int64:
         """Return the rows at the positions from `start` to `end`: int64 [end - start]."""
@@ -279,4 +275,10 @@ class MixtureOrder:
         for index, block in self._source_rows[source].needs(epoch, start, most, streams, apart):
             if index >= least and index >= self._indices_at(epoch, self.n)[source]:
                 return
-            yield max(position, self._bound(self._units.earliest, source, index)), shift + block
+            yield max(position, _bound(self._units.earliest, source, index, self.unit)), shift + block
+
+
+def _bound(place: Callable[[int, int], int], source: int, index: int, unit: int) -> int:
+    """Return the position of a source's index if its unit comes at `place(source, number of the unit)`."""
+    number, offset = divmod(index, unit)
+    return place(source, number) * unit + offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,10 @@ from dataload.samplers.mixture.state import compact, expand
 from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Shuffle
 from dataload.samplers.rank_sampler import RankSampler
+
+TOLERANCE = 0.1  # part of the rows by which streams and whole batches may change the length of an epoch without a word
+
+log = logging.getLogger(__name__)
 
 
 class MixtureSampler(RankSampler):
@@ -92,6 +97,8 @@ class MixtureSampler(RankSampler):
         )
         if batching != "mixed":  # The size of a global batch is known now.
             self._follow(order.with_options(batching=batching, batch_rows=self.global_batch_size))
+        if self.rank == 0:
+            _warn_of_length(self.order)
 
     @property
     def next_weights(self) -> list[int] | None:
@@ -130,6 +137,8 @@ class MixtureSampler(RankSampler):
                 world.
         """
         rows = state.get("batch_rows") if state.get("batching") == "homogeneous" else None
+        if rows is not None and not state.get("cursor"):  # No batch of the epoch has been taken.
+            state, rows = {**state, "batch_rows": self.global_batch_size}, None
         if rows is not None and rows % self.global_batch_size:
             raise ConfigError(
                 f'the state has batching="homogeneous" with global batches of {rows} rows, which '
@@ -158,3 +167,23 @@ class MixtureSampler(RankSampler):
                 f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
                 f"{math.gcd(done, order.unit)} rows, or a divisor of it"
             )
+
+
+def _warn_of_length(order: MixtureOrder) -> None:
+    """Log a source that is so small that it decides where the epoch ends, because it comes in whole units."""
+    expected = order.length(unit=1)
+    if abs(order.n - expected) > TOLERANCE * expected:
+        rows, weights = [each.n for each in order.orders], order.weights
+        smallest = min(range(len(rows)), key=lambda number: (rows[number] / weights[number], rows[number]))
+        unit = "a global batch" if order.homogeneous else "one of each of the num_streams"
+        log.warning(
+            "an epoch of the mixture has %d rows, not about %d: source %r has %d rows and comes %d rows at a time "
+            "(%s); pass num_rows=%d to mix for an epoch of that length",
+            order.n,
+            expected,
+            order.sources[smallest].name,
+            rows[smallest],
+            order.unit,
+            unit,
+            expected,
+        )

@@ -760,9 +760,11 @@ def test_head_of_a_large_row_group_fetches_its_start(at_bucket: Run, bucket: Any
 def test_doctor_takes_the_ranks_of_a_host(run: Run, tmp_path: Path) -> None:
     """Before the launch, the environment says nothing about them."""
     words = ("doctor", "--cache-dir", str(tmp_path), "--num-workers", "3", "--json")
-    found = [json.loads(run(*words, *more).stdout)["checks"]["processors"] for more in ((), ("--world-size", "1000"))]
-    assert "1000 ranks" not in found[0]["what"]
-    assert "for 1000 ranks of 3 workers each: 4000 processes" in found[1]["what"]
+    cases = ((), ("--world-size", "1000"), ("--world-size", "1000", "--num-streams", "4"))
+    found = [json.loads(run(*words, *more).stdout)["checks"]["processors"]["what"] for more in cases]
+    assert "1000 ranks" not in found[0]
+    assert "for 1000 ranks of 3 workers each: 4000 processes" in found[1]
+    assert "for 250 ranks of 3 workers each: 1000 processes" in found[2]
     assert run(*words, "--world-size", "0").returncode == 2
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import UserDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from dataload import CacheConfig, make_loader
@@ -21,7 +24,7 @@ from dataload.loader import loader
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.loader import Loader
 from dataload.loader.worker_transport import pack, unpack
-from dataload.rows.collate import map_tensors
+from dataload.rows.batch_tree import map_tensors, on_device
 from dataload.train.evaluation import evaluate_over
 from dataload.train.harness import fit
 from dataload.train.optimizer_step import OptimizerStep
@@ -232,6 +235,43 @@ def test_batches_are_copied_to_host_memory_only_if_needed(
 ) -> None:
     target = None if device is None else torch.device(device)
     assert (host_memory_for(target, pin_memory) is not None) == prepared
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    moved = on_device({"words": packed}, torch.device("meta"))["words"]
+    assert type(moved) is type(packed)
+    assert (moved.data.device.type, moved.sorted_indices.device.type) == ("meta", "meta")
+    assert moved.batch_sizes is packed.batch_sizes
+
+
+def test_mappings_keep_their_type() -> None:
+    """The output of a tokenizer has the columns as attributes."""
+
+    class Encoding(UserDict[str, Any]):
+        def __getattr__(self, name: str) -> Any:
+            return self.data[name]
+
+    encoding = Encoding(input_ids=torch.ones(2), text=["a", "b"])
+    moved = on_device([encoding], torch.device("meta"))[0]
+    assert (type(moved), moved.input_ids.device.type, moved.text) == (Encoding, "meta", ["a", "b"])
+    assert encoding.input_ids.device.type == "cpu"
+    assert type(on_device(MappingProxyType({"x": torch.ones(2)}), torch.device("cpu"))) is dict
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("meta", False)])
+def test_a_copy_to_the_host_is_complete(monkeypatch: pytest.MonkeyPatch, device: str, waits: bool) -> None:
+    """An asynchronous copy from a GPU would be read before it is there."""
+    asked, to = [], torch.Tensor.to
+
+    def recorded(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        asked.append(options["non_blocking"])
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    for copy in (lambda batch: on_device(batch, torch.device(device)), DeviceCopy(torch.device(device))):
+        copy({"x": torch.ones(2)})
+    assert asked == [not waits] * 2
 
 
 def test_dense_tensors_are_not_copied_again() -> None:

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of, flatten
 from dataload.rows.arrow_decode import decode
-from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
+from dataload.rows.batch_tree import map_tensors
+from dataload.rows.collate import Flat, Rows, cut, to_batch
 from dataload.rows.columns import Dense
 
 NUMBERS = [

@@ -30,7 +30,8 @@ from dataload.formats.arrow_arrays import plain as plain_array
 from dataload.formats.schema import Layout, fields_of
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows import row_group_plan
-from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
+from dataload.rows.batch_tree import map_tensors
+from dataload.rows.collate import Flat, Rows, cut, to_batch
 from dataload.train.batch_size import find_batch_size
 
 EXAMPLES = 2000 if NIGHTLY else 100

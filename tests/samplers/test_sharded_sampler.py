@@ -9,13 +9,13 @@ import pickle
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, deque
 from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dataload.errors import ConfigError
 from dataload.samplers import ShardedSampler
@@ -322,6 +322,27 @@ def test_an_exhausted_iteration_moves_to_the_next_epoch():
     sampler.set_epoch(1)
     assert list(sampler) == epochs[1]
     assert all(type(row) is int for row in epochs[0])
+
+
+@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "drop_last"), [(103, 10, False), (100, 10, False), (103, 10, True), (7, 10, False)]
+)
+def test_batches_that_are_consumed_after_the_iteration_are_of_its_epoch(rows, batch_size, drop_last, ahead):
+    """Torch takes the last rows, and with workers whole batches, before the consumer has the earlier ones."""
+    sampler = ShardedSampler([rows], 1, 0, batch_size=batch_size, drop_last=drop_last)
+    whole = rows - rows % batch_size * drop_last
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        seen, waiting = [], deque()
+        batches = iter(BatchSampler(sampler, batch_size, drop_last))
+        while waiting.extend(islice(batches, 1 + ahead - len(waiting))) or waiting:
+            seen += waiting.popleft()
+            sampler.advance()
+            state = sampler.state_dict()
+            next_epoch = {(epoch + 1, 0)} if len(seen) == whole else set()
+            assert (state["epoch"], state["cursor"]) in {(epoch, len(seen)), *next_epoch}
+        assert len(set(seen)) == len(seen) == whole
 
 
 def test_a_peek_changes_nothing():

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, parameters_of, squared_error
 from torch import nn
@@ -24,7 +25,7 @@ from dataload.loader import make_loader
 from dataload.rows.collate import Flat
 from dataload.train import batch_size, evaluate_over, evaluation, find_batch_size, rank_batches
 from dataload.train.checkpoint.state import all_equal, host_copy, rng_state
-from dataload.train.distributed import process_group
+from dataload.train.ranks.process_group import process_group
 from dataload.world import World
 
 N = 301
@@ -60,6 +61,24 @@ def evaluated(folder, batch_size, cursor=0, **options):
         found = evaluate_over(model, loader, metrics)
     assert model.training
     return found
+
+
+def evaluated_outside_of_fit(folder, batch_size):
+    loader = make_loader(make_dataset(folder, cache=False), batch_size)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    found = [evaluate_over(model, loader, metrics) for _ in range(2)]
+    assert not dist.is_initialized()
+    whole = make_loader(make_dataset(folder, cache=False), batch_size, world=World())
+    if World.detect().rank == 0:  # The other ranks have no part in it.
+        found.append(evaluate_over(model, whole, metrics))
+    return found
+
+
+def test_ranks_evaluate_together_without_a_process_group_of_the_caller(ranks, folder):
+    single = evaluated(folder, 16)
+    for found in ranks(2, evaluated_outside_of_fit, folder, 16):
+        assert [(each["rows"], each["large"]) for each in found] == [(N, single["large"])] * len(found)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -20,16 +20,17 @@ from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, assert_close, build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from dataload import make_loader, mix
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import epoch_metrics, rank_batches
-from dataload.train.distributed import device_of
-from dataload.train.exchange import Exchange
 from dataload.train.harness import fit
 from dataload.train.optimizer_step import OptimizerStep
+from dataload.train.ranks.exchange import Exchange
+from dataload.train.ranks.process_group import device_of
 from dataload.world import World
 
 
@@ -514,6 +515,19 @@ def test_a_scalar_with_a_name_of_its_own_is_logged():
     assert record.keys() <= epoch_metrics.reserved_names(Remembering({"hits": 3, "waits": {"disk": 1.0}}))
 
 
+def test_the_place_of_a_loader_is_no_figure(tmp_path):
+    pq.write_table(pa.table({"x": np.ones((8, 3)).tolist(), "y": np.ones(8)}), tmp_path / "x.parquet")
+    loader = make_loader(str(tmp_path), 4, cache=False)
+    model = nn.Linear(3, 1)
+
+    def loss(model, batch):
+        return model(torch.stack(batch["x"]).float()).mean(), {"rank": 3.0}  # a usual name of a metric of retrieval
+
+    (record,) = fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, progress=False)
+    assert record["rank"] == 3
+    assert "world_size" not in record
+
+
 class Listed(Mapping):
     """A mapping whose keys are a list, and that has no truth value."""
 
@@ -601,6 +615,21 @@ def test_batches_keep_their_strings_and_the_default_precision_is_that_of_the_dev
     assert seen == [("row 0", dtype)]
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_evaluation_has_the_precision_of_the_training(precision, dtype):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+
+    def evaluate(model):
+        seen.append(model(torch.ones(1, 3)).dtype)
+        return {}
+
+    options = {"epochs": 1, "progress": False, "precision": precision, "evaluate": evaluate}
+    fit(model, optimizer, in_order(40), lambda model, batch: model(batch["x"].float()).float().mean(), **options)
+    assert seen == [dtype]
+
+
 @pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_automatic_precision_is_bf16_on_gpus_that_have_it(monkeypatch, native, precision):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
@@ -641,6 +670,7 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
         ({"log_every": 0}, "log_every=0"),
         ({"epochs": "2"}, "epochs='2' must be a whole number"),
         ({"scheduler": len}, r"has no step\(\)"),
+        ({"scheduler": ReduceLROnPlateau(build()[1])}, "ReduceLROnPlateau follows a metric"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
         ({"epoch": 3}, r"epoch= is unknown: did you mean 'epochs'\?"),
         ({"zzz": 3}, "zzz= is unknown: it is not an argument of fit"),

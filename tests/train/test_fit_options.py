@@ -20,7 +20,8 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.telemetry.spans import stage
-from dataload.train import distributed, epoch_metrics, evaluate_over, fit, rank_batches, tensorboard
+from dataload.train import epoch_metrics, evaluate_over, fit, rank_batches, tensorboard
+from dataload.train.ranks.process_group import process_group
 from dataload.world import World
 
 STAGES = {"wait for batch", "copy to device", "forward", "backward", "optimizer", "checkpoint", "decode"}
@@ -287,6 +288,51 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert [point.step for point in events.Scalars("step/learning rate")] == list(range(1, 21))
 
 
+class Slow:
+    """A loader with a state, whose batches take `seconds` of the clock `now`."""
+
+    def __init__(self, now, seconds):
+        self.now, self.seconds, self.yielded = now, seconds, 0
+
+    def __iter__(self):
+        for batch in list(in_order(4))[self.yielded :]:
+            self.now[0] += self.seconds
+            self.yielded += 1
+            yield batch
+
+    def state_dict(self):
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state):
+        self.yielded = state["yielded"]
+
+
+def test_waits_before_a_resume_are_not_of_the_first_steps_after_it(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    now, trained = [0.0], []
+    for module in (rank_batches, epoch_metrics, tensorboard):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+    def loss(model, batch):
+        now[0] += 0.75
+        trained.append(batch)
+        if len(trained) == 6:
+            raise CrashError
+        return squared_error(model, batch)
+
+    model, optimizer = build()
+    options = {"log_dir": tmp_path / "log", "log_every": 1, "checkpoint_dir": tmp_path / "c", "checkpoint_every": 4}
+    for seconds, error in ((9, pytest.raises(CrashError)), (0.25, nullcontext())):
+        with error:
+            fit(model, optimizer, Slow(now, seconds), loss, epochs=1, precision="fp32", progress=False, **options)
+    events = EventAccumulator(str(tmp_path / "log"))
+    events.Reload()
+    stalls = {point.step: point.value for point in events.Scalars("step/stall fraction")}
+    assert stalls[3] == pytest.approx(9 / 9.75)
+    assert max(stalls[step] for step in stalls if step > 4) < 0.5
+
+
 class CrashError(Exception):
     """An error of the training."""
 
@@ -369,7 +415,7 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with (
         pytest.raises(ConfigError, match=r"2 ranks do not know where to meet: .* export MASTER_ADDR"),
-        distributed.process_group(World(1, 2), torch.device("cpu"), None),
+        process_group(World(1, 2), torch.device("cpu"), None),
     ):
         pass
 

@@ -18,6 +18,7 @@ import torch
 from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, build, in_order, parameters_of, squared_error
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dataload.dataset import make_dataset
@@ -222,6 +223,33 @@ def test_resume_chooses_its_checkpoint(tmp_path):
     for missing in (tmp_path / "b", tmp_path / "a" / "other"):
         with pytest.raises(ConfigError, match="there is no checkpoint at this path"):
             train_with_noise(None, 2, resume=missing)
+
+
+def test_folders_of_other_programs_are_no_checkpoints(tmp_path):
+    """The Trainer of transformers has such names, too."""
+    for name in ("checkpoint-500", "checkpoint-100000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    done, _ = train_with_noise(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-100000", "checkpoint-500"]
+    again, figures = train_with_noise(tmp_path, 2)
+    assert torch.equal(again, done)
+    assert len(figures) == 2
+
+
+def test_a_signal_ends_the_run_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """DCP makes one error of all that it catches."""
+
+    class Interrupted(FileSystemWriter):
+        def write_data(self, *_):
+            raise SystemExit(99)
+
+    monkeypatch.setattr(Checkpoints, "_check_format", lambda _: None)
+    monkeypatch.setattr(checkpoints, "FileSystemWriter", Interrupted)
+    with pytest.raises(SystemExit) as ended:
+        train_with_noise(tmp_path, 1)
+    assert ended.value.code == 99
+    assert "checkpoint-000001" not in names(tmp_path)
 
 
 def test_checkpoints_of_a_new_run_come_after_those_of_an_earlier_run(tmp_path):

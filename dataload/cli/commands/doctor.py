@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,11 @@ def doctor(
     url: Annotated[str | None, typer.Argument(help="The dataset; default: check this machine only.")] = None,
     batch_size: BatchSize = 256,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks on this host; default: as the launcher says, or 1.")
+        int | None, typer.Option(min=1, help="Number of ranks; default: as the launcher says, or 1.")
+    ] = None,
+    num_streams: Annotated[
+        int | None,
+        typer.Option(min=1, help="The loader's num_streams: one for each node; default: as the launcher says."),
     ] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Worker processes of each rank's loader.")] = 0,
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
@@ -60,12 +65,14 @@ def doctor(
     cache_config = config(cache_dir, cache_bytes)
     store = None if url is None else _store(url, storage_options)
     chosen = names(columns), parsed("--fill-null", fill_null), null_masks
-    reads, unreadable = _reads(store, chosen, window, quiet=as_json) if store else (None, "")
+    nodes = num_streams or _num_streams()
+    order = {"window": window, "num_streams": nodes}
+    reads, unreadable = _reads(store, chosen, order, quiet=as_json) if store else (None, "")
     case = Case(
         cache_config.folder,
         cache_config.limit,
         batch_size=batch_size,
-        world_size=world_size,
+        local_ranks=None if world_size is None else math.ceil(world_size / nodes),
         num_workers=num_workers,
         prefetch=prefetch,
         pin_memory=pin_memory,
@@ -104,14 +111,14 @@ def _store(url: str, storage_options: str | None) -> Store:
 
 
 def _reads(
-    store: Store, chosen: tuple[list[str] | None, Any, bool], window: int | None, *, quiet: bool
+    store: Store, chosen: tuple[list[str] | None, Any, bool], order: dict[str, Any], *, quiet: bool
 ) -> tuple[tuple[Order, RowGroupCache] | None, str]:
     """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
     Args:
         store: Where the dataset is.
         chosen: The loader's columns, fill_null and null_masks.
-        window: The loader's window.
+        order: The loader's window and num_streams.
         quiet: Whether to show no progress.
 
     Raises:
@@ -136,7 +143,7 @@ def _reads(
         raise
     except Exception as error:  # noqa: BLE001 (stores raise errors of many types)
         return None, reason(error)
-    return (order_of(manifest, window=window, num_streams=_num_streams()), blobs), ""
+    return (order_of(manifest, **order), blobs), ""
 
 
 def _num_streams() -> int:

@@ -42,7 +42,7 @@ def report(
         with _writing(metrics):
             from dataload.reporting.prometheus import write as expose
 
-            expose(passes, metrics)
+            expose(read(folder, steady=True), metrics)
     found = summary(passes)
     latest = found["epochs"][-1]
     written = [str(path) for path in (html, png, metrics) if path]

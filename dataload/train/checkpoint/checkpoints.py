@@ -42,11 +42,11 @@ from dataload.train.checkpoint.state import (
     to_meta,
     to_plain,
 )
-from dataload.train.distributed import agree, is_first, on_first
-from dataload.train.sharded import allocator
+from dataload.train.ranks.collectives import agree, is_first, on_first, process_number
+from dataload.train.ranks.sharded import allocator
 
 REST = "rest.pt"
-NAME = re.compile(r"checkpoint-(\d+)")
+NAME = re.compile(r"checkpoint-(\d{6,})")
 UNFINISHED = ".checkpoint-"  # prefix of folders that a killed process may have left half written or half removed
 
 log = logging.getLogger(__name__)
@@ -261,6 +261,9 @@ def _dcp_errors() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
+            own, _ = error.failures.get(process_number(), (error, None))
+            if not isinstance(own, (Exception, CheckpointException)):  # such as Ctrl-C, or a signal that ends the job
+                raise own from None
             raise OSError(str(error)) from error
 
 
@@ -279,5 +282,6 @@ def _numbers(folder: Path | None) -> list[int]:
     """Return the numbers of the checkpoints in `folder`, oldest first."""
     if folder is None or not folder.is_dir():
         return []
-    matches = (NAME.fullmatch(path.name) for path in folder.iterdir())
+    names = [path.parent.name for path in folder.glob(f"*/{REST}")]  # Other programs use such names, too.
+    matches = (NAME.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in matches if match)

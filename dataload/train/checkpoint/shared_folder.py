@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from uuid import uuid4
 
 from dataload.errors import ConfigError
-from dataload.train.distributed import gather, is_first, on_first, ranks_by
+from dataload.train.ranks.collectives import gather, is_first, on_first, ranks_by
 
 SECONDS = 30.0  # how long an NFS client may serve a cached listing
 PAUSE = 0.1  # seconds between two tries

@@ -124,6 +124,16 @@ def test_quotas_of_units(weights, unit):
         assert np.abs(errors).max() < sum(integers)
 
 
+@pytest.mark.parametrize("weights", [None, [5, 3, 2]])
+def test_without_a_shuffle_all_epochs_are_the_same(weights):
+    """An evaluation of the first rows has the same rows each time."""
+    order = MixtureOrder(SOURCES, weights, shuffle=False, num_rows=1000)
+    first, *others = (order.rows(epoch, np.arange(order.n)).tolist() for epoch in range(3))
+    assert others == [first] * 2
+    shuffled = order.with_options(shuffle=True)
+    assert shuffled.rows(0, np.arange(order.n)).tolist() != shuffled.rows(1, np.arange(order.n)).tolist()
+
+
 def test_by_rows_each_row_comes_once():
     for stop in ("first_exhausted", "all_exhausted"):
         order = MixtureOrder(SOURCES, stop=stop)

@@ -251,8 +251,35 @@ def test_weights_change_the_length_of_an_epoch():
     assert sum(map(len, sampler.batches())) == 24
 
 
+def test_a_run_of_homogeneous_batches_resumes_between_epochs_on_any_ranks():
+    sources = [Source([300], "a"), Source([200], "b")]
+    saved = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=64)
+    saved.seek(1, 0)
+    resumed = MixtureSampler(sources, 3, 0, batching="homogeneous", batch_size=32)
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.epoch, resumed.order.batch_rows) == (1, 96)
+    assert len(next(iter(resumed.batches()))) == 32
+
+
+def test_a_small_source_that_ends_the_epoch_is_named(caplog):
+    sources = [Source([1_000_000], "big"), Source([5], "rare")]
+    for streams, rows in ((1, 1_000_005), (8, 5)):
+        caplog.clear()
+        sampler = MixtureSampler(sources, 8, 0, num_streams=streams, num_nodes=1)
+        assert sampler.num_rows == rows
+        assert len(caplog.messages) == (streams > 1)
+    assert "has 5 rows, not about 1000005: source 'rare' has 5 rows and comes 8 rows at a time" in caplog.text
+    assert "pass num_rows=1000005 to mix" in caplog.text
+    caplog.clear()
+    assert MixtureSampler(sources, 8, 0, num_streams=8, num_nodes=1, num_rows=1_000_005).num_rows == 1_000_005
+    MixtureSampler(sources, 8, 1, num_streams=8, num_nodes=1)  # Another rank is silent.
+    assert not caplog.messages
+
+
 def test_a_state_that_does_not_suit():
-    state = MixtureSampler(SOURCES, 2, 0, batch_size=8, batching="homogeneous").state_dict()
+    saved = MixtureSampler(SOURCES, 2, 0, batch_size=8, batching="homogeneous")
+    saved.advance()
+    state = saved.state_dict()
     for num_replicas, batch_size in ((4, 4), (4, 2), (1, 16), (1, 1)):
         resumed = MixtureSampler(SOURCES, num_replicas, 0, batch_size=batch_size)
         resumed.load_state_dict(state)

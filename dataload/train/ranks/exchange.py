@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dataload.train.distributed import replicate
-from dataload.train.sharded import check_sharded, exchange_gradients, is_sharded
+from dataload.train.ranks.replica import replicate
+from dataload.train.ranks.sharded import check_sharded, exchange_gradients, is_sharded
 from dataload.world import World
 
 

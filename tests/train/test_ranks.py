@@ -14,9 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
-from dataload.train import distributed, fit
-from dataload.train.distributed import process_group, replicate, share_buffers
-from dataload.train.sharded import move
+from dataload.train import fit
+from dataload.train.ranks import collectives
+from dataload.train.ranks import process_group as groups
+from dataload.train.ranks.collectives import share_buffers
+from dataload.train.ranks.process_group import process_group
+from dataload.train.ranks.replica import replicate
+from dataload.train.ranks.sharded import move
 from dataload.world import World
 
 CPU = torch.device("cpu")
@@ -59,7 +63,7 @@ def test_compressed_gradients_stay_in_the_mesh(ranks, hook):
 def crash_in_a_group_that_cannot_end():
     """NCCL waits in the end of a group for ranks that wait for this one."""
     held, destroy = threading.Event(), dist.destroy_process_group
-    distributed.ENDING_SECONDS = 0.01
+    groups.ENDING_SECONDS = 0.01
 
     def wait_then_destroy():
         held.wait()
@@ -83,9 +87,9 @@ def test_an_error_does_not_wait_for_the_end_of_the_group(ranks):
 def meet_twice():
     """Start two groups, one after the other. Return whether both meet at the same store."""
     with process_group(World.detect(), CPU):
-        [first] = distributed._STORES.values()
+        [first] = groups._STORES.values()
     with process_group(World.detect(), CPU):
-        [second] = distributed._STORES.values()
+        [second] = groups._STORES.values()
     return first is second
 
 
@@ -119,8 +123,8 @@ def only_gpus_have_a_backend():
     """Exchange a count in a group that names no backend of the CPU. gather_object works there on the GPU."""
     with process_group(World.detect(), CPU):
         dist.get_backend_config = lambda: "cuda:nccl"
-        distributed.gather = lambda count, mesh: ["by gather", count, mesh]
-        return distributed.gather_count(3)
+        collectives.gather = lambda count, mesh: ["by gather", count, mesh]
+        return collectives.gather_count(3)
 
 
 def test_counts_need_no_backend_of_the_cpu(ranks):

@@ -1,0 +1,68 @@
+"""Functions over the tensors, columns or values of a batch, whatever containers it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from dataload.rows.collate import Flat
+
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None), memoryview))  # types that hold no tensor
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""
+    kind = type(batch)
+    if kind is list or kind is dict:
+        # Strings of a column or of a nested value: a call for each would take longer than making them.
+        if _PLAIN.issuperset(map(type, batch.values() if kind is dict else batch)):
+            return batch
+    elif isinstance(batch, torch.Tensor):
+        return function(batch)
+    elif isinstance(batch, PackedSequence):
+        data, sizes, *orders = batch  # The sizes stay on the host.
+        return PackedSequence(function(data), sizes, *(None if order is None else function(order) for order in orders))
+    return map_values(batch, lambda value: map_tensors(value, function))
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on the device. Copies to the host are complete, those to a GPU may go on."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+
+
+def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the batch with `function` applied to every column.
+
+    Columns are the values of a dict, at any depth, and the entries of an outermost list or tuple. A `Flat` is one
+    column. A batch of another type is a column itself.
+    """
+    if isinstance(batch, (list, tuple)) and not isinstance(batch, Flat):
+        return map_values(batch, lambda column: _map_dicts(column, function))
+    return _map_dicts(batch, function)
+
+
+def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Mapping):
+        return map_values(batch, lambda value: _map_dicts(value, function))
+    return function(batch)
+
+
+def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a mapping, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
+    if isinstance(container, Mapping):
+        by_name = {name: function(value) for name, value in container.items()}
+        if type(container) is dict or not isinstance(container, MutableMapping):
+            return by_name
+        same = copy(container)  # such as the BatchEncoding of a tokenizer, which has the columns as attributes
+        same.update(by_name)
+        return same
+    if isinstance(container, tuple):
+        values = map(function, container)
+        return type(container)(*values) if hasattr(container, "_fields") else tuple(values)
+    if isinstance(container, list):
+        return [function(value) for value in container]
+    return container

@@ -1,0 +1,108 @@
+"""Values that the ranks of a training run exchange."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dataload.errors import ConfigError, DataloadError
+
+T = TypeVar("T")
+
+
+def is_first() -> bool:
+    """Return whether this process is rank 0, or has no other ranks."""
+    return process_number() == 0
+
+
+def process_number() -> int:
+    """Return the number of this process among all, data-parallel or not."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(value: Any, mesh: DeviceMesh | None = None) -> list[Any]:
+    """Return the `value` of each rank, in rank order.
+
+    Args:
+        value: The value of this rank.
+        mesh: The data-parallel dimensions: only their ranks exchange values. None: all ranks do.
+    """
+    if not dist.is_initialized():
+        return [value]
+    ranks = [value]
+    for group in [dist.group.WORLD] if mesh is None else reversed(mesh.get_all_groups()):
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, ranks, group)
+        ranks = list(itertools.chain(*parts))
+    return ranks
+
+
+def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
+    """Return the `count` of each rank, in rank order, in half the time that `gather` takes."""
+    if mesh is not None or not dist.is_initialized() or "cpu:" not in dist.get_backend_config():
+        return gather(count, mesh)  # A group of the caller may have no CPU backend.
+    own = torch.tensor([count])
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return [int(rank) for rank in ranks]
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Call `work` on rank 0 only. Return its result or raise its error on every rank."""
+    own: tuple[Any, Exception | None] = (None, None)
+    raised: Exception | None = None
+    if is_first():
+        try:
+            own = work(), None
+        except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
+            raised, own = error, (None, _portable(error))
+    result, failure = gather(own)[0]
+    if failure is not None:
+        raise raised or failure
+    return result  # type: ignore[no-any-return]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error as the other ranks receive it. One that cannot be pickled becomes a DataloadError."""
+    try:
+        received: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301 (ours)
+    except Exception:  # noqa: BLE001 (pickling an arbitrary class may raise anything)
+        return DataloadError(f"rank 0 failed: {error!r}")
+    return received
+
+
+def agree(what: str, value: Any) -> None:
+    """Raise ConfigError on every rank unless all ranks have the same `value`."""
+    ranks = ranks_by(gather(value))
+    if len(ranks) > 1:
+        listed = "; ".join(f"{other!r} on ranks {own}" for other, own in ranks.items())
+        raise ConfigError(f"ranks do not agree on {what}: {listed}")
+
+
+def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:
+    """Return the ranks that have each of the `values`, which are in rank order."""
+    ranks: defaultdict[T, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks[value].append(rank)
+    return ranks
+
+
+def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Broadcast the first data-parallel rank's buffers, such as running statistics, as DDP's next forward does."""
+    if dist.is_initialized():
+        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
+        for group, buffer in itertools.product(groups, model.buffers()):
+            if not isinstance(buffer, DTensor):  # each of whose ranks has its own part
+                dense = buffer.contiguous()  # as NCCL requires
+                dist.broadcast(dense, group=group, group_src=0)
+                if dense is not buffer:
+                    buffer.copy_(dense)

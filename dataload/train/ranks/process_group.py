@@ -1,0 +1,111 @@
+"""The process group of a training run, and the device of this rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from dataload.errors import ConfigError
+from dataload.world import World
+
+ENDING_SECONDS = 5.0  # after an error, how long a rank waits for the end of its process group
+
+_GROUPS = itertools.count()  # process groups started so far; the same number on every rank
+_STORES: dict[World, Any] = {}  # where the ranks of a world meet
+
+
+@contextmanager
+def process_group(world: World, device: torch.device, timeout: float | None = None) -> Iterator[None]:
+    """Hold a process group of all ranks during the block, unless the caller has started one or there is one rank.
+
+    CPU tensors use gloo, GPU tensors NCCL. The block must free what DDP has made. Freed after the group, it would wait
+    for a thread of gloo while it holds the interpreter lock, which that thread may need
+    (https://github.com/pytorch/pytorch/issues/56297).
+
+    Args:
+        world: This rank, and the number of ranks.
+        device: The device of this rank.
+        timeout: Seconds after which an operation that waits for another rank fails; None for torch's default. Over
+            NCCL, torch then ends the process.
+
+    Raises:
+        ConfigError: `timeout` is given, but the caller has started the process group. Or no address is known at which
+            the ranks meet.
+    """
+    if timeout is not None and dist.is_initialized():
+        raise ConfigError(
+            f"timeout={timeout}: the process group already exists, so pass the timeout to init_process_group"
+        )
+    if world.world_size == 1 or dist.is_initialized():
+        yield
+        return
+    # Host values use gloo: over NCCL each exchange would wait for the work that is queued on the GPU.
+    backend, only = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+    waits: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    # The store outlives a group, and the keys of an earlier group point to closed connections.
+    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", _store_of(world, **waits))  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, device_id=only, **waits)
+    try:
+        yield
+    except BaseException:
+        # NCCL may wait for ranks that wait for this one. The error, once it ends this process, ends their wait.
+        end = Thread(target=dist.destroy_process_group, daemon=True)
+        end.start()
+        end.join(ENDING_SECONDS)
+        raise
+    dist.destroy_process_group()
+
+
+def _store_of(world: World, timeout: timedelta = default_pg_timeout) -> Any:
+    """Return the store where the ranks meet, which lives as long as the process.
+
+    Rank 0 may be its server. If it ended with a process group, another rank could start its next group by a store that
+    is about to end.
+    """
+    if world not in _STORES:
+        try:
+            _STORES[world], *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+        except ValueError as error:
+            raise ConfigError(
+                f"the {world.world_size} ranks do not know where to meet: start with torchrun, or export MASTER_ADDR, "
+                f"the host of rank 0, and MASTER_PORT before srun or mpirun ({error})"
+            ) from None
+    _STORES[world].set_timeout(timeout)
+    return _STORES[world]
+
+
+def device_of(world: World, device: torch.device | str | None) -> torch.device:
+    """Return the device of this rank: `device` if it is given, else this rank's GPU, else the CPU.
+
+    Raises:
+        ConfigError: A GPU is requested but torch finds none, or nothing says which of several GPUs is this rank's.
+    """
+    own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if own.type != "cuda":
+        return own
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ConfigError(f"device={str(device)!r}: torch finds no GPU here; leave device out to train on the CPU")
+    if own.index is None:
+        if dist.is_initialized() and dist.group.WORLD.bound_device_id is not None:
+            own = dist.group.WORLD.bound_device_id
+        elif world.local_rank is None and world.world_size > 1 and gpus > 1:
+            raise ConfigError(
+                f"rank {world.rank} of {world.world_size} cannot tell which of the {gpus} GPUs here is its own: start "
+                "the ranks with torchrun, which sets LOCAL_RANK, or pass device='cuda:N' with a different N on each "
+                "rank of a host"
+            )
+        else:
+            # Some launchers make only its own GPU visible to each rank. That GPU has index 0 on all ranks.
+            own = torch.device("cuda", (world.local_rank or 0) % gpus)
+    torch.cuda.set_device(own)
+    return own
