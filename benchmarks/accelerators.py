@@ -143,13 +143,16 @@ def search(measure: Callable[[int], float], first: float, enough: Callable[[list
 def _next(last: Fed, low: int, high: int | None, failures: int) -> int:
     """Return the number to measure next.
 
-    Accelerators that wait have consumed what the loader can deliver. If as many as that wait, too, the waits do not
-    come from its rate, and half of the interval is next.
+    Accelerators that wait have consumed what the loader can deliver. If as many as that wait, too, the waits do not come
+    from its rate: if they are a fixed time of each epoch, the next number waits for a tenth of it. If that waits longer,
+    too, half of the interval is next.
     """
     if last.is_busy:
         growth = 2 if last.utilization > NEVER_WAITS else 1.25
         return max(low + 1, floor(growth * low)) if high is None else (low + high) // 2
-    if failures > 1:
+    if failures > 2:
         return max(1, (low + last.accelerators) // 2)
-    delivered = floor(last.accelerators * last.utilization / LEAST_UTILIZATION)
-    return min(max(low + 1, delivered), last.accelerators - 1)
+    fed = last.accelerators * last.utilization
+    waits = 1 - last.utilization if failures == 2 else 1 - LEAST_UTILIZATION
+    fewer = floor(fed / LEAST_UTILIZATION * (1 - LEAST_UTILIZATION) / waits)
+    return min(max(low + 1, fewer), last.accelerators - 1)

@@ -80,8 +80,9 @@ def test_waits_that_do_not_come_from_the_rate_do_not_hold_a_search_up() -> None:
     def measure(accelerators: int) -> float:
         return 10 / (10 + 0.02 * accelerators)  # a fixed time is lost: 55 accelerators have 90 %
 
-    found = search(measure, 86, lambda tries: len(tries) >= 6)
+    found = search(measure, 86, lambda _: True)
     assert 50 <= max(fed.accelerators for fed in found if fed.is_busy) <= 55
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("first", [1, 10, 100, 1000])
