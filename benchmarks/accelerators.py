@@ -143,9 +143,9 @@ def search(measure: Callable[[int], float], first: float, enough: Callable[[list
 def _next(last: Fed, low: int, high: int | None, failures: int) -> int:
     """Return the number to measure next.
 
-    Accelerators that wait have consumed what the loader can deliver. If as many as that wait, too, the waits do not come
-    from its rate: if they are a fixed time of each epoch, the next number waits for a tenth of it. If that waits longer,
-    too, half of the interval is next.
+    Accelerators that wait have consumed what the loader can deliver. If as many as that wait, too, the waits do not
+    come from its rate: if they are a fixed time of each epoch, the next number waits for a tenth of it. If that one
+    waits longer, too, half of the interval is next.
     """
     if last.is_busy:
         growth = 2 if last.utilization > NEVER_WAITS else 1.25
