@@ -54,19 +54,15 @@ def losses_in_short(figures: Figures, most: int) -> list[str]:
         *_sentence("takes fewer seconds", _slower(figures)),
         *_sentence(f"reads less from S3 with {ranked(most)}", _more_sent(figures, most)),
         *_sentence(f"takes less memory with {ranked(most)}", _more_memory(figures, most)),
-        *_sentence("keeps more accelerators busy in the first epoch", _fewer(figures, "cold"), named=False),
-        *_sentence("keeps more accelerators busy in later epochs", _fewer(figures, "warm"), named=False),
+        *_sentence("keeps more accelerators busy in the first epoch", _fewer(figures, "cold")),
+        *_sentence("keeps more accelerators busy in later epochs", _fewer(figures, "warm")),
     ]
     return [" ".join(sentences)] if sentences else []
 
 
-def _sentence(does: str, losses: list[Loss | None], *, named: bool = True) -> list[str]:
-    """Return the sentence on the datasets of these losses, with the other systems if `named`; none without losses."""
-    lost = [
-        f"{loss.dataset} ({loss.others})" if named else loss.dataset if loss.others else f"{loss.dataset} (undecided)"
-        for loss in losses
-        if loss
-    ]
+def _sentence(does: str, losses: list[Loss | None]) -> list[str]:
+    """Return the sentence on the datasets of these losses; none without losses."""
+    lost = [f"{loss.dataset} ({loss.others or 'undecided'}; dataload {loss.mine})" for loss in losses if loss]
     return [f"Another system {does}: {', '.join(lost)}."] if lost else []
 
 

@@ -113,8 +113,8 @@ def test_where_another_system_is_better_a_sentence_says_so() -> None:
     assert "- images, cold: LitData 20; dataload 17" in text
     assert "- images, seconds: rows in memory (reference) 9.9 s; dataload 12.0 s" in text
     short = report.headline(results_of())
-    assert "Another system takes fewer seconds: images (rows in memory (reference) 9.9 s)." in short
-    assert "Another system keeps more accelerators busy in the first epoch: images." in short
+    assert "Another system takes fewer seconds: images (rows in memory (reference) 9.9 s; dataload 12.0 s)." in short
+    assert "Another system keeps more accelerators busy in the first epoch: images (LitData 20; dataload 17)." in short
     assert "in later epochs" not in short
     alone = results_of(
         runs=[run_of("dataload", [1.0] * 10), run_of("LitData", [2.0] * 10)],
