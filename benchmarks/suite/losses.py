@@ -62,7 +62,11 @@ def losses_in_short(figures: Figures, most: int) -> list[str]:
 
 def _sentence(does: str, losses: list[Loss | None]) -> list[str]:
     """Return the sentence on the datasets of these losses; none without losses."""
-    lost = [f"{loss.dataset} ({loss.others or 'undecided'}; dataload {loss.mine})" for loss in losses if loss]
+    lost = [
+        f"{loss.dataset} ({loss.others or f'undecided: {loss.undecided}'}; dataload {loss.mine})"
+        for loss in losses
+        if loss
+    ]
     return [f"Another system {does}: {', '.join(lost)}."] if lost else []
 
 

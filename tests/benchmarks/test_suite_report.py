@@ -148,7 +148,7 @@ def test_a_search_that_found_no_busy_number_decides_only_what_it_shows(
 
 def test_the_headline_says_where_the_comparison_is_undecided() -> None:
     undecided = fed_cold(("dataload", [(18, 0.9), (20, 0.5)]), ("LitData", [(46, 0.5)]))
-    assert "in the first epoch: images (undecided)." in report.headline(undecided)
+    assert "in the first epoch: images (undecided: LitData < 46; dataload 18)." in report.headline(undecided)
 
 
 def test_a_round_without_a_busy_number_takes_no_part_in_the_median() -> None:
