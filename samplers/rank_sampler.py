@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol, Self, cast
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -123,7 +123,7 @@ class RankSampler(DistributedSampler[int]):
         self._num_streams = order.num_streams
         self._next = dict[str, Any]()  # options that the order has from the next epoch on
         self._advances = False  # whether the consumer marks batches
-        self._behind: tuple[int, int] | None = None  # (epoch, cursor) of a consumer whose iteration has ended already
+        self._behind: _Behind | None = None
         self._follow(order)
 
     def use_file_order(self) -> None:
@@ -204,9 +204,9 @@ class RankSampler(DistributedSampler[int]):
         for run in self.runs(epoch, self.cursor):
             yield from run.ravel().tolist()
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
-            behind = None if self.finished_at(self.cursor) else (epoch, self.cursor)
+            behind = _Behind(epoch, self.cursor, self.order, self._share)
             self.seek(epoch + 1, 0)
-            self._behind = behind
+            self._behind = behind.or_none()
 
     def __len__(self) -> int:
         """Return the rows of each rank in a full epoch, padding included."""
@@ -214,6 +214,7 @@ class RankSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The cursor stays if the epoch is already the current one."""
+        self._behind = None
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
@@ -223,8 +224,7 @@ class RankSampler(DistributedSampler[int]):
         if self._behind is None:
             self.seek(self.epoch, self.cursor + rows)
         else:
-            epoch, cursor = self._behind[0], min(self._behind[1] + rows, self.num_rows)
-            self._behind = None if self.finished_at(cursor) else (epoch, cursor)
+            self._behind = self._behind._replace(cursor=self._behind.cursor + rows).or_none()
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
@@ -237,14 +237,9 @@ class RankSampler(DistributedSampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
-        epoch, cursor = (self._advances and self._behind) or (self.epoch, self.cursor)
-        return {
-            "version": STATE_VERSION,
-            "dataset": self.order.digest,
-            "epoch": epoch,
-            "cursor": cursor,
-            **self.order.options,
-        }
+        here = (self._advances and self._behind) or _Behind(self.epoch, self.cursor, self.order, self._share)
+        place = {"epoch": here.epoch, "cursor": here.cursor}
+        return {"version": STATE_VERSION, "dataset": here.order.digest, **place, **here.order.options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The world may differ.
@@ -325,6 +320,26 @@ class RankSampler(DistributedSampler[int]):
     def _checked(self, cursor: int) -> int:
         _check_cursor(cursor, self.order)
         return cursor
+
+
+class _Behind(NamedTuple):
+    """The position of a consumer in an epoch whose iteration has ended before it: torch takes rows ahead.
+
+    Attributes:
+        epoch: The epoch.
+        cursor: Global rows of it that are consumed.
+        order: Its order.
+        share: The share of the rank in it.
+    """
+
+    epoch: int
+    cursor: int
+    order: PositionOrder
+    share: Share
+
+    def or_none(self) -> Self | None:
+        """Return the position, or None if no batch of the epoch is left."""
+        return self if self.share.num_batches(max(0, self.order.n - self.cursor)) else None
 
 
 def _check_cursor(cursor: int, order: PositionOrder) -> None:

@@ -189,7 +189,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         ):
             for answer in recorder.timed(answers):
                 used = min(answer.cursor + step, rows)
-                self._yielded = epoch, used
+                if sampler.epoch == epoch:
+                    self._yielded = epoch, used
                 if used >= end:
                     announce_last()
                 recorder.hand_out(answer, used, last=used >= end)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -55,10 +56,11 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
     """Return a mapping, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
     if isinstance(container, Mapping):
         by_name = {name: function(value) for name, value in container.items()}
-        if type(container) is dict or not isinstance(container, MutableMapping):
+        if type(container) is dict or not isinstance(container, (dict, UserDict)):
             return by_name
         same = copy(container)  # such as the BatchEncoding of a tokenizer, which has the columns as attributes
-        same.update(by_name)
+        for name, value in by_name.items():
+            same[name] = value
         return same
     if isinstance(container, tuple):
         values = map(function, container)

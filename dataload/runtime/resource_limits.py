@@ -18,7 +18,18 @@ def usable_cores(mounted: Path = MOUNTED, membership: Path = MEMBERSHIP) -> int:
         mounted: Where the control groups are mounted, see cgroups(7). Only Linux has them.
         membership: The file with the control groups of this process.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(bound, host_cores(mounted, membership))
+
+
+def host_cores(mounted: Path = MOUNTED, membership: Path = MEMBERSHIP) -> int:
+    """Return the number of cores of the host, or of the quota of the container, at least 1.
+
+    Args:
+        mounted: As for `usable_cores`.
+        membership: As for `usable_cores`.
+    """
+    cores = os.cpu_count() or 1
     for file in _limit_files("cpu", "cpu.cfs_quota_us", "cpu.max", mounted, membership):
         with suppress(OSError, ValueError):  # The file is missing, or says "max".
             quota, *period = map(int, file.read_text().split())

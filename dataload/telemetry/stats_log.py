@@ -22,6 +22,7 @@ from dataload.telemetry.wait_timeline import CAUSES
 EVERY = 1.0
 FINENESS = 1000
 CLOCKS = 2.0  # most seconds of skew between hosts' clocks
+COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows")  # of each peer, not of all together
 MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def read(folder: Path, *, steady: bool = False) -> list[Pass]:
 
     Args:
         folder: The folder.
-        steady: Take the pass of the first of these processes instead, so that no figure falls while the run goes on.
+        steady: Give it the largest figures of all instead, so that no counter falls while the run goes on.
 
     Damaged lines are skipped. Unreadable files are skipped and logged.
 
@@ -152,9 +153,9 @@ def read(folder: Path, *, steady: bool = False) -> list[Pass]:
             "log_dir"
         )
     peers = _peers(sorted(passes.values(), key=lambda each: (each.began, each.rank)))
-    chosen = [min(group, key=_number_of) if steady else max(group, key=_waited) for group in peers]
-    merged = [_with_traffic(one, group) for one, group in zip(chosen, peers, strict=True)]
-    return sorted(merged, key=lambda each: (each.began, each.rank))
+    chosen = (_with_traffic(max(group, key=_waited), group) for group in peers)
+    found = [_largest(one, group) for one, group in zip(chosen, peers, strict=True)] if steady else list(chosen)
+    return sorted(found, key=lambda each: (each.began, each.rank))
 
 
 def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
@@ -172,8 +173,12 @@ def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
     return groups
 
 
-def _number_of(each: Pass) -> int:
-    return each.process
+def _largest(one: Pass, peers: Sequence[Pass]) -> Pass:
+    """Return a pass with the largest counters of its peers."""
+    every = [each.stats for each in peers]
+    counts: dict[str, Any] = {name: max(getattr(stats, name) for stats in every) for name in COUNTERS}
+    waits = {cause: max(stats.waits[cause] for stats in every) for cause in CAUSES}
+    return replace(one, stats=replace(one.stats, **counts, waits=waits))
 
 
 def _waited(each: Pass) -> float:

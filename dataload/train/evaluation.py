@@ -32,8 +32,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     rows of a loader repeat other rows and are left out, and so is the row that torch's DistributedSampler may repeat.
     All modules are in eval mode during the evaluation. Afterwards, also after an exception, each module is in its
     previous mode. With a loader of `make_loader(..., mesh=mesh)` all ranks are those of the mesh. A model that is
-    sharded (FSDP) needs loaders of equal lengths. If ranks share the rows of the loader and there is no process group,
-    the evaluation starts one and destroys it at its end, so all ranks have to call it.
+    sharded (FSDP) needs loaders of equal lengths. If a launcher's ranks share the rows of the loader and there is no
+    process group, the evaluation starts one and destroys it at its end, so all ranks have to call it.
 
     Args:
         model: The model. Batches are moved to the device of its parameters.
@@ -56,7 +56,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     padding = _padding(loader)  # read before the loop, because iterating changes it
     device = _device_of(next(model.parameters(), torch.empty(0)))
     own: dict[str, _Sum] = {}
-    with process_group(World.detect(), device) if _is_shared(loader) else nullcontext(), evaluating(model):
+    exchange = process_group(World.detect(), torch.device("cpu")) if _is_shared(loader) else nullcontext()
+    with exchange, evaluating(model):
         for batch in batches_on(loader, device):
             for name, value in metric_fn(model, on_device(batch, device)).items():
                 if name == "rows":

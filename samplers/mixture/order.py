@@ -132,7 +132,7 @@ class MixtureOrder:
         self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + many)  # each source costs its own overhead
         self._units = UnitSequence(self.weights, self.seed, reshuffled=bool(self.shuffle))
         self._source_rows = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
-        self.n = self.length(self.unit)
+        self.n, _ = self.length(self.unit)
         if self.n > self.unit * (END - BLOCK):
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
         self._units = UnitSequence(self.weights, self.seed, self.n // self.unit + 1, reshuffled=bool(self.shuffle))
@@ -232,15 +232,17 @@ class MixtureOrder:
                 raise ConfigError(f"{name}={number}: must be a whole number of at least 1")
         self.num_rows = None if self.num_rows is None else int(self.num_rows)
 
-    def length(self, unit: int) -> int:
-        """Return the rows of an epoch in units of `unit` rows."""
+    def length(self, unit: int) -> tuple[int, int | None]:
+        """Return the rows of an epoch in units of `unit` rows, and the source that ends it; None: `num_rows` does."""
         if self.num_rows is not None:
-            return self.num_rows
+            return self.num_rows, None
         rows = [order.n for order in self.orders]
         if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
-            return min(_bound(self._units.earliest, source, count, unit) for source, count in enumerate(rows))
+            return min((_bound(self._units.earliest, source, count, unit), source) for source, count in enumerate(rows))
         # after the last position that the quota allows for the last row
-        return 1 + max(_bound(self._units.latest, source, count - 1, unit) for source, count in enumerate(rows))
+        return max(
+            (1 + _bound(self._units.latest, source, count - 1, unit), source) for source, count in enumerate(rows)
+        )
 
     def _consecutive(self, epoch: int, start: int, end: int) -> Int64:
         """Return the rows at the positions from `start` to `end`: int64 [end - start]."""

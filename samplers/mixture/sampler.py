@@ -171,18 +171,16 @@ class MixtureSampler(RankSampler):
 
 def _warn_of_length(order: MixtureOrder) -> None:
     """Log a source that is so small that it decides where the epoch ends, because it comes in whole units."""
-    expected = order.length(unit=1)
-    if abs(order.n - expected) > TOLERANCE * expected:
-        rows, weights = [each.n for each in order.orders], order.weights
-        smallest = min(range(len(rows)), key=lambda number: (rows[number] / weights[number], rows[number]))
+    (rows, source), (expected, _) = order.length(order.unit), order.length(1)
+    if source is not None and abs(rows - expected) > TOLERANCE * expected:
         unit = "a global batch" if order.homogeneous else "one of each of the num_streams"
         log.warning(
             "an epoch of the mixture has %d rows, not about %d: source %r has %d rows and comes %d rows at a time "
-            "(%s); pass num_rows=%d to mix for an epoch of that length",
-            order.n,
+            "(%s); num_rows=%d in mix gives an epoch of that length, in which this source may repeat or lack some rows",
+            rows,
             expected,
-            order.sources[smallest].name,
-            rows[smallest],
+            order.sources[source].name,
+            order.orders[source].n,
             order.unit,
             unit,
             expected,

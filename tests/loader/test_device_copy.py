@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -256,6 +256,7 @@ def test_mappings_keep_their_type() -> None:
     moved = on_device([encoding], torch.device("meta"))[0]
     assert (type(moved), moved.input_ids.device.type, moved.text) == (Encoding, "meta", ["a", "b"])
     assert encoding.input_ids.device.type == "cpu"
+    assert on_device(Counter(a=3), torch.device("meta")) == Counter(a=3)
     assert type(on_device(MappingProxyType({"x": torch.ones(2)}), torch.device("cpu"))) is dict
 
 

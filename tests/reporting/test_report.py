@@ -375,14 +375,14 @@ def test_a_rank_may_begin_again_at_once(tmp_path):
 
 def test_counters_do_not_fall_when_another_peer_has_waited_longest(tmp_path):
     """Prometheus would take that for a restart."""
-    for process, rows, waited in ((0, 100, 1.0), (1, 90, 2.0)):
+    for process, rows, waited in ((0, 100, {"origin": 1.0}), (1, 90, {"origin": 1.5, "disk": 0.5})):
         stats = LoaderStats(0, rows=rows, seconds=10.0)
-        stats.waited({"origin": waited}, str)
+        stats.waited(waited, str)
         with Samples(tmp_path, 0, stats, 1, process) as samples:
             samples._origin["began"] = BEGAN
-    [slowest], [first] = read(tmp_path), read(tmp_path, steady=True)
-    assert (slowest.stats.rows, slowest.stats.waits["origin"]) == (90, 2.0)
-    assert (first.stats.rows, first.stats.waits["origin"]) == (100, 1.0)
+    [slowest], [largest] = read(tmp_path), read(tmp_path, steady=True)
+    assert (slowest.stats.rows, slowest.stats.waits["origin"]) == (90, 1.5)
+    assert (largest.stats.rows, largest.stats.waits["origin"], largest.stats.waits["disk"]) == (100, 1.5, 0.5)
 
 
 def test_ranks_that_begin_late_are_of_the_same_epoch(tmp_path):

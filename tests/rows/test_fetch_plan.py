@@ -240,6 +240,7 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
 def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank, and each copy for its background decoder, decodes on its part of them, and on one at least."""
     monkeypatch.setattr(row_group_memory, "usable_cores", lambda: 6)
+    monkeypatch.setattr(row_group_memory, "host_cores", lambda: 6)
     dataset = make_dataset(str(files / "bucket"), cache=False)
     memory = dataset.rowstore.blobs.memory
     assert memory.decoders._count == 6
@@ -249,6 +250,9 @@ def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.M
         assert memory.decoders._count == count
         copy = pickle.loads(pickle.dumps(loader.dataset.rowstore.blobs)).memory
         assert copy.decoders._count == count
+    monkeypatch.setattr(row_group_memory, "host_cores", lambda: 48)  # The launcher bound each rank to six
+    make_loader(dataset, 8, world=World(0, 8, 0, 8))
+    assert memory.decoders._count == 6
 
 
 def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

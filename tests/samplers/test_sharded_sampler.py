@@ -345,6 +345,20 @@ def test_batches_that_are_consumed_after_the_iteration_are_of_its_epoch(rows, ba
         assert len(set(seen)) == len(seen) == whole
 
 
+def test_the_state_of_late_batches_has_the_order_of_their_epoch():
+    """The next epoch, to which the exhausted sampler has moved, has another seed."""
+    saved, own = ShardedSampler([100], 1, 0, batch_size=10, seed=1), {"batch_size": 10, "seed": 2}
+    saved.seek(0, 20)
+    sampler, resumed = ShardedSampler([100], 1, 0, **own), ShardedSampler([100], 1, 0, **own)
+    sampler.load_state_dict(saved.state_dict())
+    rows = list(sampler)
+    sampler.advance()
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(resumed) == rows[10:]
+    sampler.set_epoch(1)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["cursor"]) == (1, 0)
+
+
 def test_a_peek_changes_nothing():
     sampler = ShardedSampler(LENGTHS, 2, 1)
     whole = list(islice(sampler, 40))

@@ -13,7 +13,7 @@ from dataload.formats.range_stream import LARGEST_PIECE, fetched_buffers
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
-from dataload.runtime.resource_limits import usable_cores, usable_memory
+from dataload.runtime.resource_limits import host_cores, usable_cores, usable_memory
 
 MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
@@ -56,7 +56,8 @@ class RankShare(NamedTuple):
     def of(cls, ranks: int, processes: int) -> Self:
         """Return the share of one of the `processes` of each of the host's ranks."""
         memory = usable_memory() // MEMORY_DIVISOR // (ranks * processes)
-        return cls(max(MIN_MEMORY, memory), max(1, usable_cores() // ranks))
+        decoders = min(usable_cores(), host_cores() // ranks)  # A launcher may have bound this rank to its own cores.
+        return cls(max(MIN_MEMORY, memory), max(1, decoders))
 
 
 class RowGroupMemory(ForkAware):

@@ -269,11 +269,22 @@ def test_a_small_source_that_ends_the_epoch_is_named(caplog):
         assert sampler.num_rows == rows
         assert len(caplog.messages) == (streams > 1)
     assert "has 5 rows, not about 1000005: source 'rare' has 5 rows and comes 8 rows at a time" in caplog.text
-    assert "pass num_rows=1000005 to mix" in caplog.text
+    assert "num_rows=1000005 in mix gives an epoch of that length" in caplog.text
     caplog.clear()
     assert MixtureSampler(sources, 8, 0, num_streams=8, num_nodes=1, num_rows=1_000_005).num_rows == 1_000_005
     MixtureSampler(sources, 8, 1, num_streams=8, num_nodes=1)  # Another rank is silent.
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("stop", "rows", "weights", "named"),
+    [("all_exhausted", [600, 5000], [1, 1000], "a"), ("first_exhausted", [700, 100_000], [1, 150], "a")],
+)
+def test_the_source_that_ends_the_epoch_is_named(caplog, stop, rows, weights, named):
+    sources = [Source([count], name) for count, name in zip(rows, "ab", strict=True)]
+    MixtureSampler(sources, 1, 0, weights=weights, stop=stop, batching="homogeneous", batch_size=512)
+    [message] = caplog.messages
+    assert f"source {named!r} has" in message
 
 
 def test_a_state_that_does_not_suit():
