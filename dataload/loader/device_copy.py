@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dataload.rows.batch_tree import map_tensors
+from dataload.rows.batch_tree import map_tensors, on_device
 
 
 class HostMemory(NamedTuple):
@@ -70,7 +70,7 @@ class DeviceCopy:
     def __call__(self, batch: Any) -> Any:
         """Return the batch with its tensors on the device."""
         if self._stream is None:
-            return map_tensors(batch, self._copied)
+            return on_device(batch, self._device)
         with torch.cuda.stream(self._stream):
             copied = map_tensors(batch, lambda tensor: self._copied(tensor) if _is_strided(tensor) else tensor)
         current = torch.cuda.current_stream(self._device)
@@ -81,7 +81,7 @@ class DeviceCopy:
         )
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=self._device.type != "cpu")
+        return tensor.to(self._device, non_blocking=True)
 
 
 @cache

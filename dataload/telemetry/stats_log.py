@@ -122,17 +122,26 @@ class Pass:
         return self.began + self.stats.seconds
 
 
-def read(folder: Path, *, steady: bool = False) -> list[Pass]:
-    """Return the passes of all ranks that wrote into `folder`, oldest first.
+def read(folder: Path) -> list[Pass]:
+    """Return the passes of all ranks that wrote into `folder`, oldest first. See `read_peers` and `merged`."""
+    return merged(read_peers(folder))
 
-    Processes with the same rank, such as tensor-parallel peers, get the same rows. They have one pass, with the traffic
-    of all: that of the process that waited longest.
+
+def merged(peers: Iterable[Sequence[Pass]], *, steady: bool = False) -> list[Pass]:
+    """Return one pass for each group of peers, oldest first: that of the one that waited longest, with all traffic.
 
     Args:
-        folder: The folder.
-        steady: Give it the largest figures of all instead, so that no counter falls while the run goes on.
+        peers: The groups, as `read_peers` returns them.
+        steady: Give it the largest figures of all peers, so that no counter falls while the run goes on.
+    """
+    return sorted((_one_of(group, steady) for group in peers), key=lambda each: (each.began, each.rank))
 
-    Damaged lines are skipped. Unreadable files are skipped and logged.
+
+def read_peers(folder: Path) -> list[list[Pass]]:
+    """Return the passes of all processes that wrote into `folder`, in groups of those that got the same rows.
+
+    Such are processes with the same rank, for example tensor-parallel ones. Damaged lines are skipped. Unreadable files
+    are skipped and logged.
 
     Raises:
         ConfigError: The folder has no statistics.
@@ -152,10 +161,7 @@ def read(folder: Path, *, steady: bool = False) -> list[Pass]:
             f"{folder} holds no statistics of a run: pass the folder that make_loader got as stats_dir, or fit as "
             "log_dir"
         )
-    peers = _peers(sorted(passes.values(), key=lambda each: (each.began, each.rank)))
-    chosen = (_with_traffic(max(group, key=_waited), group) for group in peers)
-    found = [_largest(one, group) for one, group in zip(chosen, peers, strict=True)] if steady else list(chosen)
-    return sorted(found, key=lambda each: (each.began, each.rank))
+    return _peers(sorted(passes.values(), key=lambda each: (each.began, each.rank)))
 
 
 def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
@@ -173,23 +179,15 @@ def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
     return groups
 
 
-def _largest(one: Pass, peers: Sequence[Pass]) -> Pass:
-    """Return a pass with the largest counters of its peers."""
-    every = [each.stats for each in peers]
-    counts: dict[str, Any] = {name: max(getattr(stats, name) for stats in every) for name in COUNTERS}
-    waits = {cause: max(stats.waits[cause] for stats in every) for cause in CAUSES}
-    return replace(one, stats=replace(one.stats, **counts, waits=waits))
-
-
-def _waited(each: Pass) -> float:
-    return each.stats.wait_seconds
-
-
-def _with_traffic(one: Pass, peers: Sequence[Pass]) -> Pass:
-    """Return a pass with the traffic of all of its peers."""
-    traffic: dict[str, Any] = {name: sum(getattr(each.stats, name) for each in peers) for name in TRAFFIC}
-    traffic["bytes_by_source"] = summed(each.stats.bytes_by_source for each in peers)
-    return replace(one, stats=replace(one.stats, **traffic))
+def _one_of(peers: Sequence[Pass], steady: bool) -> Pass:
+    """Return the pass of the peer that waited longest, with all traffic; if `steady`, with the largest counters."""
+    slowest, every = max(peers, key=lambda each: each.stats.wait_seconds), [each.stats for each in peers]
+    figures: dict[str, Any] = {name: sum(getattr(stats, name) for stats in every) for name in TRAFFIC}
+    figures["bytes_by_source"] = summed(stats.bytes_by_source for stats in every)
+    if steady:
+        figures |= {name: max(getattr(stats, name) for stats in every) for name in COUNTERS}
+        figures["waits"] = {cause: max(stats.waits[cause] for stats in every) for cause in CAUSES}
+    return replace(slowest, stats=replace(slowest.stats, **figures))
 
 
 def _lines(path: Path) -> Iterator[Pass]:

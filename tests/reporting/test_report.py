@@ -28,7 +28,7 @@ from dataload.reporting.html import html, summary, write
 from dataload.reporting.plots import picture, plots
 from dataload.telemetry import stats_log
 from dataload.telemetry.loader_stats import ADVICE, MOST_ROW_IDS, LoaderStats
-from dataload.telemetry.stats_log import FINENESS, Samples, read
+from dataload.telemetry.stats_log import FINENESS, Samples, merged, read, read_peers
 from dataload.telemetry.wait_timeline import CAUSES
 
 
@@ -380,7 +380,7 @@ def test_counters_do_not_fall_when_another_peer_has_waited_longest(tmp_path):
         stats.waited(waited, str)
         with Samples(tmp_path, 0, stats, 1, process) as samples:
             samples._origin["began"] = BEGAN
-    [slowest], [largest] = read(tmp_path), read(tmp_path, steady=True)
+    [slowest], [largest] = read(tmp_path), merged(read_peers(tmp_path), steady=True)
     assert (slowest.stats.rows, slowest.stats.waits["origin"]) == (90, 1.5)
     assert (largest.stats.rows, largest.stats.waits["origin"], largest.stats.waits["disk"]) == (100, 1.5, 0.5)
 

@@ -149,7 +149,7 @@ def test_a_slow_collate(dataset: Any, num_workers: int) -> None:
 
 
 def test_slow_copies_to_the_device(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copy, "map_tensors", slowly(device_copy.map_tensors, 0.02))
+    monkeypatch.setattr(device_copy, "on_device", slowly(device_copy.on_device, 0.02))
     assert epoch(make_loader(dataset, 4, device="cpu")).waits["transfer"] >= 0.02
 
 

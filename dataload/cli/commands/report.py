@@ -25,9 +25,10 @@ def report(
 ) -> None:
     """Report what a run waited for, by epoch and rank."""
     from dataload.reporting.html import summary, write
-    from dataload.telemetry.stats_log import read
+    from dataload.telemetry.stats_log import merged, read_peers
 
-    passes = read(folder)
+    peers = read_peers(folder)
+    passes = merged(peers)
     if not (html or png or metrics or as_json):
         html = folder / "report.html"
     if html:
@@ -42,7 +43,7 @@ def report(
         with _writing(metrics):
             from dataload.reporting.prometheus import write as expose
 
-            expose(read(folder, steady=True), metrics)
+            expose(merged(peers, steady=True), metrics)
     found = summary(passes)
     latest = found["epochs"][-1]
     written = [str(path) for path in (html, png, metrics) if path]
