@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, memory
+from dataload.benchmarks.machine.usage import PeakMemory
 from dataload.benchmarks.suite.rank import Epoch, Task
 
 MASK = (1 << 64) - 1
@@ -39,7 +39,7 @@ class Host:
         patience: Seconds until the processes are killed.
 
     Attributes:
-        peak_bytes: The most memory that all processes used together, without the page cache.
+        memory: The most memory that all processes used together.
     """
 
     def __init__(self, python: Path, task: Task, folder: Path, patience: float) -> None:
@@ -48,7 +48,7 @@ class Host:
         self._until = self._started + patience
         self._ended = Event()
         self._processes: list[psutil.Popen] = []
-        self.peak_bytes = 0
+        self.memory = PeakMemory()
 
     def __enter__(self) -> Self:
         port = _free_port()
@@ -174,8 +174,7 @@ class Host:
 
     def _sample(self) -> None:
         """Sample the memory until the end. Kill all ranks once one has failed or the patience is over."""
-        while not self._ended.wait(SAMPLE_SECONDS):
-            self.peak_bytes = max(self.peak_bytes, sum(memory(process) for process in self._processes))
+        while not self._ended.wait(self.memory.sample(self._processes)):
             if monotonic() >= self._until or any(process.poll() for process in self._processes):
                 self._kill()
                 return

@@ -53,7 +53,7 @@ class Measurement:
                     if feed:
                         self._warm_feed(host, run, feed)
                 finally:
-                    run.peak_bytes = host.peak_bytes
+                    run.peak_bytes = host.memory.num_bytes
         except (HostError, OSError) as error:
             text = str(error) if run.epochs else self._why_nothing(error)
             run.error = run.error or ("" if len(run.epochs) >= LEAST_EPOCHS else text)

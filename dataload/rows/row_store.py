@@ -205,12 +205,17 @@ class RowStore(ForkAware):
                 self._mutex.release()
 
     def prefetch(self, groups: Iterable[int]) -> None:
-        """Start loading row groups, in this order. A large dataset is decoded in a background process."""
+        """Start loading row groups, in this order. A large dataset is decoded in a background process.
+
+        The last epoch may have left some of them open. These are closed after all others that are open now.
+        """
         with self._mutex:
             self.scheduler.start()
             for group in groups:
                 if self._open is None or group not in self._open:
                     self._request(group)
+                else:
+                    self._open.use([group])
 
     def states(self) -> dict[str, int]:
         """Return the number of row groups in each state of `State`, except those that failed."""

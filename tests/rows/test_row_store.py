@@ -78,6 +78,18 @@ def test_the_row_group_that_was_requested_first_is_evicted_first(dataset: Any, m
     assert loaded == Counter({0: 2, 1: 1, 2: 1})
 
 
+def test_an_open_row_group_that_is_needed_again_is_closed_last(dataset: Any) -> None:
+    """An epoch leaves row groups open. They are the oldest ones in the next epoch, which may need them soon."""
+    store = dataset.rowstore
+    store.capacity = 2
+    store.gather(np.array([0, 5]))
+    store.prefetch([0])
+    store.gather(np.array([10]))
+    opened: dict[int, bool] = {}
+    store.gather(np.array([0]), opened=opened)
+    assert opened == {0: False}
+
+
 def test_the_row_groups_of_a_gather_are_not_evicted(dataset: Any) -> None:
     store = dataset.rowstore
     store.capacity = 2

@@ -1,0 +1,52 @@
+"""The peak memory of measured processes."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dataload.benchmarks.machine import usage
+from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, PeakMemory
+
+SIZE = 64 << 20
+
+
+def test_the_peak_is_that_of_anonymous_memory(tmp_path: Path) -> None:
+    peak, process = PeakMemory(), psutil.Process()
+    peak.sample([process])
+    before = peak.num_bytes
+    file = tmp_path / "cached"
+    file.write_bytes(bytes(SIZE))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0
+        peak.sample([process])
+    assert before <= peak.num_bytes < before + SIZE // 2
+    filled = bytearray(b"1" * SIZE)
+    peak.sample([process])
+    del filled
+    peak.sample([process])
+    assert peak.num_bytes >= before + 0.9 * SIZE
+
+
+def test_a_process_of_less_memory_than_before_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read `smaps_rollup` takes 20 ms of a process that maps 5 GB, which cannot map a batch meanwhile."""
+    read: list[str] = []
+    kilobytes = usage._kilobytes
+    monkeypatch.setattr(
+        usage, "_kilobytes", lambda pids, file, fields: [read.append(file), kilobytes(pids, file, fields)][1]
+    )
+    peak, process = PeakMemory(), psutil.Process()
+    assert peak.sample([process]) >= SAMPLE_SECONDS
+    assert read == ["status", "smaps_rollup"]
+    peak.num_bytes += SIZE
+    peak.sample([process])
+    assert read == ["status", "smaps_rollup", "status"]
+
+
+def test_samples_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.02])
+    monkeypatch.setattr(usage, "perf_counter", lambda: next(times))
+    assert PeakMemory().sample([]) == pytest.approx(0.02 / usage.SHARE)
