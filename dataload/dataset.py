@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
@@ -140,8 +141,8 @@ class Dataset(MapStyle):
         size = f"{counted(self.num_rows, 'row')} in {groups} of {files}"
         return f"Dataset({source_text(urls)}: {size}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
-    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
-        return self._locator.locate(numbers)
+    def _located(self, rows: npt.NDArray[np.int64]) -> list[Location]:
+        return self._locator.locate(rows)
 
     @cached_property
     def _locator(self) -> Locator:

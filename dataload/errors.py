@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 
 class DataloadError(Exception):
     """The base class of every error that this library raises on purpose."""
@@ -56,3 +58,12 @@ class RowError(DataError):
 
 class NonFiniteLoss(DataloadError, FloatingPointError):
     """A loss, or a parameter after a step, is NaN or infinite. The message names the step and the rank."""
+
+
+def as_sent(error: Exception) -> Exception | None:
+    """Return the error as another process receives it, or None if it cannot be pickled."""
+    try:
+        received: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301 (ours)
+    except Exception:  # noqa: BLE001 (pickling an arbitrary class may raise anything)
+        return None
+    return received

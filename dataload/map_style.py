@@ -117,10 +117,17 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         Notes: a search takes O(log(row groups)) and fetches nothing.
         """
         numbers = as_array(row_ids)
-        found = self._located(numbers)
+        if not numbers.size:
+            return []
+        if numbers.dtype.kind not in "iuO":  # numpy makes objects of integers that exceed 64 bits
+            raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
+        for outside in (numbers.min(), numbers.max()):
+            if not 0 <= outside < len(self):
+                raise IndexError(f"row {outside} of a dataset of {len(self)} rows: row numbers count from 0")
+        found = self._located(numbers.astype(np.int64).ravel())
         return found if numbers.ndim else found[0]
 
-    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
+    def _located(self, rows: npt.NDArray[np.int64]) -> list[Location]:
         raise NotImplementedError
 
 

@@ -208,7 +208,7 @@ def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
         raise UnsuitableError(f"obstore does not support {setting}")
     endpoint, region = str(meta.endpoint_url), meta.region_name or "us-east-1"
     if AMAZON.fullmatch(endpoint):
-        region = _region(filesystem, bucket, region)
+        region = bucket_region(filesystem, bucket) or region  # obstore follows no redirects
         endpoint = f"https://s3.{region}.amazonaws.com"
     certificate = None
     if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
@@ -255,14 +255,14 @@ def _unsupported_setting(filesystem: Any, bucket: str) -> str | None:
     return f"buckets such as {bucket}" if bucket.startswith("arn:") or bucket.endswith("--x-s3") else None
 
 
-def _region(filesystem: Any, bucket: str, default: str) -> str:
-    """Return the AWS region of a bucket, which denied responses name, too. obstore follows no redirects."""
+def bucket_region(filesystem: Any, bucket: str) -> str | None:
+    """Return the AWS region of a bucket, which denied responses name, too; None if the server names none."""
     try:
         answer = filesystem.call_s3("head_bucket", Bucket=bucket)
     except OSError as error:
         answer = getattr(error.__cause__, "response", {})
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    return str(headers.get("x-amz-bucket-region", default))
+    region: str | None = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    return region
 
 
 def _is_plain(key: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from dataload.catalog.manifest import Manifest
+from dataload.runtime.redact import redacted
 from dataload.samplers.interval_index import IntervalIndex
 
 
@@ -24,6 +26,11 @@ class Location(NamedTuple):
     row_group: int
     row: int
 
+    @property
+    def text(self) -> str:
+        """The location in words, without credentials."""
+        return f"{redacted(self.url)} row group {self.row_group} row {self.row}"
+
 
 class Locator:
     """Finds the rows of a dataset in its files, by binary search.
@@ -36,26 +43,12 @@ class Locator:
     def __init__(self, manifest: Manifest, url_of: Callable[[str], str]) -> None:
         self._row_groups = manifest.row_groups
         self._selection = manifest.selection
-        self._num_rows = manifest.num_rows
         self._url_of = url_of
         self._starts = np.cumsum([0, *(group.rows for group in manifest.row_groups)], dtype=np.int64)
         self._index = IntervalIndex(self._starts)
 
-    def locate(self, numbers: Any) -> list[Location]:
-        """Return the location of each of these rows, given as an array of integers.
-
-        Raises:
-            IndexError: The dataset has no such row.
-            TypeError: The numbers are not integers.
-        """
-        if not numbers.size:
-            return []
-        if numbers.dtype.kind not in "iuO":  # numpy makes objects of integers that exceed 64 bits
-            raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
-        for outside in (numbers.min(), numbers.max()):
-            if not 0 <= outside < self._num_rows:
-                raise IndexError(f"row {outside} of a dataset of {self._num_rows} rows: row numbers count from 0")
-        rows = numbers.astype(np.int64).ravel()
+    def locate(self, rows: npt.NDArray[np.int64]) -> list[Location]:
+        """Return the location of each of these rows of the dataset: int64 [n]."""
         if self._selection is not None:
             rows = self._selection.rows_of(rows)
         groups = self._index.find(rows)

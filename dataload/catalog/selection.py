@@ -63,11 +63,6 @@ class Selection:
         return bool(self.starts[-1] == self.rows[-1])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return sum(part.nbytes for part in (self._group_blocks, self.rows, self.starts, self._bounds, self._data))
-
-    @property
     def digest(self) -> str:
         """Hex digest of the rows that are selected."""
         return hashlib.blake2b(self.to_bytes(), digest_size=16, person=b"selection").hexdigest()

@@ -87,7 +87,7 @@ def size(case: Case) -> Finding:
     except ConfigError as error:
         what, _, advice = str(error).partition("; ")
         return problem(what, advice)
-    return ok(f"{decimal(limit)} hold what the default shuffle reads at a time")
+    return ok(f"{decimal(limit)} hold what the loader reads at a time")
 
 
 def _limit(case: Case, used: int) -> int:

@@ -15,6 +15,7 @@ from fsspec.asyn import sync
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.explanation import fix_of
+from dataload.cache.origin.obstore import bucket_region
 from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
@@ -141,13 +142,13 @@ def region(store: Store) -> Finding:
         return ok("the store has no regions")
     bucket, _, _ = store.filesystem.split_path(store.first.path)
     client_region = store.filesystem.s3.meta.region_name
-    bucket_region = _bucket_headers(store, bucket).get("x-amz-bucket-region")
-    if bucket_region and bucket_region != client_region:
+    own_region = bucket_region(store.filesystem, bucket)
+    if own_region and own_region != client_region:
         return warning(
-            f"bucket {bucket} is in {bucket_region}, but requests are signed for {client_region or 'no region'}",
-            f"set AWS_DEFAULT_REGION={bucket_region}; reading from another region is slower and costs money",
+            f"bucket {bucket} is in {own_region}, but requests are signed for {client_region or 'no region'}",
+            f"set AWS_DEFAULT_REGION={own_region}; reading from another region is slower and costs money",
         )
-    return ok(bucket_region or client_region or "the region is unknown")
+    return ok(own_region or client_region or "the region is unknown")
 
 
 def ranges(store: Store) -> Finding:
@@ -246,13 +247,3 @@ async def _status(filesystem: Any, url: str) -> int:
     async with session.get(filesystem.encode_url(url), **{**options, "headers": headers}) as answer:
         answer.raise_for_status()
         return int(answer.status)  # The body is not read: it may be the whole object.
-
-
-def _bucket_headers(store: Store, bucket: str) -> dict[str, str]:
-    """Return the headers of S3's answer about a bucket, an error answer included."""
-    try:
-        answer = store.filesystem.call_s3("head_bucket", Bucket=bucket)
-    except OSError as error:
-        answer = getattr(error.__cause__, "response", {})
-    headers: dict[str, str] = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    return headers

@@ -21,7 +21,7 @@ from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
 from dataload.map_style import MapStyle
-from dataload.rows.collate import Batch, Empty, Rows
+from dataload.rows.collate import Batch, Empty
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
@@ -57,7 +57,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self,
         dataset: MapStyle,
         shape: Mapping[str, Any],
-        collate_fn: Callable[[Rows], Any] | None = None,
+        collate_fn: Callable[[NumberedRows], Any] | None = None,
         transform: Callable[..., Any] | None = None,
         on_error: str = "raise",
     ) -> None:
@@ -94,7 +94,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         making = Timeline(usually="collate")
         with making.here():
             [answer] = (call() for call in self.calls(request))
-            packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
+            packed = pack(list(answer.batch) if isinstance(answer.batch, NumberedRows) else answer.batch)
         take = self._dataset.rowstore.scheduler.ledger.take
         row_groups = {
             group: None if account is None else take(group, at_rest=False) or {}
@@ -238,13 +238,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         if not skipped:
             log.warning('on_error="skip": a batch raised %s; it was made again, without an error', _shown(error))
         elif not before or len(str(before)) < len(str(self._skipped)):
-            url, row_group, row = self._dataset.locate(skipped[0])
-            place = f"{redacted(url)} row group {row_group} row {row}"
             reason = f"DataError: {error.without_row}" if isinstance(error, RowError) else _shown(error)
             log.warning(
                 'on_error="skip": row %d (%s) raised %s; it is replaced, and %d rows of this process so far',
                 skipped[0],
-                place,
+                self._dataset.locate(skipped[0]).text,
                 reason,
                 self._skipped,
             )

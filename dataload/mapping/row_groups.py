@@ -84,13 +84,13 @@ class MappedRowGroups(RowGroupCache):
         super().__init__(stage.stored(), stage.schema.names if columns is None else columns, blocks)
 
     def _new_plan(self) -> RowGroupPlan:
-        return MappedPlan(self._manifest, self._columns, self._stage, self._source.plan)
+        return MappedPlan(self.manifest, self._columns, self._stage, self._source.plan)
 
     def _new_maker(self) -> RowGroupMaker:
-        return MappedMaker(self._manifest, self.plan, self._source, self._stage, self._blocks)
+        return MappedMaker(self.manifest, self.plan, self._source, self._stage, self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = self._source, self._stage, self._blocks, self._columns
+        arguments = self._source, self._stage, self.blocks, self._columns
         return MappedRowGroups, arguments, {"rank": self.memory.rank}
 
     @property
@@ -101,7 +101,7 @@ class MappedRowGroups(RowGroupCache):
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """No sizes, because the sample of `map` has measured all."""
-        return ValueSizes(self._manifest, Layout(()), self._blocks, self.plan.blob_rows.tolist())
+        return ValueSizes(self.manifest, Layout(()), self.blocks, self.plan.blob_rows.tolist())
 
     def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
         """Return the columns of each blob, made of cached blobs of the source, or None if these are not cached."""

@@ -153,15 +153,7 @@ class Mixture(MapStyle):
     def _sources_of(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return self._sources.find(numbers)
 
-    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
-        if not numbers.size:
-            return []
-        if numbers.dtype.kind not in "iuO":
-            raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
-        for outside in (numbers.min(), numbers.max()):
-            if not 0 <= outside < self.num_rows:
-                raise IndexError(f"row {outside} of a mixture of {self.num_rows} rows: row numbers count from 0")
-        rows = numbers.astype(np.int64).ravel()
+    def _located(self, rows: npt.NDArray[np.int64]) -> list[Location]:
         sources = self._sources_of(rows)
         by_source = np.argsort(sources, kind="stable")
         present, starts = np.unique(sources[by_source], return_index=True)

@@ -17,11 +17,12 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
-from dataload.planning.simulate import Costs, Fetched, Files, Reader, footers
+from dataload.planning.simulate import Costs, Fetched, Reader, footers
 from dataload.planning.warm import usual_window
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.text import at_least
 from dataload.samplers.mixture.order import MixtureOrder
-from dataload.samplers.order import Order
+from dataload.samplers.order import Order, Shuffle
 from dataload.samplers.window_size import GOAL, WindowTrade, weigh_window
 
 BANDWIDTH = 10**9  # bytes a second
@@ -68,8 +69,9 @@ class Plan:
         first_epoch_seconds: Seconds that the first epoch fetches.
         first_epoch_cost: Cost of the first epoch, footers included.
         later_epoch_cost: Cost of a later epoch, on average.
-        trade: Quality and cost of the window of a "block" shuffle, in stored bytes.
-        held_bytes: Decoded bytes of the two windows that are in memory at a time.
+        shuffle: "block", "full", or False for file order. In file order, each node reads the whole dataset.
+        trade: Quality and cost of the window of a "block" shuffle, in stored bytes; None with another order.
+        held_bytes: Decoded bytes of the row groups that are in use at a time: of two windows, or all of them.
         memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
         advice: Recommendations, a line each.
     """
@@ -95,14 +97,15 @@ class Plan:
     first_epoch_seconds: float | None
     first_epoch_cost: float | None
     later_epoch_cost: float | None
-    trade: WindowTrade
+    shuffle: Shuffle
+    trade: WindowTrade | None
     held_bytes: int
     memory_bytes: int
     advice: tuple[str, ...] = ()
 
 
 def plan(
-    sources: Sequence[Files],
+    sources: Sequence[RowGroupCache],
     order: Order | MixtureOrder,
     batch_size: int,
     *,
@@ -114,7 +117,7 @@ def plan(
     """Return the plan for epochs of this order.
 
     Args:
-        sources: The dataset, or each dataset of a mixture.
+        sources: The row groups of the dataset, or of each dataset of a mixture.
         order: The order of the epochs.
         batch_size: Rows of one batch of all ranks together.
         bandwidth: Bytes a second from the origin, for each node.
@@ -122,18 +125,18 @@ def plan(
         price: Price of 10**9 bytes.
         host_ranks: Ranks of a host, which share its memory.
     """
-    for files in sources:
-        files.blobs.memory.share(host_ranks)
-    row_groups = [group for files in sources for group in files.manifest.row_groups]
-    lengths = [rows for files in sources for rows in files.manifest.block_lengths.tolist()]
+    for blobs in sources:
+        blobs.memory.share(host_ranks)
+    row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
+    lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
     sizes = [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
-    tier, every = sources[0].blocks.tier, [files.blobs for files in sources]
+    tier = sources[0].blocks.tier
     limit = tier.limit if tier.shared else 0
     costs = Costs(sources)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
-    decoded_bytes = sum(blobs.num_bytes for blobs in every)
+    decoded_bytes = sum(blobs.num_bytes for blobs in sources)
     needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded_bytes / FITS / order.num_streams))
     fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
@@ -147,7 +150,7 @@ def plan(
         epoch_rows=order.n,
         row_groups=len(lengths),
         decoded_bytes=decoded_bytes,
-        is_estimate=any(blobs.is_estimate for blobs in every),
+        is_estimate=any(blobs.is_estimate for blobs in sources),
         cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
         footers=all_footers,
@@ -161,11 +164,12 @@ def plan(
         first_epoch_seconds=None if first is None else _seconds(all_footers, first, bandwidth, latency),
         first_epoch_cost=None if first is None else _cost(all_footers + first, price, order.num_streams),
         later_epoch_cost=_cost(_mean(later), price, order.num_streams),
-        trade=weigh_window(order.window, lengths, sizes, batch_size),
-        held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in zip(order.orders, every, strict=True)),
-        memory_bytes=host_ranks * max(blobs.memory.limit for blobs in every),
+        shuffle=order.shuffle,
+        trade=weigh_window(order.window, lengths, sizes, batch_size) if order.shuffle == "block" else None,
+        held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in zip(order.orders, sources, strict=True)),
+        memory_bytes=host_ranks * max(blobs.memory.limit for blobs in sources),
     )
-    usual = weigh_window(sum(map(usual_window, (files.manifest for files in sources))), lengths, sizes, batch_size)
+    usual = weigh_window(sum(usual_window(blobs.manifest) for blobs in sources), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))
 
 
@@ -199,9 +203,9 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:
         yield f"a row group of {decimal(max(sizes))} delays every batch that needs it: write row groups of about 128 MB"
-    if plan.trade != replace(usual, window=plan.trade.window):
+    if plan.trade and plan.trade != replace(usual, window=plan.trade.window):
         yield f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
-    elif plan.trade.variance_ratio > TWICE * GOAL:
+    elif plan.trade and plan.trade.variance_ratio > TWICE * GOAL:
         yield 'are the rows sorted by label? No window mixes them well: use shuffle="full", or shuffle while writing'
     if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:
         yield "fetch the dataset before the GPUs start: dataload warm"

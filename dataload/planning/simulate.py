@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby, takewhile
-from typing import NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.blob_file import size_on_disk
@@ -57,38 +56,24 @@ class Cost:
     sizes: list[int]
 
 
-class Files(NamedTuple):
-    """The files of a dataset, and how they are read.
-
-    Args:
-        manifest: The dataset.
-        blobs: The cache of its decoded row groups.
-        blocks: Reads its objects through the cache.
-    """
-
-    manifest: Manifest
-    blobs: RowGroupCache
-    blocks: Blocks
-
-
 class Costs:
     """The costs of row groups and footers, computed once for any number of readers.
 
     Args:
-        sources: The dataset, or each dataset of a mixture.
+        sources: The row groups of the dataset, or of each dataset of a mixture.
     """
 
-    def __init__(self, sources: Sequence[Files]) -> None:
-        for files in sources:
-            files.blobs.measure()
-        self.blobs = [files.blobs for files in sources]
+    def __init__(self, sources: Sequence[RowGroupCache]) -> None:
+        for blobs in sources:
+            blobs.measure()
+        self.blobs = sources
         self.block_bytes = sources[0].blocks.block_bytes
-        self.footer_bytes = sum(_footer_bytes(files.manifest, files.blocks) for files in sources)
-        self.row_bytes = max(blobs.row_bytes for blobs in self.blobs)
+        self.footer_bytes = sum(_footer_bytes(blobs.manifest, blobs.blocks) for blobs in sources)
+        self.row_bytes = max(blobs.row_bytes for blobs in sources)
         self.groups = [
-            Cost(group.file, *files.blobs.maker.sources(number), files.blobs.sizes_on_disk(number))
-            for files in sources
-            for number, group in enumerate(files.manifest.row_groups)
+            Cost(group.file, *blobs.maker.sources(number), blobs.sizes_on_disk(number))
+            for blobs in sources
+            for number, group in enumerate(blobs.manifest.row_groups)
         ]
 
 
@@ -144,7 +129,9 @@ class Reader:
 
         def request(groups: Iterable[int]) -> None:
             for group in groups:
-                if group not in opened and group not in requested:
+                if group in opened:
+                    opened[group] = opened.pop(group)  # It is closed after all others.
+                elif group not in requested:
                     requested.add(group)
                     self._read(group)
 
@@ -203,15 +190,15 @@ class Reader:
         return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
 
 
-def footers(sources: Sequence[Files]) -> Fetched:
+def footers(sources: Sequence[RowGroupCache]) -> Fetched:
     """Return what reading the footers fetches, and the sampled row groups of dictionary-encoded columns.
 
     Listing the files is not counted: S3 lists 1,000 per request.
     """
     sizes = []
-    for manifest, blobs, blocks in sources:
-        for file, footer_at in {group.file: group.footer_at for group in manifest.row_groups}.items():
-            footer = stored_footer(footer_at, blocks)
+    for blobs in sources:
+        for file, footer_at in {group.file: group.footer_at for group in blobs.manifest.row_groups}.items():
+            footer = stored_footer(footer_at, blobs.blocks)
             sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
         for column in blobs.value_sizes.coded:
             for number in blobs.value_sizes.samples:

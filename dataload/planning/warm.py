@@ -60,20 +60,25 @@ def part_of(
     return list(order.blocks_from(epoch, 0, own.tolist()))
 
 
-def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, num_streams: int = 1) -> Order:
-    """Return the order in which a loader delivers a dataset. window: None: the default."""
+def order_of(manifest: Manifest, *, window: int | None = None, **options: Any) -> Order:
+    """Return the order in which a loader delivers a dataset.
+
+    Args:
+        manifest: The dataset.
+        window: As for the loader; None: its default.
+        options: `shuffle`, `seed` and `num_streams` of `Order`.
+    """
     window = usual_window(manifest) if window is None else window
     key = order_key_of(manifest).encode()
-    return Order(manifest.block_lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
+    return Order(manifest.block_lengths, window=window, dataset_key=key, **options)
 
 
 def order_of_mixture(
     manifests: Sequence[Manifest],
     weights: Sequence[Any] | None,
     *,
-    seed: int = 0,
     window: int | None = None,
-    num_streams: int = 1,
+    **options: Any,
 ) -> MixtureOrder:
     """Return the order in which a loader delivers a mixture of a list of datasets. Otherwise like `order_of`."""
     sources = [
@@ -81,7 +86,7 @@ def order_of_mixture(
         for number, manifest in enumerate(manifests)
     ]
     windows = [usual_window(manifest) if window is None else window for manifest in manifests]
-    return MixtureOrder(sources, weights, seed=seed, windows=windows, num_streams=num_streams)
+    return MixtureOrder(sources, weights, windows=windows, **options)
 
 
 def usual_window(manifest: Manifest) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from dataload.formats.arrow_types import has_members, is_bytes, is_list, is_text
 from dataload.formats.schema import Field
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
-from dataload.runtime.cached_property import cached_property
 
 Batch = dict[str, Any]
 
@@ -134,60 +133,7 @@ def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
     return column[span]
 
 
-class Rows(Sequence[dict[str, Any]]):
-    """A batch as a sequence of row dicts. Each is made at its first access.
-
-    Args:
-        records: The rows.
-        ragged: As for `to_batch`.
-        group: As for `to_batch`.
-    """
-
-    def __init__(
-        self, records: Records, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None
-    ) -> None:
-        self._records = records
-        self._ragged = ragged
-        self._group = group
-        self._made = dict[int, dict[str, Any]]()  # kept, because collate functions may change rows in place
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"a sequence of rows has no attribute {name!r}: a collate_fn for lists of rows needs "
-            "lambda rows: collate_fn(list(rows))"
-        )
-
-    @cached_property
-    def columns(self) -> Batch:
-        """The whole batch, as `to_batch` returns it."""
-        return to_batch(self._records, ragged=self._ragged, group=self._group)
-
-    def shaped(self, *, ragged: str, group: Mapping[str, Sequence[str]] | None) -> Rows:
-        """Return the same rows with other arguments of `to_batch`."""
-        return Rows(self._records, ragged, group)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, row: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, row: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        numbers = range(len(self))
-        if isinstance(row, slice):
-            return [self[number] for number in numbers[row]]
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a batch of {len(self)}")
-        number = numbers[row]
-        if number not in self._made:
-            self._made[number] = {name: _row_value(column, number) for name, column in self.columns.items()}
-        return self._made[number]
-
-
-def _row_value(column: Any, row: int) -> Any:
+def row_value(column: Any, row: int) -> Any:
     """Return the value at `row`, at least 0: the bounds of a `Flat` do not wrap around."""
     if isinstance(column, Flat):
         return _part(column.values, slice(int(column.offsets[row]), int(column.offsets[row + 1])))

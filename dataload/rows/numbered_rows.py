@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
+from dataload.catalog.locations import Location
 from dataload.errors import DataError, RowError
-from dataload.rows.collate import Batch, Empty, Rows, columns_of, cut
+from dataload.rows.collate import Batch, Empty, columns_of, cut, row_value
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.redact import redacted
 
 ROW_ID = "row_id"
 """Name of the column of row numbers."""
@@ -21,7 +21,7 @@ ROW_ID = "row_id"
 Computed = Mapping[str, Callable[[Array], Array]]
 """Names of columns, and for each a function from row numbers to int64 values, [B] both."""
 
-Locate = Callable[[int], tuple[str, int, int]]
+Locate = Callable[[int], Location]
 
 
 def _itself(numbers: Array) -> Array:
@@ -32,13 +32,13 @@ ROW_IDS: Computed = {ROW_ID: _itself}
 """The column of row numbers."""
 
 
-class NumberedRows(Rows):
-    """A batch as a sequence of row dicts, with the numbers of the rows.
+class NumberedRows(Sequence[dict[str, Any]]):
+    """A batch as a sequence of row dicts, with the numbers of the rows. Each dict is made at its first access.
 
     Args:
         records: The rows.
         numbers: Their numbers in the dataset, int64 [B].
-        locate: Returns the URL, the row group and the row in it of a row of the dataset, given its number.
+        locate: Returns the location of a row of the dataset, given its number.
         computed: Columns of batches that are computed from the numbers.
         **shape: Arguments of `to_batch`.
 
@@ -49,11 +49,38 @@ class NumberedRows(Rows):
     def __init__(
         self, records: Records, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
     ) -> None:
-        super().__init__(records, **shape)
+        self._records = records
         self.numbers = numbers
         self._locate = locate
         self._computed = computed or {}
         self._shape = shape
+        self._made = dict[int, dict[str, Any]]()  # kept, because collate functions may change rows in place
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"a sequence of rows has no attribute {name!r}: a collate_fn for lists of rows needs "
+            "lambda rows: collate_fn(list(rows))"
+        )
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, row: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        places = range(len(self))
+        if isinstance(row, slice):
+            return [self[place] for place in places[row]]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a batch of {len(self)}")
+        place = places[row]
+        if place not in self._made:
+            self._made[place] = {name: row_value(column, place) for name, column in self.columns.items()}
+        return self._made[place]
 
     @cached_property
     def columns(self) -> Batch:
@@ -69,8 +96,8 @@ class NumberedRows(Rows):
         try:
             return next(self.batches([len(self)], empty))
         except DataError as error:
-            url, row_group, row = self._locate(int(self.numbers[bisected(len(self), self._fails)]))
-            raise RowError(f"{redacted(url)} row group {row_group} row {row}: {error}", str(error)) from error
+            location = self._locate(int(self.numbers[bisected(len(self), self._fails)]))
+            raise RowError(f"{location.text}: {error}", str(error)) from error
 
     def _fails(self, span: slice) -> bool:
         """Return whether no batch can be made of some of the rows."""

@@ -47,6 +47,8 @@ class RowGroupCache(SizeForecast):
         null_masks: Whether to store masks of nulls, see `fields_of`.
 
     Attributes:
+        manifest: As above.
+        blocks: As above.
         plan: Names, lengths and sizes of the blobs.
         maker: Makes the row groups that are not cached.
         is_mapped: Whether a function of the user makes the rows.
@@ -64,25 +66,25 @@ class RowGroupCache(SizeForecast):
         fill_null: Any = None,
         null_masks: bool = False,
     ) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._columns = tuple(columns)
-        self._blocks = blocks
+        self.blocks = blocks
         self._fill_null = fill_null
         self._null_masks = null_masks
         self.plan = self._new_plan()
         self.maker = self._new_maker()
 
     def _new_plan(self) -> RowGroupPlan:
-        return RowGroupPlan(self._manifest, self._columns, self._fill_null, null_masks=self._null_masks)
+        return RowGroupPlan(self.manifest, self._columns, self._fill_null, null_masks=self._null_masks)
 
     def _new_maker(self) -> RowGroupMaker:
-        schema = pa.schema([self._manifest.schema.field(name) for name in self._columns])
-        return RowGroupMaker(self._manifest, self.plan, schema, self._blocks, self._fill_null)
+        schema = pa.schema([self.manifest.schema.field(name) for name in self._columns])
+        return RowGroupMaker(self.manifest, self.plan, schema, self.blocks, self._fill_null)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
             RowGroupCache,
-            (self._manifest, self._columns, self._blocks, self._fill_null, self._null_masks),
+            (self.manifest, self._columns, self.blocks, self._fill_null, self._null_masks),
             {"rank": self.memory.rank},
         )
 
@@ -99,11 +101,11 @@ class RowGroupCache(SizeForecast):
 
     def is_bunched(self, number: int) -> bool:
         """Return whether `load_together` is faster than `load`."""
-        return is_small(self, self._manifest.row_groups[number], self._blocks, number)
+        return is_small(self, number)
 
     def member(self, number: int, life: RowGroupLife) -> Member:
         """Return a row group for which `is_bunched` is true, to be made together with others."""
-        return Member(self, self._manifest.row_groups[number], self._blocks, number, life)
+        return Member(self, number, life)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
         """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
@@ -132,16 +134,16 @@ class RowGroupCache(SizeForecast):
 
     def touch(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""
-        row_groups = range(len(self._manifest.row_groups))
-        self._blocks.tier.touch(key for number in row_groups for key in self.keys(number))
+        row_groups = range(len(self.manifest.row_groups))
+        self.blocks.tier.touch(key for number in row_groups for key in self.keys(number))
 
     def is_transient(self, number: int) -> bool:
         """Return whether a row group is cached only in the transient region, or not at all."""
-        return self._blocks.tier.is_transient(self.keys(number))
+        return self.blocks.tier.is_transient(self.keys(number))
 
     def describe(self, number: int) -> str:
         """Name a row group and count the requests in flight, for the log."""
-        name, limiter = redacted(self._manifest.row_groups[number].name), self._blocks.origin.limiter
+        name, limiter = redacted(self.manifest.row_groups[number].name), self.blocks.origin.limiter
         return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
@@ -168,23 +170,23 @@ class RowGroupCache(SizeForecast):
     @property
     def tier(self) -> Tier:
         """The cache of the blobs."""
-        return self._blocks.tier
+        return self.blocks.tier
 
     @property
     def shared(self) -> bool:
         """Whether other processes can read the cached blobs."""
-        return self._blocks.tier.shared
+        return self.blocks.tier.shared
 
     @cached_property
     def group_numbers(self) -> npt.NDArray[np.uint64]:
         """The number of each row group in the cache, uint64 [row groups]; see `BlobKey`. Equal ones share blobs."""
-        keys = map(self.lock_key, range(len(self._manifest.row_groups)))
-        return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
+        keys = map(self.lock_key, range(len(self.manifest.row_groups)))
+        return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self.manifest.row_groups))
 
     @property
     def caches_everything(self) -> bool:
         """Whether every blob is still cached: the cache is neither full nor failing."""
-        stats = self._blocks.counts()
+        stats = self.blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
 
     def sizes_on_disk(self, number: int) -> list[int]:
@@ -194,15 +196,15 @@ class RowGroupCache(SizeForecast):
 
     def whole_on_disk(self) -> int:
         """Return an upper bound of the bytes on disk of all row groups, with footers and the blocks of small ones."""
-        groups = self._manifest.row_groups
+        groups = self.manifest.row_groups
         shared = {group.file for group in groups if group.bytes < SHARED_BYTES}
         decoded = sum(sum(self.sizes_on_disk(number)) for number in range(len(groups)))
-        footers = FOOTER_BYTES * len(groups) * len(self._manifest.schema)
+        footers = FOOTER_BYTES * len(groups) * len(self.manifest.schema)
         return decoded + footers + sum(file.size for file in shared)
 
     def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
-        tier = self._blocks.tier
+        tier = self.blocks.tier
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
@@ -237,16 +239,16 @@ class RowGroupCache(SizeForecast):
     @cached_property
     def _shared_blocks(self) -> SharedBlocks | None:
         """The blocks that these row groups replace; None if datasets of other arguments cannot be made from them."""
-        is_all = set(self._manifest.schema.names) == set(self._columns)
+        is_all = set(self.manifest.schema.names) == set(self._columns)
         if self.is_mapped or not is_all or self._fill_null is not None or self._null_masks:
             return None
-        return SharedBlocks(self._manifest, self._blocks, self.maker)
+        return SharedBlocks(self.manifest, self.blocks, self.maker)
 
     def get_all(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         """Return these blobs, or `span` of each, or None unless all are cached."""
         found = []
         for key in keys:
-            if (blob := self._blocks.tier.get(key, span)) is None:
+            if (blob := self.blocks.tier.get(key, span)) is None:
                 return None
             found.append(blob)
         return found
@@ -264,11 +266,11 @@ class RowGroupCache(SizeForecast):
     @cached_property
     def _wider(self) -> RowGroupCache | None:
         """The same row groups with all columns. None if these are all columns, or a column has an unsupported type."""
-        names = self._manifest.schema.names
+        names = self.manifest.schema.names
         if set(names) == set(self._columns):
             return None
         try:
-            return RowGroupCache(self._manifest, names, self._blocks, self._fill_null, self._null_masks)
+            return RowGroupCache(self.manifest, names, self.blocks, self._fill_null, self._null_masks)
         except DataError:
             return None
 
@@ -281,8 +283,8 @@ class RowGroupCache(SizeForecast):
         return self._key(number, "row group")
 
     def _key(self, number: int, part: str) -> BlobKey:
-        file = self._manifest.row_groups[number].file
-        return self._blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
+        file = self.manifest.row_groups[number].file
+        return self.blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:

@@ -131,8 +131,8 @@ class SizeForecast:
     """The part of a row group cache that forecasts the sizes of its blobs. It measures those that footers hide."""
 
     plan: RowGroupPlan
-    _manifest: Manifest
-    _blocks: Blocks
+    manifest: Manifest
+    blocks: Blocks
     _fill_null: Any
     _measured = False
     _shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
@@ -155,7 +155,7 @@ class SizeForecast:
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
+        return ValueSizes(self.manifest, self.plan.layout, self.blocks, self.plan.blob_rows.tolist(), self._fill_null)
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
@@ -169,7 +169,7 @@ class SizeForecast:
     @cached_property
     def num_bytes(self) -> int:
         """Estimate of the bytes of the blobs of all row groups."""
-        return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+        return sum(map(self.bytes_of, range(len(self.manifest.row_groups))))
 
     @property
     def row_bytes(self) -> int:

@@ -574,6 +574,24 @@ def test_a_doctor_of_a_dataset(at_bucket: Run, dataset_of: Callable[..., str], t
     assert "--shm-size" in json.loads(workers.stdout)["checks"]["shared memory"]["advice"]
 
 
+def test_plan_and_doctor_of_other_shuffles(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    """A shuffle of all rows needs a cache for all of them, a window or file order for a few row groups."""
+    url, arguments = dataset_of([[1000] * 20]), ("--window", "1", "--cache-dir", str(tmp_path / "cache"))
+    rows = json.loads(at_bucket("plan", url, *arguments, "--json").stdout)["decoded_bytes"]
+    small = ("--cache-bytes", str(rows // 2))
+    for command in ("plan", "doctor"):
+        for shuffle, code in (("block", 0), ("none", 0), ("full", 1), ("some", 2)):
+            done = at_bucket(command, url, *arguments, *small, "--shuffle", shuffle)
+            assert done.returncode == code, done.stdout
+            text = " ".join((done.stdout + done.stderr).split())
+            assert ("shuffle='full' needs the whole dataset" in text) == (shuffle == "full"), text
+    assert "--shuffle=some: must be block, full or none" in text
+    few = ("--filters", '[["row_id", "<", 3000]]', "--shuffle", "full")
+    done = at_bucket("doctor", url, *arguments, *small, *few)
+    assert done.returncode == 0, done.stdout
+    assert "rows in file order" in at_bucket("plan", url, *arguments, *small, "--shuffle", "none").stdout
+
+
 def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     lines = Lines("warming", 10_000_000, clock=lambda: now[0])

@@ -34,7 +34,6 @@ from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 from dataload.mapping import processes, row_groups
 from dataload.planning.plan import plan
-from dataload.planning.simulate import Files
 from dataload.planning.warm import order_of, warm
 from dataload.rows import row_group_plan, scheduler
 from dataload.rows.making.row_group_memory import RankShare
@@ -438,7 +437,7 @@ def test_a_python_call_warms(dataset: Dataset, tmp_path: Path) -> None:
 def test_the_plan_forecasts_the_bytes_of_mapped_rows(dataset: Dataset) -> None:
     mapped = dataset.map(every_form)
     blobs = mapped.rowstore.blobs
-    forecast = plan([Files(mapped.manifest, blobs, mapped.blocks)], order_of(mapped.manifest), 16)
+    forecast = plan([blobs], order_of(mapped.manifest), 16)
     assert forecast.is_estimate
     exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in load(blobs, number))
     assert exact * 0.9 < forecast.decoded_bytes < exact * 1.1

@@ -28,7 +28,7 @@ from dataload.formats.detect import tail_bytes
 from dataload.loader import capacity
 from dataload.planning.plan import Plan, advice
 from dataload.planning.plan import plan as foretell
-from dataload.planning.simulate import Costs, Fetched, Files, Reader
+from dataload.planning.simulate import Costs, Fetched, Reader
 from dataload.planning.warm import order_of, order_of_mixture, warm
 from dataload.rows import scheduler
 from dataload.rows.making.row_group_memory import UNSHARED_MEMORY
@@ -92,11 +92,7 @@ def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, 
     _, _, _, batch, window = DATASETS[name]
     dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=cache, columns=columns)
     order = order_of(dataset.manifest, window=window)
-    return foretell([files_of(dataset)], order, batch, **options), dataset
-
-
-def files_of(dataset: Any) -> Files:
-    return Files(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
+    return foretell([dataset.rowstore.blobs], order, batch, **options), dataset
 
 
 def counted(origin: Origin) -> Fetched:
@@ -142,7 +138,7 @@ def test_the_epochs_of_a_mixture_are_foretold(origin: Origin, weights: Any, tmp_
     options = {"storage_options": origin.storage_options, "cache": CacheConfig(str(tmp_path / "cache"), "1GB")}
     datasets = [make_dataset(url, **options) for url in urls]
     order = order_of_mixture([dataset.manifest for dataset in datasets], weights, window=3)
-    found = foretell([files_of(dataset) for dataset in datasets], order, 64)
+    found = foretell([dataset.rowstore.blobs for dataset in datasets], order, 64)
     assert found.row_groups == 40
     assert found.rows == sum(map(len, datasets))
     loader = make_loader(mix(datasets, weights), 64, window=3, shuffle=True)
@@ -178,7 +174,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]
-    costs = Costs([files_of(dataset)])
+    costs = Costs([dataset.rowstore.blobs])
     reader = Reader(costs, order_of(dataset.manifest, window=window), limit)
     expected = list(islice(reader.epochs(batch), 4))
     assert epochs(origin, dataset, name, 4) == expected
@@ -193,6 +189,30 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     assert any("later epochs fetch nothing" in line for line in found.advice)
 
 
+@pytest.mark.parametrize(("shuffle", "part"), [(False, 0.5), ("full", 2.0)])
+def test_other_orders_are_foretold(
+    origin: Origin, shuffle: Any, part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File order, in a cache of half of the rows; and all rows shuffled together, in one that holds them."""
+    monkeypatch.setattr(capacity, "RUN_BYTES", 1)
+    monkeypatch.setattr(scheduler, "LOADERS", 1)
+    _, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"))
+    limit = int(part * dataset.rowstore.blobs.num_bytes)
+    _, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "b"), limit))
+    batch = DATASETS["images"][3]
+    found = foretell([dataset.rowstore.blobs], order_of(dataset.manifest, shuffle=shuffle, window=2), batch)
+    assert found.trade is None
+    assert (found.held_bytes == found.decoded_bytes) == (shuffle == "full")
+    loader = make_loader(dataset, batch, shuffle=shuffle, window=2)
+    counted(origin)
+    happened = []
+    for _ in range(1 + len(found.later_epochs)):
+        list(loader)
+        settled(dataset)
+        happened.append(counted(origin))
+    assert happened == [found.first_epoch, *found.later_epochs]
+
+
 @pytest.mark.parametrize(("name", "part"), [("images", 0.5), ("tabular", 1.0)])
 def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, tmp_path: Path) -> None:
     """Of two nodes, each reads half of the row groups; of small ones, the blocks in which they are with others."""
@@ -204,7 +224,7 @@ def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, 
     )
     whole, half = (
         foretell(
-            [files_of(dataset)], order_of(dataset.manifest, window=window, num_streams=nodes), 2 * batch, price=1.0
+            [dataset.rowstore.blobs], order_of(dataset.manifest, window=window, num_streams=nodes), 2 * batch, price=1.0
         )
         for nodes in (1, 2)
     )
@@ -294,7 +314,7 @@ def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
     with Origin(tmp_path / "origin") as running:
         cache = CacheConfig(str(tmp_path / "c"), "1GB")
         dataset = make_dataset("s3://bucket/wide", storage_options=running.storage_options, cache=cache)
-        found = foretell([files_of(dataset)], order_of(dataset.manifest), 8)
+        found = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 8)
         assert counted(running) == found.footers
         assert found.footers.requests == 2
 
@@ -401,7 +421,7 @@ def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -
     found = {}
     for window in (dataset.window, 32, 2):
         order = order_of(dataset.manifest, window=window)
-        plan = foretell([files_of(dataset)], order, 256)
+        plan = foretell([dataset.rowstore.blobs], order, 256)
         found[window] = any("is the default" in line for line in plan.advice)
     assert found == {29: False, 32: False, 2: True}
 
@@ -409,7 +429,7 @@ def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -
 def test_a_plan_of_no_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    plan = foretell([files_of(dataset)], order_of(dataset.manifest), 256)
+    plan = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 256)
     assert said(plan)["first batch"] == "none: there are no rows"
 
 
@@ -441,7 +461,7 @@ def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
         url, options = "s3://bucket/arrow", running.storage_options
         dataset = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
         blobs = dataset.rowstore.blobs
-        found = foretell([Files(dataset.manifest, blobs, dataset.blocks)], order_of(dataset.manifest), 8)
+        found = foretell([blobs], order_of(dataset.manifest), 8)
         counted(running)
         warm(blobs, range(3))
         assert counted(running) == found.first_epoch
@@ -455,8 +475,8 @@ def test_a_path_that_is_not_utf_8_has_a_plan(tmp_path: Path) -> None:
     with path.open("wb") as file:
         pq.write_table(pa.table({"id": range(100)}), file, row_group_size=10)
     dataset = make_dataset(path, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    files = Files(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
-    found = foretell([files], order_of(dataset.manifest), 10)
+    blobs = dataset.rowstore.blobs
+    found = foretell([blobs], order_of(dataset.manifest), 10)
     assert found.first_epoch is not None
     assert found.first_epoch.bytes == path.stat().st_size
 
@@ -464,7 +484,7 @@ def test_a_path_that_is_not_utf_8_has_a_plan(tmp_path: Path) -> None:
 def test_a_plan_of_some_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(10_000)}), tmp_path / "x.parquet", row_group_size=1000)
     few = make_dataset(tmp_path / "x.parquet", cache=False).filter([["x", "<", 1100]])
-    plan = foretell([files_of(few)], order := order_of(few.manifest), 64)
+    plan = foretell([few.rowstore.blobs], order := order_of(few.manifest), 64)
     assert plan.rows == plan.epoch_rows == 1100
     assert plan.trade == weigh_window(order.window, [1000, 100], [group.bytes for group in few.row_groups], 64)
     assert "epoch" not in dict(lines(plan))

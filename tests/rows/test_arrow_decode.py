@@ -19,12 +19,14 @@ from decoded import gather, plain, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of, flatten
 from dataload.rows.arrow_decode import decode
 from dataload.rows.batch_tree import map_tensors
-from dataload.rows.collate import Flat, Rows, cut, to_batch
+from dataload.rows.collate import Flat, cut, to_batch
 from dataload.rows.columns import Dense
+from dataload.rows.numbered_rows import NumberedRows
 
 NUMBERS = [
     pa.int8(),
@@ -240,7 +242,8 @@ def test_rows_are_indexed_like_a_list(ragged: str) -> None:
         for row in table.to_pylist()
     ]
     records = gather([table], np.zeros(3, np.int64), np.arange(3))
-    rows = Rows(records, ragged, {"x": ["a", "b"]})
+    shape: dict[str, Any] = {"ragged": ragged, "group": {"x": ["a", "b"]}}
+    rows = NumberedRows(records, np.arange(3), lambda row: Location("rows", 0, row), **shape)
 
     def plain_row(row: dict[str, Any]) -> dict[str, Any]:
         return {name: plain(value) for name, value in row.items()}
@@ -250,7 +253,8 @@ def test_rows_are_indexed_like_a_list(ragged: str) -> None:
     for part in (slice(None), slice(-2, None), slice(-3, -1), slice(None, None, -1), slice(-1, None, -2), slice(5, 9)):
         assert [plain_row(row) for row in rows[part]] == expected[part], part
     assert [plain_row(row) for row in rows] == expected
-    for some, index in ((rows, 3), (rows, -4), (Rows(records[:0], ragged), 0), (Rows(records[:0], ragged), -1)):
+    none = rows.part(slice(0, 0))
+    for some, index in ((rows, 3), (rows, -4), (none, 0), (none, -1)):
         with pytest.raises(IndexError, match=f"row {index} of a batch of {len(some)}"):
             some[index]
 

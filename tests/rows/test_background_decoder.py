@@ -23,12 +23,11 @@ from row_groups import load, make_in_background
 from threads import no_more_threads
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.errors import OriginNotFound
+from dataload.errors import OriginNotFound, as_sent
 from dataload.formats import parquet
 from dataload.rows import scheduler
 from dataload.rows.background_decoder import client, worker
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
-from dataload.rows.background_decoder.worker import portable
 from dataload.runtime.child_process import start_process
 
 
@@ -182,8 +181,8 @@ class Odd(Exception):
 
 
 def test_an_error_that_cannot_be_pickled_is_dropped() -> None:
-    assert portable(Odd(1, 2)) is None
-    assert str(portable(OriginNotFound("gone"))) == "gone"
+    assert as_sent(Odd(1, 2)) is None
+    assert str(as_sent(OriginNotFound("gone"))) == "gone"
 
 
 def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_a_wait_for_another_process_holds_no_memory(
 ) -> None:
     """A row group that another process makes does not keep this process from making others."""
     blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
-    tier, waiting = blobs._blocks.tier, threading.Event()
+    tier, waiting = blobs.blocks.tier, threading.Event()
     assert isinstance(tier, LocalTier)
     wait = key_waits.wait_for_holder
     monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *given: (waiting.set(), wait(*given))[1])

@@ -23,6 +23,7 @@ from nightly import NIGHTLY
 from row_groups import load
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.catalog.locations import Location
 from dataload.catalog.preview import first_rows
 from dataload.errors import DataError
 from dataload.formats import parquet
@@ -31,7 +32,8 @@ from dataload.formats.schema import Layout, fields_of
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows import row_group_plan
 from dataload.rows.batch_tree import map_tensors
-from dataload.rows.collate import Flat, Rows, cut, to_batch
+from dataload.rows.collate import Flat, cut, to_batch
+from dataload.rows.numbered_rows import NumberedRows
 from dataload.train.batch_size import find_batch_size
 
 EXAMPLES = 2000 if NIGHTLY else 100
@@ -384,9 +386,10 @@ def test_rows_of_a_flat_batch_are_indexed() -> None:
     assert second["c"].offsets.tolist() == [0]
 
 
-def gather_rows(table: pa.Table, ragged: str) -> Rows:
-
-    return Rows(gather([table], np.zeros(len(table), np.int64), np.arange(len(table))), ragged)
+def gather_rows(table: pa.Table, ragged: str) -> NumberedRows:
+    numbers = np.arange(len(table))
+    records = gather([table], np.zeros(len(table), np.int64), numbers)
+    return NumberedRows(records, numbers, lambda row: Location("rows", 0, row), ragged=ragged)
 
 
 def test_columns_of_nested_rows_come_from_the_rows_of_all_columns(

@@ -239,7 +239,7 @@ def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, clu
     cluster_server.ask("SET", lease, "another's")
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
-        until(lambda: blobs._blocks.tier.stats()["cluster"]["waits"])
+        until(lambda: blobs.blocks.tier.stats()["cluster"]["waits"])
         until(lambda: blobs.memory.held.idle)
         assert not waits.done()
         assert blobs.make(1), "others go on meanwhile"
@@ -251,7 +251,7 @@ def test_a_host_takes_no_lease_after_waiting_for_another_host(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.blobs
-    tier, lease, leased = blobs._blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
+    tier, lease, leased = blobs.blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
     bring = tier.fetch_from_cluster
 
     def looks(keys: Any) -> Any:

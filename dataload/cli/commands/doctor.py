@@ -16,14 +16,17 @@ from dataload.cli.commands.options import (
     Cluster,
     Columns,
     FillNull,
+    FilterLists,
     Json,
     NullMasks,
+    ShuffleName,
     StorageOptions,
     Window,
     config,
     mapping,
     names,
     parsed,
+    shuffle_of,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 
@@ -48,8 +51,10 @@ def doctor(
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
     pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,
     columns: Columns = None,
+    filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    shuffle: ShuffleName = "block",
     window: Window = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
@@ -64,9 +69,9 @@ def doctor(
 
     cache_config = config(cache_dir, cache_bytes)
     store = None if url is None else _store(url, storage_options)
-    chosen = names(columns), parsed("--fill-null", fill_null), null_masks
+    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
     nodes = num_streams or _num_streams()
-    order = {"window": window, "num_streams": nodes}
+    order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
     reads, unreadable = _reads(store, chosen, order, quiet=as_json) if store else (None, "")
     case = Case(
         cache_config.folder,
@@ -111,19 +116,20 @@ def _store(url: str, storage_options: str | None) -> Store:
 
 
 def _reads(
-    store: Store, chosen: tuple[list[str] | None, Any, bool], order: dict[str, Any], *, quiet: bool
+    store: Store, chosen: tuple[list[str] | None, Any, Any, bool], order: dict[str, Any], *, quiet: bool
 ) -> tuple[tuple[Order, RowGroupCache] | None, str]:
     """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
     Args:
         store: Where the dataset is.
-        chosen: The loader's columns, fill_null and null_masks.
-        order: The loader's window and num_streams.
+        chosen: The loader's columns, filters, fill_null and null_masks.
+        order: The loader's shuffle, window and num_streams.
         quiet: Whether to show no progress.
 
     Raises:
         ConfigError: An argument does not fit the dataset.
     """
+    from dataload.catalog.filtering import narrow
     from dataload.catalog.manifest import manifest_of
     from dataload.doctor.finding import OK, reason
     from dataload.doctor.object_store import endpoint
@@ -133,11 +139,14 @@ def _reads(
 
     if (found := endpoint(store)).status != OK:
         return None, found.what
-    columns, *nulls = chosen
+    columns, filters, *nulls = chosen
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
             manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1))
-        blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks, *nulls)
+        selected = manifest.select(columns)
+        if filters is not None:
+            manifest = narrow(manifest, store.blocks, filters)
+        blobs = RowGroupCache(manifest, selected, store.blocks, *nulls)
         blobs.measure()
     except ConfigError:
         raise

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dataload.cache.local.directory import CacheFolder
     from dataload.catalog.manifest import Manifest
     from dataload.rows.row_group_cache import RowGroupCache
+    from dataload.samplers.order import Shuffle
 
 AllowNetworkFilesystem = Annotated[
     bool,
@@ -46,6 +47,7 @@ Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the URLs, comma-separated in their order; default: by rows."),
 ]
+ShuffleName = Annotated[str, typer.Option("--shuffle", help="The loader's shuffle: block, full or none.")]
 Seed = Annotated[int, typer.Option(help="Seed of the shuffle, as given to the loader.")]
 StorageOptions = Annotated[str | None, typer.Option(help="Options of the fsspec filesystem, as a JSON object.")]
 Window = Annotated[
@@ -75,6 +77,14 @@ def parsed(option: str, text: str | None) -> Any:
         return None if text is None else json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{option}={text}: not JSON: {error}") from error
+
+
+def shuffle_of(name: str) -> Shuffle:
+    """Return the argument `shuffle` of --shuffle. Raise ConfigError if there is no such shuffle."""
+    found: dict[str, Shuffle] = {"block": "block", "full": "full", "none": False}
+    if name not in found:
+        raise ConfigError(f"--shuffle={name}: must be block, full or none")
+    return found[name]
 
 
 def node_of(text: str | None) -> tuple[int, int]:
@@ -145,7 +155,7 @@ def open_manifest(
         return manifest_of(objects, blocks, lambda _: advance(1)), blocks, objects
 
 
-def open_dataset(
+def open_row_groups(
     url: str,
     storage_options: str | None,
     config: CacheConfig,
@@ -155,8 +165,8 @@ def open_dataset(
     fill_null: str | None,
     null_masks: bool,
     quiet: bool,
-) -> tuple[Manifest, RowGroupCache, Blocks]:
-    """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
+) -> RowGroupCache:
+    """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
     from dataload.rows.row_group_cache import RowGroupCache
 
     chosen, replacement = parsed("--filters", filters), parsed("--fill-null", fill_null)
@@ -166,4 +176,4 @@ def open_dataset(
         from dataload.catalog.filtering import narrow
 
         manifest = narrow(manifest, blocks, chosen)
-    return manifest, RowGroupCache(manifest, selected, blocks, replacement, null_masks), blocks
+    return RowGroupCache(manifest, selected, blocks, replacement, null_masks)

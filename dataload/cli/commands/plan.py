@@ -21,12 +21,14 @@ from dataload.cli.commands.options import (
     Json,
     NullMasks,
     Seed,
+    ShuffleName,
     StorageOptions,
     Weights,
     Window,
     WorldSize,
     config,
-    open_dataset,
+    open_row_groups,
+    shuffle_of,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, show, table
 from dataload.errors import ConfigError
@@ -34,7 +36,8 @@ from dataload.runtime.text import counted, duration
 
 if TYPE_CHECKING:
     from dataload.planning.plan import Plan
-    from dataload.planning.simulate import Fetched, Files
+    from dataload.planning.simulate import Fetched
+    from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.mixture.order import MixtureOrder
     from dataload.samplers.order import Order
 
@@ -51,6 +54,7 @@ def _number(value: float | None) -> float | None:
 def plan(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="The dataset. Several are read as a mixture.")],
     weights: Weights = None,
+    shuffle: ShuffleName = "block",
     window: Window = None,
     batch_size: BatchSize = 256,
     world_size: WorldSize = 1,
@@ -74,7 +78,6 @@ def plan(
     """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
     from dataload.planning.plan import plan as make_plan
-    from dataload.planning.simulate import Files
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
@@ -83,10 +86,11 @@ def plan(
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     sources = [
-        Files(*open_dataset(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json))
+        open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
         for url in urls
     ]
-    order = _order(urls, sources, shares, seed=seed, window=window, num_streams=num_streams)
+    options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
+    order = _order(urls, sources, shares, window=window, **options)
     ranks = {"batch_size": batch_size * world_size, "host_ranks": math.ceil(world_size / num_streams)}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)
@@ -112,27 +116,26 @@ def _shares(urls: list[str], weights: str | None) -> list[Fraction] | None:
 
 
 def _order(
-    urls: list[str], sources: list[Files], shares: list[Fraction] | None, **options: Any
+    urls: list[str], sources: list[RowGroupCache], shares: list[Fraction] | None, **options: Any
 ) -> Order | MixtureOrder:
     """Return the order of a dataset, or of a mixture of several."""
     from dataload.catalog.same_columns import check_same_columns
     from dataload.planning.warm import order_of, order_of_mixture
 
-    manifests = [files.manifest for files in sources]
+    manifests = [blobs.manifest for blobs in sources]
     if len(urls) == 1:
         return order_of(manifests[0], **options)
-    layouts = [files.blobs.plan.layout for files in sources]
+    layouts = [blobs.plan.layout for blobs in sources]
     check_same_columns(urls, layouts, [manifest.schema for manifest in manifests])
     return order_of_mixture(manifests, shares, **options)
 
 
 def lines(plan: Plan) -> list[tuple[str, str]]:
     """Return the (label, text) lines of a plan."""
-    trade, rate = plan.trade, f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
+    rate = f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
     rows = f"{counted(plan.rows, 'row')} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
     part = "all of it" if plan.nodes == 1 else "the part of a node"
-    window_bytes = f"{decimal(trade.bytes)} as stored and {about}{decimal(plan.held_bytes)} decoded"
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
         ("dataset", f"{counted(plan.objects, 'object')}, {decimal(plan.bytes)}; {rows}"),
@@ -147,14 +150,27 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("first batch", first if plan.rows else "none: there are no rows"),
         ("first epoch", _first_epoch(plan, rate)),
         ("later epochs", _later_epochs(plan)),
-        ("window", f"of {trade.window:,} row groups; two windows, {window_bytes}, are in use at a time"),
+        *_window(plan, f"{about}{decimal(plan.held_bytes)} decoded"),
         (
             "memory",
             f"{decimal(plan.memory_bytes)} at most for row groups in flight or being decoded, for all ranks of a host",
         ),
-        ("shuffle", f"variance ratio {trade.variance_ratio:.2f} if rows are sorted by label (1 is uniform)"),
+        ("shuffle", _shuffle(plan)),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
     ]
+
+
+def _window(plan: Plan, decoded: str) -> list[tuple[str, str]]:
+    if plan.trade is None:
+        return [] if plan.shuffle is False else [("in use", f"all row groups at a time, {decoded}")]
+    windows = f"two windows, {decimal(plan.trade.bytes)} as stored and {decoded}, are in use at a time"
+    return [("window", f"of {plan.trade.window:,} row groups; {windows}")]
+
+
+def _shuffle(plan: Plan) -> str:
+    if plan.trade is None:
+        return "all rows together" if plan.shuffle else "none: rows in file order, and each node reads all of them"
+    return f"variance ratio {plan.trade.variance_ratio:.2f} if rows are sorted by label (1 is uniform)"
 
 
 def _first_epoch(plan: Plan, rate: str) -> str:

@@ -24,7 +24,7 @@ from dataload.cli.commands.options import (
     Window,
     config,
     node_of,
-    open_dataset,
+    open_row_groups,
 )
 from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
@@ -64,9 +64,8 @@ def warm(
     cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
     _must_answer(cache_config)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    manifest, blobs, blocks = open_dataset(
-        url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json
-    )
+    blobs = open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
+    manifest, blocks = blobs.manifest, blobs.blocks
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from dataload.errors import as_sent
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
@@ -63,7 +63,7 @@ def run(descriptor: int) -> None:
             with life.charged():
                 cached = blobs.make(group, life)
         except Exception as caught:  # noqa: BLE001 (the client raises it)
-            error = portable(caught)
+            error = as_sent(caught)
         with sending, suppress(OSError):
             connection.send(Done(group, cached, error, life.timeline.end(), life.account.snapshot()))
 
@@ -76,15 +76,6 @@ def run(descriptor: int) -> None:
             if connection.poll(LOOK_SECONDS):
                 running.append(threads.submit(make, connection.recv()))
             running = [future for future in running if not future.done()]
-
-
-def portable(error: Exception) -> Exception | None:
-    """Return the error as another process receives it, or None if it cannot be pickled."""
-    try:
-        received: Exception = pickle.loads(pickle.dumps(error.with_traceback(None)))  # noqa: S301 (ours)
-    except Exception:  # noqa: BLE001 (pickling an arbitrary class may raise anything)
-        return None
-    return received
 
 
 def _keep_freed_memory() -> None:

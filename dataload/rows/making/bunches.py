@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BulkTier, Draft
-from dataload.catalog.manifest import RowGroup
 from dataload.errors import DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, RowGroupReader
 from dataload.rows import row_block
@@ -34,17 +32,11 @@ class Member:
 
     Args:
         blobs: The cached row groups of its dataset.
-        group: Its place in a file.
-        blocks: Reader of the file, and the cache.
         number: Its number in the dataset.
         life: Its life in this process.
 
     Attributes:
-        blobs: The cached row groups of its dataset.
         group: Its place in a file.
-        blocks: Reader of the file, and the cache.
-        number: Its number in the dataset.
-        life: Its life in this process.
         key: The key of its only blob.
         opened: Holds it open until it is decoded.
         reader: Decodes it.
@@ -55,8 +47,9 @@ class Member:
     reader: RowGroupReader
     table: pa.Table
 
-    def __init__(self, blobs: RowGroupCache, group: RowGroup, blocks: Blocks, number: int, life: RowGroupLife) -> None:
-        self.blobs, self.group, self.blocks, self.number, self.life = blobs, group, blocks, number, life
+    def __init__(self, blobs: RowGroupCache, number: int, life: RowGroupLife) -> None:
+        self.blobs, self.number, self.life = blobs, number, life
+        self.group = blobs.manifest.row_groups[number]
         self.key = blobs.keys(number)[0]
         self.opened = ExitStack()
         self.made: list[memoryview] | Exception | None = None
@@ -64,7 +57,7 @@ class Member:
     @property
     def tier(self) -> BulkTier:
         """The cache of its blob, as its dataset opened it."""
-        tier = self.blocks.tier.bulk
+        tier = self.blobs.blocks.tier.bulk
         assert tier is not None
         return tier
 
@@ -83,11 +76,11 @@ class Member:
             self.made = error
 
 
-def is_small(blobs: RowGroupCache, group: RowGroup, blocks: Blocks, number: int) -> bool:
+def is_small(blobs: RowGroupCache, number: int) -> bool:
     """Return whether a row group is so small that it is worth a bunch. Arguments are those of `Member`."""
-    plan = blobs.plan
+    plan, group = blobs.plan, blobs.manifest.row_groups[number]
     return (
-        blocks.tier.bulk is not None
+        blobs.blocks.tier.bulk is not None
         and not blobs.is_mapped
         and 0 < group.rows <= min(MOST_ROWS, int(plan.blob_rows[number]))
         and group.bytes < SHARED_BYTES
@@ -132,7 +125,7 @@ def _is_missing(member: Member) -> bool:
     """
     number, group, blobs = member.number, member.group, member.blobs
     try:
-        is_open_at_once = blobs.maker.footer(group).opens_at_once(group.number, member.blocks)
+        is_open_at_once = blobs.maker.footer(group).opens_at_once(group.number, member.blobs.blocks)
     except DataloadError:  # It concerns this row group alone. The thread that loads it by itself raises it.
         return False
     if not is_open_at_once or not blobs.plan.stored(group):
@@ -151,7 +144,7 @@ def _open(member: Member) -> None:
     with member.catching():
         group, columns = member.group, member.blobs.plan.stored(member.group)
         opening = member.blobs.maker.footer(group).open_row_group(
-            group.file, group.number, columns, member.blocks, SHARED_BYTES
+            group.file, group.number, columns, member.blobs.blocks, SHARED_BYTES
         )
         member.reader = member.opened.enter_context(opening)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -83,10 +83,6 @@ class RowGroupMaker:
     def has_all(self, numbers: Sequence[int]) -> bool:
         """Return whether these row groups are all of one file."""
         return len(numbers) == len(self.footer(self._manifest.row_groups[numbers[0]]).lengths)
-
-    def hold(self, number: int, life: RowGroupLife) -> AbstractContextManager[None]:
-        """Hold the memory for a row group for the duration of the block. See `RowGroupMemory.hold`."""
-        return self.memory.hold(self.reservation(number), life.is_cancelled)
 
     def make(self, number: int, keys: list[BlobKey], life: RowGroupLife) -> list[memoryview]:
         """Fetch a row group and return its blobs, which are cached if there is space.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dataload.errors import ConfigError, DataloadError
+from dataload.errors import ConfigError, DataloadError, as_sent
 
 T = TypeVar("T")
 
@@ -64,20 +63,11 @@ def on_first(work: Callable[[], T]) -> T:
         try:
             own = work(), None
         except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
-            raised, own = error, (None, _portable(error))
+            raised, own = error, (None, as_sent(error) or DataloadError(f"rank 0 failed: {error!r}"))
     result, failure = gather(own)[0]
     if failure is not None:
         raise raised or failure
     return result  # type: ignore[no-any-return]
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error as the other ranks receive it. One that cannot be pickled becomes a DataloadError."""
-    try:
-        received: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301 (ours)
-    except Exception:  # noqa: BLE001 (pickling an arbitrary class may raise anything)
-        return DataloadError(f"rank 0 failed: {error!r}")
-    return received
 
 
 def agree(what: str, value: Any) -> None:
