@@ -6,12 +6,11 @@ import resource
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, perf_counter, process_time
+from time import monotonic, process_time
 
 import psutil
 
-SAMPLE_SECONDS = 0.2  # between two samples of memory, at least
-SHARE = 0.01  # of the time, for samples of memory
+SAMPLE_SECONDS = 0.2  # between two samples of memory
 
 
 def cpu_seconds() -> float:
@@ -30,7 +29,7 @@ class PeakMemory:
 
     It is anonymous and shared memory, each page once, without the page cache. The kernel takes 20 ms to add this up for
     a process that maps 5 GB, and meanwhile the process cannot change its maps. So a sample asks for it only if the sum
-    may be larger than before, and all samples together take at most `SHARE` of the time.
+    may be larger than before.
 
     Attributes:
         num_bytes: The most memory of a sample.
@@ -39,24 +38,24 @@ class PeakMemory:
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def sample(self, processes: Iterable[psutil.Process]) -> float:
-        """Take a sample. Return the seconds until the next one."""
-        started, pids = perf_counter(), list[int]()
+    def sample(self, processes: Iterable[psutil.Process]) -> None:
+        """Take a sample."""
+        pids = list[int]()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 pids += [process.pid, *(child.pid for child in process.children(recursive=True))]
         if _kilobytes(pids, "status", ("RssAnon:", "RssShmem:")) << 10 > self.num_bytes:
             exact = _kilobytes(pids, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) << 10
             self.num_bytes = max(self.num_bytes, exact)
-        return max(SAMPLE_SECONDS, (perf_counter() - started) / SHARE)
 
 
 def peak_memory(process: psutil.Popen, patience: float) -> int:
     """Return the peak memory of a process and its children until it exits, for at most `patience` seconds."""
     peak, until = PeakMemory(), monotonic() + patience
     while monotonic() < until:
+        peak.sample([process])
         with suppress(psutil.TimeoutExpired):
-            process.wait(peak.sample([process]))
+            process.wait(SAMPLE_SECONDS)
             break
     return peak.num_bytes
 

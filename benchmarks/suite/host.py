@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from dataload.benchmarks.machine.usage import PeakMemory
+from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, PeakMemory
 from dataload.benchmarks.suite.rank import Epoch, Task
 
 MASK = (1 << 64) - 1
@@ -39,7 +39,8 @@ class Host:
         patience: Seconds until the processes are killed.
 
     Attributes:
-        memory: The most memory that all processes used together.
+        memory: The most memory that all processes used together in epochs without emulation. Samples hold up a process
+            that maps many files, which then does not feed as many accelerators.
     """
 
     def __init__(self, python: Path, task: Task, folder: Path, patience: float) -> None:
@@ -49,6 +50,7 @@ class Host:
         self._ended = Event()
         self._processes: list[psutil.Popen] = []
         self.memory = PeakMemory()
+        self._emulates = False
 
     def __enter__(self) -> Self:
         port = _free_port()
@@ -89,6 +91,7 @@ class Host:
         Raises:
             HostError: A rank failed or the patience is over.
         """
+        self._emulates = rows_per_second is not None
         share = rows_per_second and rows_per_second / self._task.ranks
         self._ask({"epoch": number, "rows_per_second": share})
         ranks = [Epoch(**self._answer(rank)) for rank in range(self._task.ranks)]
@@ -174,7 +177,9 @@ class Host:
 
     def _sample(self) -> None:
         """Sample the memory until the end. Kill all ranks once one has failed or the patience is over."""
-        while not self._ended.wait(self.memory.sample(self._processes)):
+        while not self._ended.wait(SAMPLE_SECONDS):
+            if not self._emulates:
+                self.memory.sample(self._processes)
             if monotonic() >= self._until or any(process.poll() for process in self._processes):
                 self._kill()
                 return

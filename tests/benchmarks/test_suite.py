@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dataload.benchmarks.machine.usage import PeakMemory
 from dataload.benchmarks.suite import datasets, measurement
+from dataload.benchmarks.suite import host as host_module
 from dataload.benchmarks.suite.host import Host
 from dataload.benchmarks.suite.suite import COLD, Suite
 from dataload.benchmarks.systems.convert import made_of
@@ -81,6 +83,28 @@ def test_ranks_of_a_host_read_the_dataset_together(tmp_path: Path, monkeypatch: 
     assert len(kept) == 4  # after each run and the cold feed
     assert json.loads(kept[-1])["runs"] == json.loads(json.dumps(results["runs"]))
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_no_memory_is_sampled_while_accelerators_are_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample holds up a process that maps many files. One may be under way when an epoch begins."""
+    asked: list[Host] = []
+    begun: list[bool] = []
+    ask, sample = Host._ask, PeakMemory.sample
+
+    def noted(host: Host, epoch: Result) -> None:
+        asked.append(host)
+        ask(host, epoch)
+
+    def sampled(memory: PeakMemory, processes: Any) -> None:
+        begun.append(any(host._emulates for host in asked if host.memory is memory))
+        sample(memory, processes)
+
+    monkeypatch.setattr(Host, "_ask", noted)
+    monkeypatch.setattr(PeakMemory, "sample", sampled)
+    monkeypatch.setattr(host_module, "SAMPLE_SECONDS", 0.001)
+    suite_of(tmp_path, "dataload", ranks=(1,)).run({}, lambda _: None, lambda _: None)
+    assert begun.count(False) > len(asked)
+    assert begun.count(True) <= len(asked)
 
 
 def test_a_stage_of_more_ranks_has_no_floors(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from dataload.benchmarks.machine import usage
-from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, PeakMemory
+from dataload.benchmarks.machine.usage import PeakMemory
 
 SIZE = 64 << 20
 
@@ -39,14 +39,8 @@ def test_a_process_of_less_memory_than_before_is_not_held_up(monkeypatch: pytest
         usage, "_kilobytes", lambda pids, file, fields: [read.append(file), kilobytes(pids, file, fields)][1]
     )
     peak, process = PeakMemory(), psutil.Process()
-    assert peak.sample([process]) >= SAMPLE_SECONDS
+    peak.sample([process])
     assert read == ["status", "smaps_rollup"]
     peak.num_bytes += SIZE
     peak.sample([process])
     assert read == ["status", "smaps_rollup", "status"]
-
-
-def test_samples_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 10.02])
-    monkeypatch.setattr(usage, "perf_counter", lambda: next(times))
-    assert PeakMemory().sample([]) == pytest.approx(0.02 / usage.SHARE)
