@@ -84,7 +84,7 @@ trainers: setup
 # Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.
 browser: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group browser
-	$(BIN)/python tests/reporting/report_in_browser.py build/browser
+	PYTHONPATH=tests/support $(BIN)/python tests/reporting/report_in_browser.py build/browser
 
 # Build the documentation in build/site.
 docs: setup

@@ -1,6 +1,6 @@
 """Check a report in a real browser: an empty console, no requests, all plots, and no text off the screen.
 
-python tests/reporting/report_in_browser.py [FOLDER FOR SCREENSHOTS]        # or: make browser
+make browser
 """
 
 from __future__ import annotations
