@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 
 from dataload.cache.tier import Tier
 from dataload.runtime.redact import redacted
-
-MOST_PARTS = 8  # columns or sources that a text names
+from dataload.runtime.text import few
 
 
 def columns_text(schema: pa.Schema) -> str:
@@ -33,10 +32,3 @@ def source_text(urls: Sequence[str]) -> str:
 def cache_text(tier: Tier) -> str:
     """Return where the rows are cached."""
     return f"cache {tier.location}" if tier.shared else "no cache"
-
-
-def few(parts: Iterable[str]) -> str:
-    """Return the first parts, separated by commas, and how many more there are."""
-    parts = list(parts)
-    more = [f"… {len(parts) - MOST_PARTS} more"] if len(parts) > MOST_PARTS else []
-    return ", ".join([*parts[:MOST_PARTS], *more])

@@ -27,7 +27,7 @@ from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, partition_columns
 from dataload.formats.schema import fields_of, flatten
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.text import counted
+from dataload.runtime.text import counted, few
 
 VERSION = 6
 
@@ -110,7 +110,7 @@ class Manifest:
         """
         for column in columns:
             if column not in self._chosen_by:
-                others = f"there are {', '.join(map(repr, self.schema.names))}"
+                others = f"there are {few(map(repr, self.schema.names))}"
                 hint = did_you_mean(column, self.schema.names, others)
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
             for name in self._chosen_by[column]:

@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
+from dataload.runtime.text import few
 
 CROPS = ("center", "full")
 DAMAGED = ("raise", "mark")
@@ -92,7 +93,7 @@ def _decode_column(
         paths = others.pop(f"{column}.path", repeat(None))
         images = [{"bytes": file, "path": path} for file, path in zip(files, paths, strict=False)]
     else:
-        raise ConfigError(f"decode: no column is called {column!r}; there are {', '.join(batch)}")
+        raise ConfigError(f"decode: no column is called {column!r}; there are {few(batch)}")
     if damaged == "raise":
         return {**others, column: _decoded(images, size, crop, column)}
     is_damaged = torch.zeros(len(images), dtype=torch.bool)

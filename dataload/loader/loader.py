@@ -17,7 +17,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
-from dataload.catalog.description import few
 from dataload.errors import ConfigError
 from dataload.loader.background_iterator import closed_at_exit, run_ahead
 from dataload.loader.batch_maker import BatchMaker
@@ -30,6 +29,7 @@ from dataload.loader.ranks import check_data_parallel
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
+from dataload.runtime.text import few
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing

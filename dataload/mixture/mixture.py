@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.arguments import known_keywords
-from dataload.catalog.description import cache_text, columns_text, few
+from dataload.catalog.description import cache_text, columns_text
 from dataload.catalog.locations import Location
 from dataload.catalog.same_columns import check_same_columns
 from dataload.catalog.sources import Source as Files
@@ -25,7 +25,7 @@ from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.text import counted
+from dataload.runtime.text import counted, few
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
 from dataload.samplers.mixture.source import Source

@@ -16,6 +16,7 @@ from dataload.formats.arrow_types import has_members, is_bytes, is_list, is_text
 from dataload.formats.schema import Field
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
+from dataload.runtime.text import few
 
 Batch = dict[str, Any]
 
@@ -218,18 +219,21 @@ def _copied(array: Array, empty: Empty | None) -> torch.Tensor:
 
 def _numbers_of_one_dtype(name: str, members: Sequence[str], fields: Mapping[str, Field]) -> list[Field]:
     """Return the columns of a group. Raise ConfigError if one does not suit."""
-    dtypes = dict[str, str]()
+    dtypes: dict[str, list[str]] = {}
     for member in members:
         if member not in fields:
-            hint = did_you_mean(member, fields, f"there are {', '.join(map(repr, fields))}")
+            hint = did_you_mean(member, fields, f"there are {few(map(repr, fields))}")
             raise ConfigError(f"group {name!r}: column {member!r} is not read: {hint}")
         field = fields[member]
         if field.ragged or field.shape:
             raise ConfigError(f"group {name!r}: column {member!r} is not one number in each row: leave it out")
-        dtypes[member] = str(np.dtype(field.dtype))
-    if len(set(dtypes.values())) != 1:
-        found = ", ".join(f"{member!r} is {dtype}" for member, dtype in dtypes.items()) or "there are none"
-        raise ConfigError(f"group {name!r} must have columns of one dtype: {found}")
+        dtypes.setdefault(str(np.dtype(field.dtype)), []).append(repr(member))
+    if len(dtypes) != 1:
+        found = ", ".join(
+            f"{len(same):,} {'is' if len(same) == 1 else 'are'} {dtype} ({few(same, 3)})"
+            for dtype, same in dtypes.items()
+        )
+        raise ConfigError(f"group {name!r} must have columns of one dtype: {found or 'there are none'}")
     return [fields[member] for member in members]
 
 

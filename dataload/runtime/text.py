@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+MOST_PARTS = 8  # columns or sources that a text names
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: "1 row", "2,000 rows"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def few(parts: Iterable[str], most: int = MOST_PARTS) -> str:
+    """Return the first `most` parts, separated by commas, and how many more there are."""
+    parts = list(parts)
+    more = [f"… {len(parts) - most:,} more"] if len(parts) > most else []
+    return ", ".join([*parts[:most], *more])
 
 
 def duration(seconds: float) -> str:

@@ -25,7 +25,8 @@ MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
 # Counts that are averaged over processes: each makes every step. The other counts are summed.
 AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 
-OF_ROWS = {"skipped_rows"}  # counts of rows: processes with the same rank count the same rows
+# Fields of counts of rows: processes with the same rank count the same rows.
+OF_ROWS = {"skipped_rows", "rows_by_source"}
 
 FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # fields of each epoch's dict
 
@@ -90,7 +91,7 @@ class EpochMetrics:
             "rows_per_second": rows / mean["seconds"],
             "stall_fraction": mean["wait_seconds"] / mean["seconds"],
             **every["traffic"],
-            **{name: total["traffic"][name] for name in OF_ROWS & every["traffic"].keys()},
+            **{name: rows for name, rows in total["traffic"].items() if name.partition(".")[0] in OF_ROWS},
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ from dataload.samplers.order import Shuffle
 from dataload.samplers.rank_sampler import RankSampler
 
 TOLERANCE = 0.1  # part of the rows by which streams and whole batches may change the length of an epoch without a word
+
+# The arguments of a mixture that a state brings with it for all later epochs, each with a way to change it.
+FIXES = {
+    "weights": "the weights, call set_weights after load_state_dict (with fit: in its evaluate=)",
+    **dict.fromkeys(("stop", "num_rows", "batching"), "the others, call set_epoch instead of load_state_dict"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -145,11 +152,18 @@ class MixtureSampler(RankSampler):
                 f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
                 f"{rows}, or a divisor of it"
             )
-        known = self._known_weights()
+        known, given = self._known_weights(), self._own_options(self.next_weights)
         super().load_state_dict(state)
         weights = expand(state, self._arguments["windows"], known)["next_weights"]
+        if self.rank == 0:
+            _warn_of_kept(self._own_options(weights), given)
         if weights is not None:
             self._next["weights"] = weights
+
+    def _own_options(self, next_weights: Sequence[int] | None) -> dict[str, Any]:
+        """Return the arguments that a state brings with it for all later epochs."""
+        weights = self.order.weights if next_weights is None else next_weights
+        return {**{name: getattr(self.order, name) for name in FIXES}, "weights": list(weights)}
 
     def _order_of(self, state: Mapping[str, Any]) -> Any:
         return super()._order_of(expand(state, self._arguments["windows"], self._known_weights()))
@@ -167,6 +181,16 @@ class MixtureSampler(RankSampler):
                 f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
                 f"{math.gcd(done, order.unit)} rows, or a divisor of it"
             )
+
+
+def _warn_of_kept(kept: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Log the arguments of a state that differ from those of this process and replace them."""
+    if changed := [name for name in kept if kept[name] != given[name]]:
+        saved, passed = (
+            ", ".join(f"{name}={reprlib.repr(options[name])}" for name in changed) for options in (kept, given)
+        )
+        fixes = "; ".join(dict.fromkeys(f"to change {FIXES[name]}" for name in changed))
+        log.warning("the state has %s, which the loader keeps instead of %s, as passed here: %s", saved, passed, fixes)
 
 
 def _warn_of_length(order: MixtureOrder) -> None:

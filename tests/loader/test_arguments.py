@@ -130,13 +130,31 @@ def folder(tmp_path: Path) -> Path:
     [
         (["idd"], r"group 'x': column 'idd' is not read: did you mean 'id'\?"),
         (["id", "text"], "group 'x': column 'text' is not one number in each row"),
-        (["id", "half"], "group 'x' must have columns of one dtype: 'id' is int64, 'half' is float16"),
+        (["id", "half"], "group 'x' must have columns of one dtype: 1 is int64 \\('id'\\), 1 is float16 \\('half'\\)"),
         ([], "must have columns of one dtype: there are none"),
     ],
 )
 def test_a_group_names_the_column_that_does_not_suit(folder: Path, columns: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_loader(str(folder), 2, cache=False, group={"x": columns})
+
+
+def test_errors_of_a_wide_table_name_few_columns(tmp_path: Path) -> None:
+    """A table may have thousands of columns."""
+    names = [f"f{number}" for number in range(2000)]
+    columns = {name: np.zeros(2, "f4" if number < 1500 else "f8") for number, name in enumerate(names)}
+    pq.write_table(pa.table(columns), tmp_path / "wide.parquet")
+    dataset = make_dataset(str(tmp_path), cache=False)
+    with pytest.raises(ConfigError) as raised:
+        make_loader(dataset, 2, group={"x": names})
+    assert str(raised.value) == (
+        "group 'x' must have columns of one dtype: 1,500 are float32 ('f0', 'f1', 'f2', … 1,497 more), "
+        "500 are float64 ('f1500', 'f1501', 'f1502', … 497 more)"
+    )
+    for arguments in {"columns": ["label"]}, {"group": {"x": ["label"]}}:
+        with pytest.raises(ConfigError, match=r"'label' is not .*: there are 'f0', .*'f7', … 1,992 more") as raised:
+            make_loader(str(tmp_path), 2, cache=False, **arguments)
+        assert len(str(raised.value)) < 200
 
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])

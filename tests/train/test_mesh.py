@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dataload import World, evaluate_over, find_batch_size, fit, make_dataset, make_loader
+from dataload import World, evaluate_over, find_batch_size, fit, make_dataset, make_loader, mix
 from dataload.errors import ConfigError
 from dataload.telemetry import stats_log
 
@@ -429,6 +429,23 @@ def test_the_traffic_and_the_generators_of_peers_count(ranks, folder, tmp_path):
     resumed = ranks(4, with_noise, folder, str(tmp_path / "checkpoints"))
     assert [draws for _, draws, _ in resumed] == [draws[8:] for _, draws, _ in whole]
     assert [history[0]["loss"] for history, _, _ in resumed] == [pytest.approx(epoch["loss"], abs=1e-12)] * 4
+
+
+def mixed(folder):
+    """Train on a mixture with two tensor-parallel ranks. Return the history."""
+
+    def run():
+        _, dp = mesh_of((1, 2), DP)
+        sources = {"a": make_dataset(folder, cache=False), "b": make_dataset(folder, cache=False)}
+        loader, model = make_loader(mix(sources, num_rows=96), 16, mesh=dp), Network()
+        return fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss_of, epochs=1, progress=False)
+
+    return group_ended(run)
+
+
+def test_rows_by_source_count_once_for_peers(ranks, folder):
+    for [epoch] in ranks(2, mixed, folder):
+        assert (epoch["rows"], epoch["rows_by_source.a"], epoch["rows_by_source.b"]) == (96, 48, 48)
 
 
 def refused_models(folder):

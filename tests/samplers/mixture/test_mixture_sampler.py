@@ -242,6 +242,30 @@ def test_other_arguments_and_weights_hold_from_the_next_epoch_on(caplog):
     assert list(resumed) == list(fresh)
 
 
+def test_arguments_that_a_state_replaces_are_named(caplog):
+    sampler = MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=500, weights=WEIGHTS)
+    sampler.advance(3)
+    state = sampler.state_dict()
+    given = {"stop": "all_exhausted", "num_rows": 400, "batching": "homogeneous"}
+    for rank in range(2):  # Rank 0 warns for all.
+        resumed = MixtureSampler(SOURCES, 2, rank, batch_size=5, weights=[1, 1, 1], **given)
+        resumed.load_state_dict(state)
+        assert (resumed.order.weights, resumed.num_rows, resumed.order.stop) == ((3, 1, 4), 500, "first_exhausted")
+    [warning] = caplog.messages
+    assert warning == (
+        "the state has weights=[3, 1, 4], stop='first_exhausted', num_rows=500, batching='mixed', which the loader "
+        "keeps instead of weights=[1, 1, 1], stop='all_exhausted', num_rows=400, batching='homogeneous', as passed "
+        "here: to change the weights, call set_weights after load_state_dict (with fit: in its evaluate=); to change "
+        "the others, call set_epoch instead of load_state_dict"
+    )
+    caplog.clear()
+    sampler.set_weights([1, 1, 1])  # from the next epoch on
+    resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=500, weights=[1, 1, 1])
+    resumed.load_state_dict(sampler.state_dict())
+    sampler.load_state_dict(sampler.state_dict())
+    assert not caplog.messages
+
+
 def test_weights_change_the_length_of_an_epoch():
     sampler = MixtureSampler(SOURCES, 2, 1, batch_size=10)
     assert len(sampler) == 822 // 2
