@@ -13,6 +13,7 @@ from dataload.runtime.redact import redacted, without_signature
 ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 RIGHTS = f"allow these keys to list and read the bucket, or set other ones by {KEYS}"
+SPELLING = "check the spelling of the URL, because S3 also denies what is not there"
 UNREACHABLE = f"set {ENDPOINT} to the store's address, or check the network and proxies"
 TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its keys"  # noqa: S105 (no password)
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
@@ -20,8 +21,8 @@ CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 # The fixes for S3's error codes. An answer to HEAD has no code, only the HTTP status.
 CODES = {
     "400": f"{TOKEN}; or set AWS_DEFAULT_REGION to the region of the bucket",
-    "403": f"{RIGHTS}; or {TOKEN}; or {CLOCK}",
-    "AccessDenied": RIGHTS,
+    "403": f"{RIGHTS}; or {SPELLING}; or {TOKEN}; or {CLOCK}",
+    "AccessDenied": f"{RIGHTS}; or {SPELLING}",
     "AllAccessDisabled": RIGHTS,
     "ExpiredToken": TOKEN,
     "InvalidAccessKeyId": f"set {KEYS}, to a key of this store, or {ENDPOINT}",

@@ -202,7 +202,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
     if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:
-        yield f"a row group of {decimal(max(sizes))} delays every batch that needs it: write row groups of about 128 MB"
+        yield f"a row group of {decimal(max(sizes))} delays every batch that needs it: write row groups of 10 to 100 MB"
     if plan.trade and plan.trade != replace(usual, window=plan.trade.window):
         yield f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
     elif plan.trade and plan.trade.variance_ratio > TWICE * GOAL:

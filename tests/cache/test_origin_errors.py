@@ -61,6 +61,7 @@ def origin(url: str, engine: str) -> Origin:
     ("code", "status", "fix"),
     [
         ("AccessDenied", 403, "allow these keys"),
+        ("AccessDenied", 403, "check the spelling of the URL"),
         ("SignatureDoesNotMatch", 403, "AWS_SECRET_ACCESS_KEY"),
         ("InvalidAccessKeyId", 403, "AWS_PROFILE"),
         ("ExpiredToken", 400, "renew the token"),
@@ -88,7 +89,7 @@ def test_a_denial_names_the_endpoint_the_code_and_the_fix(
     ("status", "fixes"),
     [
         (400, ["renew the token", "AWS_DEFAULT_REGION"]),
-        (403, ["allow these keys", "renew the token", "set the clock"]),
+        (403, ["allow these keys", "spelling of the URL", "renew the token", "set the clock"]),
     ],
 )
 def test_an_answer_without_a_code_names_the_likely_causes(

@@ -401,7 +401,7 @@ def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
     small = "row groups of 1.0 kB are small: write them of 1 MB or more, so that each is a request"
     assert list(advice(calm, [1000, 1000], mixed)) == [small]
     assert list(advice(calm, [1000], mixed)) == []
-    large = "a row group of 2.0 GB delays every batch that needs it: write row groups of about 128 MB"
+    large = "a row group of 2.0 GB delays every batch that needs it: write row groups of 10 to 100 MB"
     assert list(advice(calm, [2 * 10**9] * 2, mixed)) == [large]
     narrow = replace(calm, trade=replace(mixed, window=1, variance_ratio=9.0))
     other = f"window={usual.window} is the default, and the cheapest window with good shuffle quality"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dataload.cli.commands.options import (
+    NODES,
     AllowNetworkFilesystem,
     BatchSize,
     CacheBytes,
@@ -45,7 +46,7 @@ def doctor(
     ] = None,
     num_streams: Annotated[
         int | None,
-        typer.Option(min=1, help="The loader's num_streams: one for each node; default: as the launcher says."),
+        typer.Option(min=1, help=f"{NODES} Default: as the launcher says."),
     ] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Worker processes of each rank's loader.")] = 0,
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,

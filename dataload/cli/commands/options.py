@@ -41,6 +41,7 @@ FilterLists = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NullMasks = Annotated[bool, typer.Option("--null-masks", help="As for the loader: rows with masks of nulls.")]
+NODES = "Number of nodes: the loader's num_streams, unless that is a multiple of the nodes."
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
 Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a glob.")]
 Weights = Annotated[

@@ -11,6 +11,7 @@ import typer
 from rich.filesize import decimal
 
 from dataload.cli.commands.options import (
+    NODES,
     AllowNetworkFilesystem,
     BatchSize,
     CacheBytes,
@@ -59,7 +60,7 @@ def plan(
     batch_size: BatchSize = 256,
     world_size: WorldSize = 1,
     seed: Seed = 0,
-    num_streams: Annotated[int, typer.Option(min=1, help="The loader's num_streams: one for each node.")] = 1,
+    num_streams: Annotated[int, typer.Option(min=1, help=NODES)] = 1,
     columns: Columns = None,
     filters: FilterLists = None,
     fill_null: FillNull = None,
