@@ -88,6 +88,6 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     if obj.size >= messages.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == messages.CONTINUATION:
         return messages.index_of_stream(obj, blocks)
     raise DataError(
-        f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or write images, MDS and tar "
-        "as Parquet once (docs/migrate/webdataset.md)"
+        f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or convert images, MDS or "
+        "tar to Parquet once: docs/migrate/webdataset.md has a recipe"
     )

@@ -98,7 +98,8 @@ def fit(
         compile: True, or the arguments of torch.compile.
         evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode, without
             gradients and in the precision of the training. See `evaluate_over`.
-        checkpoint_dir: A folder that all ranks see. It gets a checkpoint at the end of each epoch, before `evaluate`.
+        checkpoint_dir: A mounted folder that all ranks see, not a URL. It gets a checkpoint at the end of each epoch,
+            before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
         keep: Number of latest checkpoints of this run to keep. Checkpoints of earlier runs in the folder stay.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
