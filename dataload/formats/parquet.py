@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -19,6 +19,7 @@ from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.formats.arrow_types import children, has_part, is_bytes, is_list, number, storage
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
+from dataload.formats.int96 import with_nanoseconds
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
@@ -132,22 +133,29 @@ class ParquetFooter:
             coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
-            if times := self._long_times:
-                arguments["coerce_int96_timestamp_unit"] = "us"  # "ns" would wrap around without an error
-            with stream, pq.ParquetFile(stream.source, metadata=self._metadata, **arguments) as file:
-                own = self._columns.own(columns)
-                every = len(own) == len(self._columns.leaves)
-                yield _Reader(file, number, None if every else own, stream.wait, times)
+            own = self._columns.own(columns)
+            every = len(own) == len(self._columns.leaves)
+            times = [name for name in own if name in self._long_times]
+            opened = partial(pq.ParquetFile, stream.source, metadata=self._metadata, **arguments)
+            with stream, opened(coerce_int96_timestamp_unit="us" if times else None) as file:
+                reader = _Reader(file, number, None if every else own, stream.wait)
+                if not times:
+                    yield reader
+                    return
+                with opened(coerce_int96_timestamp_unit="ns") as in_ns:
+                    yield _LongTimesReader(reader, _Reader(in_ns, number, times, stream.wait))
 
     @cached_property
-    def _long_times(self) -> dict[str, pa.DataType]:
-        """The columns with times of 96 bits, as Spark writes them, and their types, which have 64 bits."""
-        if not any(has_part(field.type, _is_ns) for field in self.schema):
-            return {}
-        stored = self._metadata.schema
-        leaves = [stored.column(leaf) for leaf in range(len(stored))]
-        names = {leaf.path.partition(".")[0] for leaf in leaves if leaf.physical_type == "INT96"}
-        return {name: self.schema.field(name).type for name in names}
+    def _long_times(self) -> frozenset[str]:
+        """The columns with times of 96 bits, as Spark writes them, and the other members of their structs."""
+        stored, found = self._metadata.schema, set[str]()
+        for field in self.schema:
+            if has_part(field.type, _is_ns):
+                names = flatten(pa.schema([field])).names
+                leaves = itertools.chain.from_iterable(self._columns.leaves[name] for name in names)
+                if any(stored.column(leaf).physical_type == "INT96" for leaf in leaves):
+                    found.update(names)
+        return frozenset(found)
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         return blocks.origin.is_local or not self._shares_blocks(number)
@@ -217,37 +225,15 @@ _columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have e
 
 
 class _Reader:
-    """See `RowGroupReader`. columns: None: all, which Arrow need not look up. times: See `ParquetFooter`."""
+    """See `RowGroupReader`. columns: None: all, which Arrow need not look up."""
 
-    def __init__(
-        self,
-        file: pq.ParquetFile,
-        number: int,
-        columns: list[str] | None,
-        wait: Callable[[], None],
-        times: Mapping[str, pa.DataType],
-    ) -> None:
-        self._times = times
+    def __init__(self, file: pq.ParquetFile, number: int, columns: list[str] | None, wait: Callable[[], None]) -> None:
         self._file = file
         self._number = number
         self._columns = columns
         self.wait = wait
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
-        return map(self._with_times, self._tables(rows)) if self._times else self._tables(rows)
-
-    def _with_times(self, table: pa.Table) -> pa.Table:
-        for place, name in enumerate(table.column_names):
-            if name in self._times:
-                try:
-                    column = table.column(place).cast(self._times[name])
-                except pa.ArrowInvalid as error:
-                    reason = f"column {name!r} has a time outside of the years 1678 to 2261, which ns cannot hold"
-                    raise pa.ArrowInvalid(f"{reason}: leave it out with columns=, or write it in us") from error
-                table = table.set_column(place, name, column)
-        return table
-
-    def _tables(self, rows: int) -> Iterator[pa.Table]:
         self.wait()
         if self._file.metadata.row_group(self._number).num_rows <= rows:
             yield self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
@@ -262,6 +248,23 @@ class _Reader:
                 pending = [batch.slice(len(batch) - excess)] if excess else []
         if pending:
             yield pa.Table.from_batches(pending)
+
+
+class _LongTimesReader:
+    """A reader of a row group with times of 96 bits. See `RowGroupReader`.
+
+    Args:
+        reader: Reads all columns, and those times in us.
+        in_ns: Reads the columns with those times in ns. Arrow wraps them around if 64 bits cannot hold them.
+    """
+
+    def __init__(self, reader: _Reader, in_ns: _Reader) -> None:
+        self._reader = reader
+        self._in_ns = in_ns
+        self.wait = reader.wait
+
+    def tables(self, rows: int) -> Iterator[pa.Table]:
+        return map(with_nanoseconds, self._reader.tables(rows), self._in_ns.tables(rows))
 
 
 def _is_ns(kind: pa.DataType) -> bool:

@@ -25,6 +25,7 @@ from PIL import Image
 from rows_of_writers import ROWS
 
 from dataload import make_dataset
+from dataload.catalog import filtering
 from dataload.errors import DataError
 
 SCHEMA = pa.schema(
@@ -128,6 +129,75 @@ def test_times_of_96_bits_that_ns_cannot_hold(tmp_path: Path, kind: pa.DataType)
     with pytest.raises(DataError, match=r"row group 0.*column 't' has a time outside of the years 1678 to 2261"):
         later[0]
     assert make_dataset(tmp_path / "9999.parquet", columns=["x"], cache=False)[0]["x"] == 9999
+
+
+INSTANTS = [1577934245000000123, 1577934245000001999, -1, -(2**63) + 1000, 2**63 - 1]
+NS = pa.timestamp("ns")
+
+
+def test_times_of_96_bits_have_nanoseconds(tmp_path: Path) -> None:
+    """Also in nested columns, and in columns whose names have dots."""
+    member = pa.field("u", pa.int64(), nullable=False)
+    columns = {
+        "t": pa.array(INSTANTS, NS),
+        "e.t": pa.array(INSTANTS, NS),
+        "x": pa.array(range(5)),
+        "s": pa.array([{"t": value, "u": 1} for value in INSTANTS], pa.struct([pa.field("t", NS), member])),
+        "lists": pa.array([[value] for value in INSTANTS], pa.list_(NS)),
+        "map": pa.array([[("k", value)] for value in INSTANTS], pa.map_(pa.string(), NS)),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", use_deprecated_int96_timestamps=True)
+    dataset = make_dataset(tmp_path / "x.parquet", cache=False)
+    batch = dataset.__getitems__(range(5)).columns
+    for name in ("t", "e.t", "s.t"):
+        assert batch[name].tolist() == INSTANTS
+    assert [each.tolist() for each in batch["lists"]] == [[value] for value in INSTANTS]
+    assert dataset[0]["map"] == [("k", pa.scalar(INSTANTS[0], NS).as_py())]
+    members = make_dataset(tmp_path / "x.parquet", columns=["s.u"], cache=False).__getitems__(range(5)).columns
+    assert {name: column.tolist() for name, column in members.items()} == {"s.u": [1] * 5}
+
+
+def test_filters_compare_nanoseconds_of_times_of_96_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a row group whose bytes are freed while the filter reads it."""
+    monkeypatch.setattr(filtering, "HELD_BYTES", 1)
+    table = pa.table({"t": pa.array(np.arange(100_000) * 10**9 + 7, NS), "x": range(100_000)})
+    pq.write_table(table, tmp_path / "x.parquet", use_deprecated_int96_timestamps=True, use_dictionary=False)
+    for row in (0, 99_999):
+        filters = [("t", "=", np.datetime64(row * 10**9 + 7, "ns"))]
+        assert make_dataset(tmp_path, filters=filters, cache=False).__getitems__([0]).columns["x"].tolist() == [row]
+
+
+@pytest.mark.parametrize(("nanoseconds", "fits"), [(775_807, True), (775_808, False), (775_999, False)])
+@pytest.mark.parametrize(
+    "kind",
+    [NS, pa.list_(NS), pa.list_(NS, 1), pa.map_(NS, NS), pa.struct([("m", NS)]), pa.list_(pa.struct([("m", NS)]))],
+)
+def test_the_last_time_of_96_bits_that_ns_can_hold(
+    tmp_path: Path, kind: pa.DataType, nanoseconds: int, fits: bool
+) -> None:
+    """The test changes the nanoseconds of the day in the file, because pyarrow cannot write later times."""
+    last = 2**63 - 1
+    value: Any = last
+    if pa.types.is_struct(kind):
+        value = {"m": last}
+    elif pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        value = [{"m": last} if pa.types.is_struct(kind.value_type) else last]
+    elif pa.types.is_map(kind):
+        value = [(last, last)]
+    path = tmp_path / "x.parquet"
+    options: Any = {"use_dictionary": False, "compression": "none", "write_statistics": False}
+    pq.write_table(pa.table({"t": pa.array([value], kind)}), path, use_deprecated_int96_timestamps=True, **options)
+    content = path.read_bytes()
+    of_day = last % (86400 * 10**9)
+    old, new = of_day.to_bytes(8, "little"), (of_day - 775_807 + nanoseconds).to_bytes(8, "little")
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+    dataset = make_dataset(path, cache=False)
+    if fits:
+        dataset[0]
+    else:
+        with pytest.raises(DataError, match="column 't' has a time outside of the years"):
+            dataset[0]
 
 
 def test_features_of_hugging_face_datasets(tmp_path: Path) -> None:
