@@ -162,10 +162,23 @@ def digest_of(fill_null: Any, *content: Any) -> str:
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
-def _complete(fill_null: Any) -> Any:
-    """Return the value in a form whose repr is complete: the repr of a long array omits its middle."""
-    if isinstance(fill_null, Mapping):
-        return {name: _complete(value) for name, value in sorted(fill_null.items())}
-    if isinstance(fill_null, (np.ndarray, np.generic)):
-        return [str(fill_null.dtype), fill_null.tolist()]
-    return fill_null
+def _complete(value: Any) -> Any:
+    """Return the value in a form whose repr is complete.
+
+    The repr of a long array omits its middle, and the repr of an Arrow value may have its address.
+    """
+    if isinstance(value, Mapping):
+        return {name: _complete(each) for name, each in sorted(value.items())}
+    if isinstance(value, (list, tuple)):
+        return [_complete(each) for each in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return [str(value.dtype), _complete(value.tolist())]
+    if isinstance(value, pa.Scalar):
+        value = pa.repeat(value, 1)
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        table = pa.table([value], [""])
+        with pa.BufferOutputStream() as sink:
+            with pa.ipc.new_stream(sink, table.schema) as stream:
+                stream.write_table(table)
+            return sink.getvalue().to_pybytes()
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import re
@@ -18,6 +19,7 @@ import torch
 from decoded import gather, plain, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import feather
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import ConfigError, DataError
@@ -26,6 +28,7 @@ from dataload.formats.schema import fields_of
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import Flat, to_batch
 from dataload.rows.columns import Coded
+from dataload.rows.row_group_plan import digest_of
 
 WAYS_OUT = "pass fill_null= to replace them, or null_masks=True to mark them"
 
@@ -341,3 +344,34 @@ def test_nulls_among_gathered_rows() -> None:
     tables = [table_with_nulls(9).select(["s"]), table_with_nulls(5).select(["s"])]
     which, rows = np.array([1, 0, 0, 1]), np.array([0, 3, 4, 4])
     assert to_batch(gather(tables, which, rows))["s"] == [None, None, "4", "4"]
+
+
+LONG = np.arange(2000)
+CLOSE = np.float64(1 / 3), np.nextafter(1 / 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("filling", "other"),
+    [
+        ([LONG], [np.where(LONG == 1000, 0, LONG)]),
+        ({"c": (LONG,)}, {"c": (np.where(LONG == 1000, 0, LONG),)}),
+        ([np.full(2, CLOSE[0])], [np.full(2, CLOSE[1])]),
+        (np.array([None, LONG], object), np.array([None, np.where(LONG == 1000, 0, LONG)], object)),
+        (pa.array(LONG), pa.array(LONG + 1)),
+        (pa.chunked_array([LONG]), pa.chunked_array([LONG + 1])),
+        (pa.scalar(1, pa.timestamp("ns")), pa.scalar(2, pa.timestamp("ns"))),
+        (pa.array(["a", "b"]).dictionary_encode()[0], pa.array(["b", "a"]).dictionary_encode()[0]),
+    ],
+)
+def test_the_digest_of_a_null_replacement_is_of_its_values(filling: Any, other: Any) -> None:
+    assert digest_of(filling) != digest_of(other)
+    assert digest_of(filling) == digest_of(copy.deepcopy(filling))
+
+
+def test_another_null_replacement_has_other_cached_rows(tmp_path: Path) -> None:
+    table = pa.table({"c": pa.array([None], pa.list_(pa.list_(pa.int64(), 2000), 1))})
+    feather.write_feather(table, str(tmp_path / "x.arrow"))
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    for filling in (LONG, np.where(LONG == 1000, 0, LONG)):
+        dataset = make_dataset(str(tmp_path / "x.arrow"), fill_null={"c": [filling]}, cache=cache)
+        assert dataset[0]["c"].tolist() == [filling.tolist()]
