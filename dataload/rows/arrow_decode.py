@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from dataload.errors import DataError
 from dataload.formats.arrow_arrays import bounds, numbers, plain, unwrapped, valid
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
+from dataload.formats.exact_values import array_of
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
@@ -158,12 +159,9 @@ class _Decoder:
             kinds.append(pa.float64())
         for candidate in kinds:
             try:
-                value = self._dense(unwrapped(pa.array([self._filling], candidate)))[0][0]
+                return self._dense(unwrapped(array_of(self._filling, candidate)))[0][0]
             except NO_VALUE:
                 continue
-            if pa.types.is_integer(candidate) and value != self._filling:  # Arrow truncates fractions.
-                continue
-            return value
         if self._must_fill or not (self._masks or pa.types.is_floating(kinds[-1])):
             raise self._no_filling(kind)
         return None
@@ -213,7 +211,7 @@ class _Decoder:
         if self._filling is None:
             return column
         try:
-            return pc.fill_null(column, pa.scalar(self._filling, column.type))
+            return pc.fill_null(column, array_of(self._filling, column.type)[0])
         except NO_VALUE as error:
             if self._must_fill:
                 raise self._no_filling(column.type) from error

@@ -6,7 +6,7 @@ import copy
 import io
 import math
 import re
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,10 @@ def test_the_error_of_a_replacement_names_the_way_out() -> None:
     [
         *((pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")),
         *((pa.uint8(), -1), (pa.int32(), 2**70), (pa.int64(), math.inf), (pa.list_(pa.uint8()), [-1])),
+        *((pa.list_(pa.int64()), [0.5, 1.5]), (pa.list_(pa.uint8()), [1.9]), (pa.list_(pa.uint8()), np.array([1.9]))),
+        *((pa.list_(pa.int32(), 2), [7, None]), (pa.list_(pa.int32(), 2), [7, 1.5]), (pa.list_(pa.int8()), [None])),
+        *((pa.list_(pa.list_(pa.int8(), 1), 1), [[1.5]]), (pa.timestamp("s"), 1.5), (pa.list_(pa.date32()), [1.5])),
+        *((pa.timestamp("s"), datetime(2020, 1, 1, 0, 0, 0, 5, UTC)), (pa.duration("s"), timedelta(microseconds=5))),
     ],
 )
 def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
@@ -236,6 +240,41 @@ def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: An
         with pytest.raises(DataError, match=r"fill_null=.* is no"):
             whole(table, filling)
     assert whole(table, filling, null_masks=True)["c.is_null"].tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "filling"),
+    [
+        *(
+            (pa.float16(), 1e9),
+            (pa.float32(), 1e300),
+            (pa.list_(pa.float16()), [1e9]),
+            (pa.list_(pa.float16(), 1), [9e9]),
+        ),
+        *((pa.list_(pa.float64(), 2), [7.0, None]), (pa.list_(pa.float32()), [None])),
+    ],
+)
+def test_a_null_replacement_of_floats_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
+    with pytest.raises(DataError, match=r"fill_null=.* is no"):
+        whole(pa.table({"c": pa.array([None], kind)}), {"c": filling})
+
+
+@pytest.mark.parametrize(
+    ("kind", "filling", "expected"),
+    [
+        *((pa.float16(), np.float32(2), 2), (pa.float16(), math.inf, math.inf), (pa.float32(), 0.5, 0.5)),
+        *((pa.int8(), 2.0, 2), (pa.int8(), np.bool_(True), 1), (pa.bool_(), True, 1)),
+        *((pa.list_(pa.float16()), np.ones(2, np.float32), [1, 1]), (pa.list_(pa.int8()), range(2), [0, 1])),
+        *((pa.list_(pa.float16(), 2), [np.float32(1), 2], [1, 2]), (pa.list_(pa.uint8()), b"ab", [97, 98])),
+        *((pa.list_(pa.int8(), 2), (1.0, np.int64(2)), [1, 2]), (pa.list_(pa.int64()), pa.array([1, 2]), [1, 2])),
+        *((pa.list_(pa.int64(), 2), pa.scalar([1, 2]), [1, 2]), (pa.int64(), pa.scalar(3), 3)),
+        *((pa.timestamp("ns"), np.datetime64(5, "ns"), 5), (pa.date32(), 4, 4), (pa.date32(), date(1970, 1, 2), 1)),
+        *((pa.timestamp("us", "UTC"), datetime(1970, 1, 1, tzinfo=UTC), 0), (pa.list_(pa.bool_()), [True], [1])),
+    ],
+)
+def test_a_null_replacement_of_another_type_that_holds_it(kind: pa.DataType, filling: Any, expected: Any) -> None:
+    [found] = whole(pa.table({"c": pa.array([None], kind)}), {"c": filling})["c"]
+    assert np.array_equal(found.tolist(), expected)
 
 
 def test_a_replacement_keeps_the_mask() -> None:
