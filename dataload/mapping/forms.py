@@ -138,8 +138,8 @@ def fitted(field: Field, value: Any, rows: int) -> Column:
         raise DataError(
             f"column {field.name!r} has the form {form} here, and {expected} in the rows before: return one"
         )
-    if isinstance(column, Dense):
-        return Dense(column.values.astype(field.dtype, copy=False))
+    if isinstance(column, Dense):  # The function may write its next result to the same memory.
+        return Dense(column.values.astype(field.dtype))
     assert isinstance(column, Ragged)
     return Ragged(column.values.astype(field.dtype, copy=False), column.offsets, column.valid)
 

@@ -69,6 +69,34 @@ def dataset(file: Path, cache: CacheConfig) -> Dataset:
     return make_dataset(file, cache=cache)
 
 
+OF_THREAD = threading.local()
+
+
+def into_a_buffer(batch: dict[str, Any]) -> dict[str, Any]:
+    ids = batch["id"].numpy()
+    buffer = vars(OF_THREAD).setdefault("buffer", np.empty((GROUP, 2), np.int64))[: len(ids)]
+    buffer[:] = ids[:, None]
+    return {
+        "array": buffer,
+        "tensor": torch.from_numpy(buffer),
+        "lists": [*buffer],
+        "bytes": [row.data for row in buffer],
+    }
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_a_function_may_return_a_buffer_that_it_uses_again(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, processes: int | None
+) -> None:
+    monkeypatch.setattr(row_groups, "FIRST_ROWS", 1)
+    monkeypatch.setattr(row_groups, "CHUNK_ROWS", 1)
+    batch = dataset.map(into_a_buffer, version="1", processes=processes).__getitems__(range(ROWS)).columns
+    expected = [[row, row] for row in range(ROWS)]
+    assert batch["array"].tolist() == batch["tensor"].tolist() == expected
+    assert [row.tolist() for row in batch["lists"]] == expected
+    assert [np.frombuffer(row, np.int64).tolist() for row in batch["bytes"]] == expected
+
+
 def every_form(batch: dict[str, Any]) -> dict[str, Any]:
     ids = batch["id"]
     return {
