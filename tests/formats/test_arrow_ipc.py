@@ -186,6 +186,11 @@ def test_small_batches_are_fetched_together(bucket: Any, stored: Callable[..., A
     assert bucket.server.stats()["get_requests"] <= 2
 
 
+def test_a_column_that_has_the_name_of_a_member_inside_a_list(stored: Callable[..., Any]) -> None:
+    batch = pa.record_batch({".x": range(100), "list": [[{"x": number}] for number in range(100)]})
+    assert stored(written([batch])).__getitems__(range(100)).columns[".x"].tolist() == [*range(100)]
+
+
 def test_dictionaries_that_grow(stored: Callable[..., Any]) -> None:
     """Later dictionaries of a stream replace or extend the earlier ones; those of a file extend them."""
     words = [["a"], ["a", "bb"], ["a", "bb", "ccc"]]

@@ -186,7 +186,7 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
     """
     slices, character_buffers = {}, iter(views)
 
-    def add(name: str, kind: pa.DataType, start: int) -> int:
+    def add(name: str | None, kind: pa.DataType, start: int) -> int:  # None: inside a list, where names are no columns
         if isinstance(kind, pa.BaseExtensionType):
             return add(name, kind.storage_type, start)
         types = pa.types
@@ -197,8 +197,10 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
             stop += next(character_buffers, 0)
         if not types.is_dictionary(kind):
             for child in children(kind):
-                stop = add(f"{name}.{child.name}" if types.is_struct(kind) else "", child.type, stop)
-        slices[name] = slice(start, stop)
+                is_member = name is not None and types.is_struct(kind)
+                stop = add(f"{name}.{child.name}" if is_member else None, child.type, stop)
+        if name is not None:
+            slices[name] = slice(start, stop)
         return stop
 
     end = 0
