@@ -88,14 +88,14 @@ class _Pickler(pickle.Pickler):
         return start
 
     def joined(self, value: Any, outermost: bool = True) -> Any:
-        """Return the value with each column of views, and each column of vectors, as one `_Call`.
+        """Return the value with each column of views of bytes, and each column of vectors, as one `_Call`.
 
         Columns are entries of dicts, of tuples, and of the outermost list. The rows of a column are not searched: they
         may be many nested values.
         """
         if type(value) is list:
             kinds = set(map(type, value))
-            if kinds == {memoryview}:
+            if kinds == {memoryview} and all(map(_is_bytes, value)):
                 return _Call(_views, np.frombuffer(b"".join(value), np.uint8), [view.nbytes for view in value])
             if kinds == {torch.Tensor} and _can_be_joined(value):
                 return _Call(list, _Call(torch.split, torch.cat(value), [len(vector) for vector in value]))
@@ -110,7 +110,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is np.ndarray and value.dtype.kind in "biufc":
             return _Content.array, (self.put(value), value.dtype.str, value.shape)
         if isinstance(value, memoryview):
-            return memoryview, (value.tobytes(),)
+            return (memoryview, (value.tobytes(),)) if _is_bytes(value) else (_view, (np.asarray(value), value.format))
         return NotImplemented
 
 
@@ -170,6 +170,19 @@ def _views(joined: npt.NDArray[np.uint8], lengths: list[int]) -> list[memoryview
     memory = joined.data.toreadonly()
     ends = itertools.accumulate(lengths, initial=0)
     return [memory[first:last] for first, last in itertools.pairwise(ends)]
+
+
+def _view(array: npt.NDArray[Any], code: Any) -> memoryview:
+    """Return a view of an array with the format `code`, for which numpy may have another name, such as "l" for "q"."""
+    view = array.data
+    if view.format != code and len(code) == 1:
+        flat = array.reshape(-1).view(np.uint8).data
+        view = flat.cast(code) if array.ndim == 1 else flat.cast(code, array.shape)
+    return view.toreadonly()
+
+
+def _is_bytes(view: memoryview) -> bool:
+    return view.format == "B" and view.ndim == 1 and view.c_contiguous
 
 
 def _memory(content: torch.Tensor | bytearray) -> memoryview:

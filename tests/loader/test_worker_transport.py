@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import gc
 import multiprocessing
 import pickle
@@ -159,10 +161,29 @@ def test_subclasses_are_preserved() -> None:
     assert dict.fromkeys(found["names"], 1) == {b"a": 1, b"b": 1}
 
 
-def test_views_of_numbers_arrive_as_their_bytes() -> None:
-    numbers = np.arange(4, dtype=np.float32)
-    found = unpack(pack([memoryview(numbers[:2]), memoryview(numbers[2:])]))
-    assert b"".join(found) == numbers.tobytes()
+NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        *(memoryview(NUMBERS), NUMBERS[::2, ::3].data, NUMBERS[:0].data, np.array(2.5).data, np.ones(2, ">i4").data),
+        *(memoryview(array.array("q", [1, -2])), memoryview(array.array("q")), memoryview(b"abcd").cast("c")),
+        *(memoryview(b"abcd").cast("B", (2, 2)), memoryview((ctypes.c_int * 2)(1, 2)), memoryview(b"abcd").cast("b")),
+        memoryview(b"abcd")[::2],
+    ],
+)
+def test_views_of_other_formats_and_shapes_keep_them(view: memoryview) -> None:
+    def content(view: memoryview) -> Any:
+        return view.format.lstrip("<"), view.shape, view.tobytes()
+
+    for found in (
+        *unpack(pack([view, view])),
+        unpack(pack({"v": view}))["v"],
+        unpack(pack([view, memoryview(b"a")]))[0],
+    ):
+        assert content(found) == content(view)
+        assert found.readonly
 
 
 def test_a_batch_is_freed_without_a_collection_of_garbage() -> None:
