@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import pyarrow as pa
@@ -17,7 +17,9 @@ from dataload.formats.schema import fields_of
 _Column = tuple[Object, pa.Field]  # and a file that has it
 
 
-def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> tuple[pa.Schema, dict[str, str]]:
+def common_schema(
+    schemas: Iterable[tuple[Object, pa.Schema]], members: Collection[str]
+) -> tuple[pa.Schema, dict[str, str]]:
     """Return the flat columns that files have, in order of appearance, and how the types of some columns differ.
 
     Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
@@ -28,6 +30,7 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> tuple[pa.Schem
 
     Args:
         schemas: Each file and its flat schema. There is at least one.
+        members: The columns that are members of structs in a file. Others may have dots in their names, too.
 
     Returns:
         The schema, and by column a text that names two files whose types differ.
@@ -47,7 +50,7 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> tuple[pa.Schem
             elif has_null_type(here.type):
                 columns[name] = obj, filled(here, there)
     for name, (obj, _) in columns.items():
-        for struct in _structs_of(name):
+        for struct in _structs_of(name) if name in members else ():
             if struct in columns:  # a column of this name in one file, a struct in the other
                 source, field = columns[struct]
                 text = _conflict(struct, (obj, "a struct"), (source, str(field.type)))
@@ -58,7 +61,8 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> tuple[pa.Schem
 def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:
     """Return the columns of a flat schema that a file with the flat schema `own` lacks."""
     names = set(own.names)
-    return [name for name in schema.names if names.isdisjoint([name, *_structs_of(name)])]
+    nulls = {field.name for field in own if pa.types.is_null(field.type)}  # They may be structs in other files.
+    return [name for name in schema.names if name not in names and nulls.isdisjoint(_structs_of(name))]
 
 
 def _structs_of(name: str) -> list[str]:

@@ -29,7 +29,7 @@ from dataload.formats.schema import fields_of, flatten
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
 
-VERSION = 6
+VERSION = 7
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +285,9 @@ def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
     found = read_footers(objects, blocks, _Summarize(), progress)
-    schema, conflicts = common_schema([(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)])
+    members = {name for own in {own for (own, _), _ in found} for name in {*own.flat.names} - {*own.own.names}}
+    flat = [(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)]
+    schema, conflicts = common_schema(flat, members)
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
     if not schema.names and not partitions:

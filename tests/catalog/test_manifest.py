@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from decoded import plain
+from pyarrow import feather
 
 from dataload import make_dataset, make_loader
 from dataload.cache.config import CacheConfig
@@ -215,6 +217,30 @@ def test_a_parquet_file_cut_short(bucket: Any, cache: CacheConfig) -> None:
     refused(DataError, r"cut\.parquet is cut short", bucket.url("data"), storage_options=bucket.options, cache=cache)
     bucket.put("data/cut.parquet", b"PAR1" + b"x" * 50 + (50).to_bytes(4, "little") + b"PAR1")
     refused(DataError, r"cut\.parquet", bucket.url("data"), storage_options=bucket.options, cache=cache)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_column_whose_name_begins_with_that_of_another(tmp_path: Path, form: str) -> None:
+    """The name has a dot, as those of the members of structs do."""
+    table = pa.table({"a": [1, 2], "a.b": ["x", None], "a.b.c": [[3], [4]], "s": [{"u": 5}, {"u": 6}]})
+    for number, part in enumerate([table, table.select(["s", "a.b.c", "a.b", "a"])]):
+        path = str(tmp_path / f"{number}.{form}")
+        if form == "parquet":
+            pq.write_table(part, path)
+        else:
+            feather.write_feather(part, path)
+    expected: dict[str, Any] = {"a": [1, 2] * 2, "a.b": ["x", None] * 2, "a.b.c": [[3], [4]] * 2, "s.u": [5, 6] * 2}
+
+    def columns_of(**options: Any) -> dict[str, Any]:
+        batch = make_dataset(str(tmp_path), cache=False, **options).__getitems__(range(4)).columns
+        return {name: pa.array([*map(plain, column)]).to_pylist() for name, column in batch.items()}
+
+    assert columns_of() == expected
+    for name, column in expected.items():
+        assert columns_of(columns=[name]) == {name: column}
+    assert make_dataset(str(tmp_path), filters=[("a", "=", 1), ("a.b", "=", "x")], cache=False).num_rows == 2
+    pq.write_table(pa.table({"a": [1], "s": [{"u": 5}], "a.b.c": [[3]]}), tmp_path / "2.parquet")
+    refused(DataError, r"2\.parquet lacks column 'a\.b'", str(tmp_path), cache=False)
 
 
 @pytest.mark.parametrize(
