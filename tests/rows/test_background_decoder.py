@@ -16,10 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 from row_groups import load, make_in_background
+from scarce_memory import ScarceMemory
 from threads import no_more_threads
 
 from dataload import CacheConfig, make_dataset, make_loader
@@ -29,6 +33,7 @@ from dataload.rows import scheduler
 from dataload.rows.background_decoder import client, worker
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
 from dataload.runtime.child_process import start_process
+from dataload.runtime.counters import Counters
 
 
 @pytest.fixture
@@ -93,6 +98,21 @@ def test_an_error_of_the_process_is_raised_by_the_caller(
     decoder.end()
 
 
+def test_after_an_error_that_only_the_process_has_the_caller_decodes(
+    tmp_path: Path, table_of: Callable[[int, int], pa.Table], cache: CacheConfig
+) -> None:
+    fsspec.register_implementation("scarce", ScarceMemory, clobber=True)
+    pq.write_table(table_of(0, 10), tmp_path / "x.parquet", row_group_size=5)
+    dataset = make_dataset(f"scarce://{tmp_path}/x.parquet", storage_options={"owner": os.getpid()}, cache=cache)
+    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    make_in_background(decoder, 0)
+    assert decoder._process.ready.wait(60)
+    assert not make_in_background(decoder, 1)
+    assert decoder._process.made == 0
+    assert dataset.rowstore.gather(np.array([7])).rows["row_id"].tolist() == [7]
+    decoder.end()
+
+
 def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: BackgroundDecoder, dataset: Any) -> None:
     first = decoder._process
     first._popen.kill()
@@ -135,6 +155,21 @@ def test_demand_ends_the_wait_for_the_process(
     os.kill(process._popen.pid, signal.SIGCONT)
     assert make_in_background(decoder, 8, demand)
     assert make_in_background(decoder, 9, demand)
+
+
+def test_requests_to_a_stopped_process_never_block(decoder: BackgroundDecoder) -> None:
+    """More than its socket holds. The caller makes the other row groups itself."""
+    process = decoder._process
+    os.kill(process._popen.pid, signal.SIGSTOP)
+    answers: list[object] = []
+
+    def ask() -> None:
+        answers.extend(process.make(group, DemandSignal(), lambda: True, Counters()) for group in range(2000))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(30)
+    assert answers == [None] * 2000
 
 
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:

@@ -19,6 +19,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from dataload.cache.origin.origin import dump_resolved
+from dataload.errors import DataError, ObjectChanged, OriginNotFound
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_groups import RowGroups
@@ -34,7 +35,8 @@ BUSY_SECONDS = 1.0  # without a wait, until it is worth starting the worker, whi
 NICENESS = 19  # keeps a step that uses the interpreter all the time at nine tenths of its speed
 MAX_FAILURES = 3
 FORGIVEN_AFTER = 100  # row groups that a process made: its earlier failures and those of others no longer count
-BACKOFF_SECONDS = 30.0  # after a row group that the cache had no space for
+BACKOFF_SECONDS = 30.0  # after a row group that the process did not cache
+MAX_REQUESTS = 64  # unanswered; more than the socket holds would block the caller while the process is stopped
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +136,8 @@ class BackgroundDecoder(ForkAware):
             account: Account of the row group, see `Ledger`. The cost is added to it even if the result comes late.
 
         Raises:
-            OriginError: The origin does not answer, or the file does not exist.
+            OriginNotFound: The file does not exist.
+            ObjectChanged: The file was replaced.
             DataError: The row group cannot be decoded.
             CancelledError: The program exits, or another thread ended the process.
         """
@@ -152,9 +155,9 @@ class BackgroundDecoder(ForkAware):
         if done is None:
             return False
         waited(since, done.making, instead=done.making.longest())
-        if done.error is not None:
+        if isinstance(done.error, DataError | ObjectChanged | OriginNotFound):  # This process would raise it, too.
             raise done.error
-        if not done.cached:  # The cache has no space, so the caller has to make the blobs again.
+        if not done.cached:  # The cache has no space, or the process has an error that this one may not have.
             self._paused_until = monotonic() + BACKOFF_SECONDS
         return done.cached
 
@@ -258,7 +261,7 @@ class _Process:
         atexit.register(self._end_with_program)
 
     def make(self, group: int, demand: DemandSignal, is_urgent: Callable[[], bool], account: Counters) -> Done | None:
-        """Return the result of a row group, or None if the process died or the row group became urgent.
+        """Return the result of a row group, or None: the process is dead or busy, or the row group urgent.
 
         Raises:
             CancelledError: `end` was called.
@@ -267,6 +270,8 @@ class _Process:
             if self.ended.is_set():
                 return None
             if group not in self._requests:
+                if len(self._requests) >= MAX_REQUESTS:
+                    return None
                 self._requests[group] = Future(), account
                 account.add(under_way=1, ordered=1)
                 with suppress(OSError):  # The process died; the listener notices next.
