@@ -10,9 +10,11 @@ from typing import TypeVar
 
 from dataload.cache.origin.errors import is_transient
 
-RETRY_SECONDS = 60.0  # The last attempt begins after this time: an outage of the store may last as long.
+# The last attempt begins this long after the first failure: an outage of the store may last as long.
+RETRY_SECONDS = 60.0
 # The same until the store has answered for the first time: its address may be wrong.
 FIRST_CONTACT_SECONDS = 5.0
+LEAST_ATTEMPTS = 3  # at a store that has answered, also if each takes long or waits for other requests
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
 
 T = TypeVar("T")
@@ -31,19 +33,25 @@ def retried(
 
     Args:
         request: Makes the request once.
-        seconds: Returns for how long after the first attempt to retry a transient error.
+        seconds: Returns for how long after the first failure to retry a transient error.
         retry: Called with the error before each retry.
         sleep: Waits for a number of seconds.
         clock: Monotonic time in seconds.
     """
-    began = clock()
+    failed_at: float | None = None
     for attempt in itertools.count():
         try:
             return request()
         except Exception as error:
-            left = began + seconds(error) - clock() if is_transient(error) else 0
-            if left <= 0:
+            if not is_transient(error):
+                raise
+            failed_at = clock() if failed_at is None else failed_at
+            allowed = seconds(error)
+            left = failed_at + allowed - clock()
+            too_few = attempt + 1 < LEAST_ATTEMPTS and allowed > FIRST_CONTACT_SECONDS
+            if left <= 0 and not too_few:
                 raise
             retry(error)
-        sleep(min(left, _random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))))
+        pause = _random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
+        sleep(pause if left <= 0 else min(left, pause))
     raise AssertionError("unreachable")

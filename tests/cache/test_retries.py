@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from dataload.cache.origin.retries import FIRST_PAUSE, LONGEST_PAUSE, RETRY_SECONDS, retried
+from dataload.cache.origin.retries import (
+    FIRST_CONTACT_SECONDS,
+    FIRST_PAUSE,
+    LEAST_ATTEMPTS,
+    LONGEST_PAUSE,
+    RETRY_SECONDS,
+    retried,
+)
 
 
 class Store:
@@ -66,10 +73,26 @@ def test_the_last_attempt_begins_with_the_last_second() -> None:
     with pytest.raises(ConnectionResetError):
         store.read()
     assert store.now == pytest.approx(RETRY_SECONDS)
-    slow = Store(2 * RETRY_SECONDS, seconds=RETRY_SECONDS)
+
+
+def test_a_request_that_failed_late_has_the_whole_time_for_retries() -> None:
+    """It may have waited for its turn for a minute before its first failure."""
+    store = Store(RETRY_SECONDS + 30)
+    late = iter([RETRY_SECONDS])
+
+    def request() -> str:
+        store.now += next(late, 0)
+        return Store.request(store)
+
+    assert retried(request, lambda _: RETRY_SECONDS, store.retried.append, store.sleep, lambda: store.now) == "bytes"
+
+
+@pytest.mark.parametrize(("seconds", "requests"), [(RETRY_SECONDS, LEAST_ATTEMPTS), (FIRST_CONTACT_SECONDS, 2)])
+def test_a_slow_request_is_repeated_unless_the_store_has_never_answered(seconds: float, requests: int) -> None:
+    store = Store(9 * RETRY_SECONDS, seconds=RETRY_SECONDS)
     with pytest.raises(ConnectionResetError):
-        slow.read()
-    assert slow.requests == 1
+        retried(store.request, lambda _: seconds, store.retried.append, store.sleep, lambda: store.now)
+    assert store.requests == requests
 
 
 def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
