@@ -19,7 +19,7 @@ from dataload.cache.metadata import MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.origin import connect, introduce
 from dataload.errors import ConfigError, ObjectChanged
-from dataload.runtime.redact import redacted
+from dataload.runtime.redact import cause_of, redacted
 
 COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
@@ -268,7 +268,7 @@ def open_source(
         filesystem = deferred_s3(url, storage_options) or fsspec.url_to_fs(url, **(storage_options or {}))[0]
     except (ValueError, ImportError, TypeError) as error:
         options = " with these storage_options" if storage_options else ""
-        raise ConfigError(f"{redacted(url)} cannot be opened{options}: {redacted(error)}") from error
+        raise ConfigError(f"{redacted(url)} cannot be opened{options}: {redacted(error)}") from cause_of(error)
     for other in others:
         if _store_of(other, filesystem) != _store_of(url, filesystem):
             raise ConfigError(

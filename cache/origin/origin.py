@@ -26,7 +26,7 @@ from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, 
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.redact import redacted
+from dataload.runtime.redact import cause_of, redacted
 from dataload.telemetry.wait_timeline import doing
 
 T = TypeVar("T")
@@ -256,7 +256,7 @@ class Origin(ForkAware):
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
-                raise ConfigError(rejected_options(path, error)) from error
+                raise ConfigError(rejected_options(path, error)) from cause_of(error)
 
     @contextmanager
     def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:
@@ -281,7 +281,7 @@ class Origin(ForkAware):
             if error is None:
                 raise
             self.counters.add(errors=isinstance(error, OriginError) and not isinstance(error, OriginNotFound))
-            raise error from raised
+            raise error from cause_of(raised)
 
 
 def dump_resolved(value: Any) -> memoryview:
@@ -317,7 +317,7 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
     try:
         return fsspec.filesystem(protocol, **(options or {}))
     except (ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from error
+        raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from cause_of(error)
 
 
 def _check(received: int, requested: int) -> None:

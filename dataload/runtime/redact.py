@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 CREDENTIALS = re.compile(
     "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string",
@@ -11,8 +12,8 @@ CREDENTIALS = re.compile(
 """Matches the names of options and query parameters that hold credentials."""
 
 _USERINFO = re.compile(r"(?<![\w/])//[^/?#\s]*@")  # up to the last @ of a host: a password may have others
-_QUERY = re.compile(r"\?(?!versionId=)[^\s'\"]*")  # signatures and tokens of presigned URLs
-
+# Signatures and tokens of presigned URLs. The version of an object is no secret.
+_QUERY = re.compile(r"(\?versionId=[^&\s'\"]*)?(?(1)(&[^\s'\"]*)?|\?[^\s'\"]*)")
 
 # Query parameters of the signatures of presigned URLs: of AWS and Google; of AWS, Google and CloudFront, with
 # "Signature"; of Azure, with "sig".
@@ -36,8 +37,19 @@ def without_signature(path: str) -> str:
 
 
 def redacted(text: object) -> str:
-    """Return `text` on one line, its URLs without user, password and query."""
-    return _USERINFO.sub("//", _QUERY.sub("", " ".join(str(text).split())))
+    """Return `text` on one line, its URLs without user, password and query, except a version of S3."""
+    return _USERINFO.sub("//", _QUERY.sub(r"\1", " ".join(str(text).split())))
+
+
+def cause_of(error: Exception) -> Exception | None:
+    """Return `error` as the cause of another one; None if the traceback would show credentials of a URL."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = " ".join("".join(traceback.format_exception_only(seen)).split())
+        if redacted(text) != text:
+            return None
+        seen = seen.__cause__ or seen.__context__
+    return error
 
 
 def unsigned(text: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -67,3 +69,15 @@ def test_an_expired_signature_is_named(expired: str) -> None:
         assert "s3cret" not in str(raised.value)
     with pytest.raises(OriginError, match="check the credentials"):
         origin.info(expired)
+
+
+def test_the_traceback_of_an_error_shows_no_credentials(expired: str) -> None:
+    origin = Origin(fsspec.filesystem("http", skip_instance_cache=True))
+    for url in (f"{expired}?X-Amz-Expires=60&X-Amz-Signature=s3cret", expired.replace("//", "//user:s3cret@")):
+        for call in (partial(origin.info, url), partial(origin.read, url, 0, 10, "v")):
+            with pytest.raises(OriginError, match="403") as raised:
+                call()
+            assert "s3cret" not in "".join(traceback.format_exception(raised.value))
+    with pytest.raises(OriginError, match="403") as raised:
+        origin.info(expired)
+    assert raised.value.__cause__ is not None
