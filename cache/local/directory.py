@@ -288,6 +288,7 @@ class CacheFolder:
         if not file.exists():
             if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
                 self.path.chmod(0o700)
+            recovery.doubt(self.path / "index")  # It may have lost other files besides.
             write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
             return
         try:

@@ -25,6 +25,7 @@ from dataload.cache.local.registry import open_folder
 from dataload.cache.local.setup import recovery
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate
+from dataload.errors import ConfigError
 
 NAMES = ("x/0", "x/2", "x/3", "y/0")
 
@@ -262,6 +263,33 @@ def test_a_lost_index_is_made_anew(left: Path, lost: str) -> None:
     assert all(is_kept(tier, name) for name in NAMES)
     del tier
     assert assert_sound(left, LIMIT) == set(NAMES)
+
+
+def test_a_cache_without_its_format_is_made_anew(left: Path) -> None:
+    """A program that cleans up may have removed it."""
+    (left / "FORMAT").unlink()
+    (left / "LIMIT").unlink(missing_ok=True)
+    folder = open_folder(left)
+    assert folder.rebuilt
+    folder.close()
+    assert assert_sound(left, LIMIT) == set(NAMES)
+
+
+@pytest.mark.parametrize("other", ["thesis.tex", "blobs/thesis.tex", "blobs/00/thesis.tex", "tmp/thesis", "index/x.db"])
+def test_a_folder_without_a_format_that_holds_another_file_is_no_cache(left: Path, other: str) -> None:
+    (left / "FORMAT").unlink()
+    (left / other).parent.mkdir(exist_ok=True)
+    (left / other).write_text("the only copy")
+    with pytest.raises(ConfigError, match=f"holds other files .{other}"):
+        open_folder(left)
+    assert (left / other).exists()
+
+
+def test_what_others_may_have_planted_is_no_cache(left: Path) -> None:
+    (left / "FORMAT").unlink()
+    left.chmod(0o777)
+    with pytest.raises(ConfigError, match="holds other files"):
+        open_folder(left)
 
 
 def lose_index(path: Path, lost: str) -> None:
@@ -506,8 +534,6 @@ def test_what_is_removed_under_a_reader(tmp_path: Path, removed: str) -> None:
             act()
         assert view == data_of("x/0")
         assert bytes_in(files_of(path).values()) <= 2 * LIMIT
-    if removed == "FORMAT":
-        return  # The user must fix the folder.
     del tier
     tier = LocalTier(path, LIMIT, "lru")
     put(tier, "x/0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from dataload.errors import ConfigError
@@ -32,6 +33,12 @@ LOCAL = frozenset(
 """Types of local filesystems, as in /proc/self/mountinfo."""
 OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT", "LIMIT")
 
+_LOCKS = re.compile("locks.*")
+_OUR_PATHS = re.compile(
+    r"locks.*|LIMIT|tmp(/\d{20}-\d+@.+-[0-9a-f]{16})?|index(/((data|lock)\.mdb|(locks\.)?state))?"
+    r"|blobs(/(?P<two>[0-9a-f]{2})(/(?P=two)[0-9a-f]{62})?)?"
+)
+
 
 def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
     """Check that an existing folder can be used as a cache.
@@ -53,13 +60,29 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
             f"cache_dir {path} belongs to user {owner}, this process runs as {os.geteuid()}: name a folder of your "
             "own, such as a new one inside it"
         )
-    # Another process may be creating this cache: it writes "locks*" before FORMAT, and all other names after it.
-    other_files = sorted(child.name for child in path.iterdir() if not child.name.startswith("locks"))
-    if other_files and not (path / "FORMAT").exists():
-        raise ConfigError(f"cache_dir {path} holds other files ({other_files[0]}, …): name an empty folder")
+    if not (path / "FORMAT").exists() and (other := _other_file(path)):
+        raise ConfigError(f"cache_dir {path} holds other files ({other}, …): name an empty folder")
     for name in OUR_NAMES:
         if (path / name).is_symlink():
             raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache creates: remove it")
+
+
+def _other_file(path: Path) -> str | None:
+    """Return a file or folder that may not be of a cache; None if there is none.
+
+    A program that cleans up may have removed FORMAT alone. A cache is closed to other users, who may have planted blobs
+    in another folder.
+    """
+    # Another process may be creating this cache: it writes "locks*" before FORMAT, and all other names after it.
+    ours = _OUR_PATHS if stat.S_IMODE(path.stat().st_mode) == 0o700 else _LOCKS
+    for folder, folders, files in os.walk(path):
+        within = Path(folder).relative_to(path)
+        for name in sorted([*folders, *files]):
+            if not ours.fullmatch(str(within / name)):
+                return str(within / name)
+        if within == Path("tmp"):
+            folders.clear()
+    return None
 
 
 OVERRIDE = "name a folder on a local disk, or, if only one host uses this folder, set allow_network_filesystem=True"
