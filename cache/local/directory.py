@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import stat
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -22,17 +19,24 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
-from dataload.cache.local.setup import default_limit, preflight, recovery
-from dataload.cache.local.setup.durable_file import write_durably
+from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
 from dataload.cache.local.setup.recovery import recover
-from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
+from dataload.cache.local.staging import (
+    OPEN_FOLDER,
+    StagingFolder,
+    clear_drafts,
+    living,
+    oldest_start,
+    remove,
+    users,
+)
 from dataload.cache.local.surplus import Surplus, TransientRows
 from dataload.errors import ConfigError
 
-FORMAT = 3
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
 EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk
 ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
 _SETUP = b"\xff" * 32  # key of the lock for creating, opening, sweeping and closing a folder
 # Errors that the user must fix. The tier handles all others (full disk, failing disk, too many open files) itself.
@@ -96,14 +100,12 @@ class CacheFolder:
                 if not held:
                     reason = f"another process has held the set-up lock for {SETUP_SECONDS:.0f} s; {users(path)}"
                     raise TimeoutError(errno.ETIMEDOUT, reason)
-                self._check_format()
+                cache_format.check(path)
                 for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
                 self.index = Index(path / "index")
                 try:
-                    self.rebuilt, used = recover(path, self.index, self.locks, detectable=detectable)
-                    self.default_limit = default_limit.fix(path, used)
-                    self.staging = StagingFolder(path / "tmp", self.index.start())
+                    self._recover(detectable=detectable)
                 except BaseException:
                     self.index.shut()
                     raise
@@ -118,6 +120,26 @@ class CacheFolder:
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
         )
+
+    def _recover(self, *, detectable: bool) -> None:
+        """Recover the folder and enter it. On a full disk, remove a blob first: a warm cache must open."""
+        self.rebuilt, removed = False, None
+        while True:
+            try:
+                rebuilt, used = recover(self.path, self.index, self.locks, detectable=detectable)
+                self.rebuilt |= rebuilt
+                self.default_limit = default_limit.fix(self.path, used)
+                self.staging = StagingFolder(self.path / "tmp", self.index.start())
+                break
+            except OSError as error:
+                if error.errno not in FULL or removed is not None:
+                    raise
+                removed = recovery.remove_a_blob(self.path / "blobs")
+                if removed is None:
+                    raise
+        if removed is not None:
+            with suppress(OSError, lmdb.Error):  # Else the row stays until it is the least recently used.
+                self.remove([removed])
 
     @property
     def released(self) -> bool:
@@ -282,23 +304,6 @@ class CacheFolder:
     def oldest_process(self) -> int:
         """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""
         return oldest_start(self.path / "tmp")
-
-    def _check_format(self) -> None:
-        file = self.path / "FORMAT"
-        if not file.exists():
-            if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
-                self.path.chmod(0o700)
-            recovery.doubt(self.path / "index")  # It may have lost other files besides.
-            write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
-            return
-        try:
-            found = json.loads(file.read_text())["format"]
-        except (ValueError, KeyError, TypeError):
-            found = "unreadable"
-        if found != FORMAT:
-            raise ConfigError(
-                f"cache_dir {self.path} has format {found}, this version reads {FORMAT}: remove it or name another"
-            )
 
 
 def _touch(path: Path) -> None:

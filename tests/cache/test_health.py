@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from dataload.cache.local import fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
-from dataload.cache.local.setup import default_limit
+from dataload.cache.local.setup import default_limit, recovery
 from dataload.cache.local.tier import LocalTier
 
 
@@ -460,6 +461,27 @@ def test_a_cache_on_a_full_disk_evicts_what_its_policy_allows(small_disk: Path, 
     assert tier.stats()["health"]["state"] == "normal"
     assert "errors" not in tier.stats()
     assert fsck.verify(tier.folder).problems == []
+
+
+@pytest.mark.parametrize("full", ["bytes", "files"])
+def test_a_warm_cache_on_a_full_disk_is_opened(small_disk: Path, full: str) -> None:
+    path = small_disk / "c"
+    tier = LocalTier(path, 1 << 30, "lru")
+    for name in ("x/3", "y/3", "z/3"):
+        put(tier, name)
+    tier.folder.close()
+    if full == "bytes":
+        fill_up(small_disk)
+    else:
+        entries = 1 + sum(1 for _ in small_disk.rglob("*"))
+        subprocess.run(["mount", "-o", f"remount,nr_inodes={entries}", small_disk], check=True)
+        with pytest.raises(OSError, match="No space"):
+            (small_disk / "other").touch()
+    tier = LocalTier(path, 1 << 30, "lru")
+    assert len([name for name in ("x/3", "y/3", "z/3") if tier.get(key(name))]) == 2
+    assert tier.stats()["health"]["state"] == "normal"
+    assert fsck.verify(tier.folder).problems == []
+    assert (path / "index" / "state").read_text() == recovery.boot_id()
 
 
 def test_a_disk_that_fills_up_and_is_freed(small_disk: Path) -> None:
