@@ -21,15 +21,7 @@ from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
 from dataload.cache.local.setup.recovery import recover
-from dataload.cache.local.staging import (
-    OPEN_FOLDER,
-    StagingFolder,
-    clear_drafts,
-    living,
-    oldest_start,
-    remove,
-    users,
-)
+from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
 from dataload.cache.local.surplus import Surplus, TransientRows
 from dataload.errors import ConfigError
 
@@ -175,7 +167,7 @@ class CacheFolder:
         try:
             parent = os.open(folder, OPEN_FOLDER)
         except FileNotFoundError:
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(Path(folder), lambda: self.evict(self.index.used_bytes() - 1))
             parent = os.open(folder, OPEN_FOLDER)
         try:
             os.rename(draft, name, dst_dir_fd=parent)
@@ -304,6 +296,17 @@ class CacheFolder:
     def oldest_process(self) -> int:
         """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""
         return oldest_start(self.path / "tmp")
+
+
+def _make(folder: Path, evict: Callable[[], None]) -> None:
+    """Create a folder. On a full disk, evict a blob first."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        evict()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _touch(path: Path) -> None:

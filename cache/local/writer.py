@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from dataload.cache.local import blob_file
-from dataload.cache.local.directory import CacheFolder
+from dataload.cache.local.directory import FULL, CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
@@ -87,10 +87,11 @@ class BlobWriter(Draft):
         folder.index.check_not_replaced()
         # Create the file before its row, so that a sweep after a kill finds the row to drop.
         self._path = folder.staging.draft(digest)
-        descriptor = blob_file.create(self._path)
+        descriptor = self._create(folder, self._path)
         step("fill: drafted")
         try:
             if not self._tier.reserve(folder, self.key, self._size, self._path):
+                self._tier.health.writes.worked()
                 return None
             step("fill: reserved")
             # A full disk raises here, before anything is fetched.
@@ -100,12 +101,24 @@ class BlobWriter(Draft):
         finally:
             os.close(descriptor)
 
+    def _create(self, folder: CacheFolder, draft: str) -> int:
+        """Create the draft. If the disk has no space for another file, evict as in a full cache, and try again."""
+        try:
+            return blob_file.create(draft)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._tier.reserve(folder, self.key, self._size, draft, folder.index.used_bytes()):
+                raise
+            folder.index.drop(self.key.digest)
+        return blob_file.create(draft)
+
     def _giving_way(self, folder: CacheFolder, descriptor: int, write: Callable[[], T]) -> T:
         """Call `write`, which writes the file. If the disk is full, evict as in a full cache, and call it once more."""
         try:
             return write()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._path is None:
+            if error.errno not in FULL or self._path is None:
                 raise
             os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_SET))
             folder.index.drop(self.key.digest)
@@ -148,7 +161,7 @@ class SmallBlobWriter(BlobWriter):
         self.draft = self._path = folder.staging.draft(key.digest)
         self._size = blob_file.size_on_disk(len(payload), key.name)
         self.row = Row(key.digest, key.name, self._size)
-        self._descriptor = blob_file.create(self.draft)
+        self._descriptor = self._create(folder, self.draft)
         self.is_entered = False  # whether the index has the row
 
     def write(self) -> memoryview:
@@ -215,6 +228,8 @@ class BulkWriter:
                     found[number] = writer.write()
             if any(reserved):
                 tier.health.worked()
+            elif writers:
+                tier.health.writes.worked()
         return found
 
     def _reserved(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:

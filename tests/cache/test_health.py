@@ -415,6 +415,13 @@ def fill_up(disk: Path) -> Path:
     return other
 
 
+def allow_no_more_files(disk: Path) -> None:
+    entries = 1 + sum(1 for _ in disk.rglob("*"))
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={entries}", disk], check=True)
+    with pytest.raises(OSError, match="No space"):
+        (disk / "other").touch()
+
+
 def test_a_disk_that_is_full_at_first_and_freed_later(small_disk: Path) -> None:
     clock = Clock()
     other = fill_up(small_disk)
@@ -463,6 +470,41 @@ def test_a_cache_on_a_full_disk_evicts_what_its_policy_allows(small_disk: Path, 
     assert fsck.verify(tier.folder).problems == []
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_disk_that_has_no_space_for_more_files(small_disk: Path, *, bulk: bool) -> None:
+    tier = LocalTier(small_disk / "c", 1 << 19, "lru")
+    for number in range(6):
+        put(tier, f"x/{number}")
+    allow_no_more_files(small_disk)
+    if bulk:
+        tier.bulk.put_together([(key("w/3"), memoryview(data_of("w/3")))])
+    else:
+        put(tier, "w/3")
+    assert tier.get(key("w/3")) == data_of("w/3")
+    assert tier.stats()["health"]["state"] == "normal"
+    assert "errors" not in tier.stats()
+    assert fsck.verify(tier.folder).problems == []
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_full_cache_is_healthy_again_once_its_disk_works(small_disk: Path, *, bulk: bool) -> None:
+    """What its policy keeps out shows that the disk works, too."""
+    clock = Clock()
+    tier = LocalTier(small_disk / "c", 50_000, "pin", clock)
+    put(tier, "x/3")
+    allow_no_more_files(small_disk)
+    put(tier, "y/3")
+    assert tier.stats()["health"]["state"] == "degraded"
+    subprocess.run(["mount", "-o", "remount,nr_inodes=1000", small_disk], check=True)
+    clock.now += LONGEST_PAUSE
+    if bulk:
+        tier.bulk.put_together([(key("y/3"), memoryview(data_of("y/3")))])
+    else:
+        put(tier, "y/3")
+    assert tier.get(key("y/3")) is None
+    assert tier.stats()["health"]["state"] == "normal"
+
+
 @pytest.mark.parametrize("full", ["bytes", "files"])
 def test_a_warm_cache_on_a_full_disk_is_opened(small_disk: Path, full: str) -> None:
     path = small_disk / "c"
@@ -473,10 +515,7 @@ def test_a_warm_cache_on_a_full_disk_is_opened(small_disk: Path, full: str) -> N
     if full == "bytes":
         fill_up(small_disk)
     else:
-        entries = 1 + sum(1 for _ in small_disk.rglob("*"))
-        subprocess.run(["mount", "-o", f"remount,nr_inodes={entries}", small_disk], check=True)
-        with pytest.raises(OSError, match="No space"):
-            (small_disk / "other").touch()
+        allow_no_more_files(small_disk)
     tier = LocalTier(path, 1 << 30, "lru")
     assert len([name for name in ("x/3", "y/3", "z/3") if tier.get(key(name))]) == 2
     assert tier.stats()["health"]["state"] == "normal"
