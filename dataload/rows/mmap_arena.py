@@ -12,7 +12,7 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.rows.columns import Array
-from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, map_error
+from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, is_file_map, libc, map_error
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
@@ -87,12 +87,15 @@ def _map_memory(address: int, size: int, protection: int) -> None:
 
 
 def _map_again(memory: memoryview, address: int) -> bool:
-    """Map the file pages of `memory` at `address` as well. Return False if this is not Linux or no shared file map.
+    """Map the file pages of `memory` at `address` as well. Return False if this is not Linux or no `FileMap`.
 
     mremap(2): "If the value of old_size is zero, and old_address refers to a shareable mapping, then mremap() will
-    create a new mapping of the same pages."
+    create a new mapping of the same pages." For private memory, kernels before 4.14 return an unrelated map.
+
+    Raises:
+        OSError: The disk cannot read the pages, so that the first access would end this process by SIGBUS.
     """
-    if not hasattr(libc(), "mremap"):
+    if not is_file_map(memory) or not hasattr(libc(), "mremap"):
         return False
     size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
     # Map anywhere first, then move: with a fixed address, older kernels unmap the target before they fail. Another
@@ -103,5 +106,6 @@ def _map_again(memory: memoryview, address: int) -> bool:
     if libc().mremap(again, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) != address:
         libc().munmap(again, size)
         return False
-    libc().madvise(address, size, POPULATE_READ)  # Older kernels lack it and read the pages on first access.
+    if libc().madvise(address, size, POPULATE_READ) and ctypes.get_errno() != errno.EINVAL:  # Older kernels lack it.
+        raise OSError(errno.EIO, "the disk of the cache cannot read the rows of an open row group")
     return True

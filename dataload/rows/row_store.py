@@ -155,14 +155,12 @@ class RowStore(ForkAware):
         needed: list[int] = []
         lives: dict[int, RowGroupLife] = {}
         loaded: dict[int, list[memoryview]] = {}
-        cancelled: set[int] = set()
+        cancelled, unreadable = set[int](), set[int]()
         while True:  # Other threads may evict row groups that this one has opened.
             with self._mutex:
                 row_groups = self._open_row_groups(needed)
                 row_groups.make_room(loaded, keep=needed)  # once: it passes over all open row groups that are needed
-                for group, contents in loaded.items():
-                    row_groups.put(group, contents)
-                    self.scheduler.opened(group, lives[group])
+                self._put(loaded, lives, unreadable)
                 found = row_groups.take(rows, blobs)
                 if found is not None:
                     if self._by_use:
@@ -185,6 +183,18 @@ class RowStore(ForkAware):
                 waits[latest] = waits.get(latest, 0.0) + perf_counter() - since
             loaded = {group: contents for group, contents in results.items() if contents is not None}
             cancelled = results.keys() - loaded.keys()
+
+    def _put(self, loaded: dict[int, list[memoryview]], lives: dict[int, RowGroupLife], unreadable: set[int]) -> None:
+        """Open row groups. Those whose disk has failed since they were loaded must be loaded again, once."""
+        assert self._open is not None
+        for group, contents in loaded.items():
+            try:
+                self._open.put(group, contents)
+            except OSError:
+                if group in unreadable:
+                    raise
+                unreadable.add(group)
+            self.scheduler.opened(group, lives[group])
 
     def size_of(self, group: int) -> int:
         """Return the bytes of a row group's records: exact once this process has loaded it, an estimate before."""

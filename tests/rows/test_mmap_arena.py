@@ -18,6 +18,7 @@ from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import to_batch
 from dataload.rows.mmap_arena import MmapArena
 from dataload.rows.open_row_groups import OpenRowGroups
+from dataload.runtime.filemap import FileMap
 
 WORDS = 3  # a record of 24 bytes divides no page
 
@@ -44,7 +45,7 @@ def words(found: npt.NDArray[np.uint8]) -> list[list[int]]:
 
 def view(path: Path, rows: int) -> memoryview:
     with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[: rows * WORDS * 8]
+        return FileMap(file.fileno(), path.stat().st_size).view[: rows * WORDS * 8]
 
 
 def test_rows_of_all_slots_in_one_gather(blob: Path) -> None:
@@ -79,6 +80,24 @@ def test_a_cleared_slot_unmaps_its_file(blob: Path) -> None:
     assert not mapped(blob)
 
 
+def test_a_file_that_can_no_longer_be_read_is_an_error(blob: Path) -> None:
+    arena, content = MmapArena(1, 1000, WORDS * 8), view(blob, 1000)
+    blob.write_bytes(b"")
+    with pytest.raises(OSError, match="the disk of the cache cannot read the rows"):
+        arena.put(0, content)
+
+
+def test_memory_that_is_no_map_of_a_blob_is_copied(blob: Path) -> None:
+    """For private memory, older kernels return a map of other memory."""
+    arena = MmapArena(1, 1000, WORDS * 8)
+    with blob.open("rb") as file:
+        shared = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    arena.put(0, memoryview(shared)[: 1000 * WORDS * 8])
+    with blob.open("r+b") as file:
+        file.write(np.int64(77).tobytes())
+    assert words(arena.take(np.array([0])))[0][0] == 0
+
+
 def test_a_shorter_blob_leaves_nothing_of_the_one_before(blob: Path) -> None:
     arena = MmapArena(1, 1000, WORDS * 8)
     arena.put(0, view(blob, 1000))
@@ -111,7 +130,7 @@ def test_a_row_group_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -
 
     def content() -> memoryview:
         with path.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            return FileMap(file.fileno(), path.stat().st_size).view
 
     with pytest.raises(TypeError):
         opened.put(0, [content(), None])  # type: ignore[list-item]

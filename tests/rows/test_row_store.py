@@ -208,6 +208,18 @@ def test_a_row_group_that_could_not_be_mapped_is_tried_again(dataset: Any, monke
     assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]
 
 
+def test_a_row_group_whose_disk_fails_before_it_is_open_is_loaded_again(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    dataset = make_dataset(dataset_of([[5] * 2]), storage_options=bucket.options, cache=cache, columns=["row_id"])
+    store = dataset.rowstore
+    store.prefetch([0])
+    assert store.scheduler._lives[0].contents.result(60)
+    for blob in Path(cache.cache_dir).glob("blobs/*/*"):
+        blob.write_bytes(b"")
+    assert store.gather(np.array([3])).rows["row_id"].tolist() == [3]
+
+
 def test_more_row_groups_than_a_process_has_maps_for(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_store, "max_maps", lambda: 100)
     dataset.rowstore.capacity = 200
