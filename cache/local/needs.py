@@ -122,7 +122,7 @@ class HostNeeds(ForkAware):
 def _needs_in(content: bytes) -> list[Need]:
     try:
         return Need.all_from(content)
-    except ValueError:  # written by another version
+    except (ValueError, OverflowError):  # written by another version
         return []
 
 

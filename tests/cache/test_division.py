@@ -173,7 +173,7 @@ def test_tiers_of_several_limits_divide_a_cache_once_each(tmp_path: Path, monkey
     del leases
 
 
-@pytest.mark.parametrize("content", [b"x", b"x" * 70])
+@pytest.mark.parametrize("content", [b"x", b"x" * 70, b"\xff" * 70])
 def test_a_need_of_another_version_is_skipped(content: bytes) -> None:
     assert needs._needs_in(content) == []
 
