@@ -21,6 +21,7 @@ from dataload.runtime.redact import redacted, without_signature
         ("//user:secret@host/x", "//host/x"),
         ("file:///data@2026/x and /data//x@y", "file:///data@2026/x and /data//x@y"),
         ("two\nlines\r\n  here", "two lines here"),
+        ("is https://host/x right? No", "is https://host/x right? No"),
     ],
 )
 def test_credentials_are_left_out(text: str, seen: str) -> None:
