@@ -6,7 +6,8 @@ import hashlib
 from typing import Any
 
 CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
-VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum", "content_hash")
+# Google's etag changes with the metadata, such as the storage class after a read; its generation only with the content.
+VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash")
 # The version of a local file. Owner, rights, links and the time of their change are no part of it.
 LOCAL_FIELDS = ("ino", "mtime", "size")
 # Not part of a version: the names, and fields that Alluxio changes when an object is read.

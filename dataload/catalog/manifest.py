@@ -253,7 +253,7 @@ def resolve(source: Source, blocks: Blocks, columns: Sequence[str] | None = None
     """
     manifest = manifest_of(list_objects(source, blocks), blocks)
     if nulls := [name for name in manifest.select(columns) if name in manifest.partial]:
-        names, file = " and ".join(map(repr, nulls)), manifest.partial[nulls[0]]
+        names, file = few(map(repr, nulls)), manifest.partial[nulls[0]]
         log.warning("%s: null in the files that lack it, such as %s", names, file)
     return manifest
 

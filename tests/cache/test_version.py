@@ -57,3 +57,10 @@ def test_a_backup_and_a_change_of_rights_do_not_end_a_run(tmp_path: Path) -> Non
     os.link(path, tmp_path / "backup")
     assert [dataset[number]["x"] for number in range(10)] == list(range(10))
     assert dataload.make_dataset(str(path.parent), cache=False).fingerprint == dataset.fingerprint
+
+
+def test_new_metadata_of_an_object_of_google_are_no_new_version() -> None:
+    """Its etag changes when a read moves it to another storage class."""
+    info = {"name": "bucket/x", "size": 3, "etag": "CKih16GjycICEAE=", "generation": "1446000000000000"}
+    assert version_of(info) == version_of({**info, "etag": "CKih16GjycICEAI=", "storageClass": "STANDARD"})
+    assert version_of(info) != version_of({**info, "generation": "1446000000000001"})
