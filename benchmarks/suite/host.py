@@ -63,14 +63,14 @@ class Host:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        self._watch.join()  # first: if two threads wait for a process, psutil forgets its exit status
         for process in self._processes if kind is None else ():
             with suppress(BrokenPipeError):
                 process.stdin.close()
         for process in self._processes if kind is None else ():
             with suppress(psutil.TimeoutExpired):
                 process.wait(min(EXIT_SECONDS, max(0.1, self._until - monotonic())))
-        self._ended.set()
-        self._watch.join()
         self._kill()
         for process in self._processes:
             process.wait()

@@ -576,20 +576,21 @@ def test_a_doctor_of_a_dataset(at_bucket: Run, dataset_of: Callable[..., str], t
 
 def test_plan_and_doctor_of_other_shuffles(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     """A shuffle of all rows needs a cache for all of them, a window or file order for a few row groups."""
-    url, arguments = dataset_of([[1000] * 20]), ("--window", "1", "--cache-dir", str(tmp_path / "cache"))
-    rows = json.loads(at_bucket("plan", url, *arguments, "--json").stdout)["decoded_bytes"]
-    small = ("--cache-bytes", str(rows // 2))
+    url, window = dataset_of([[1000] * 20]), ("--window", "1")
+    whole = at_bucket("plan", url, "--cache-dir", str(tmp_path / "whole"), "--json")
+    half = str(json.loads(whole.stdout)["decoded_bytes"] // 2)
+    texts = {}
     for command in ("plan", "doctor"):
+        arguments = (url, *window, "--cache-dir", str(tmp_path / command), "--cache-bytes", half)
         for shuffle, code in (("block", 0), ("none", 0), ("full", 1), ("some", 2)):
-            done = at_bucket(command, url, *arguments, *small, "--shuffle", shuffle)
+            done = at_bucket(command, *arguments, "--shuffle", shuffle)
             assert done.returncode == code, done.stdout
-            text = " ".join((done.stdout + done.stderr).split())
+            texts[command, shuffle] = text = " ".join((done.stdout + done.stderr).split())
             assert ("shuffle='full' needs the whole dataset" in text) == (shuffle == "full"), text
-    assert "--shuffle=some: must be block, full or none" in text
-    few = ("--filters", '[["row_id", "<", 3000]]', "--shuffle", "full")
-    done = at_bucket("doctor", url, *arguments, *small, *few)
+        assert "--shuffle=some: must be block, full or none" in text
+    assert "rows in file order" in texts["plan", "none"]
+    done = at_bucket("doctor", *arguments, "--shuffle", "full", "--filters", '[["row_id", "<", 3000]]')
     assert done.returncode == 0, done.stdout
-    assert "rows in file order" in at_bucket("plan", url, *arguments, *small, "--shuffle", "none").stdout
 
 
 def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
