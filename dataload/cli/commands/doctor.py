@@ -27,6 +27,7 @@ from dataload.cli.commands.options import (
     mapping,
     names,
     parsed,
+    row_groups_of,
     shuffle_of,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
@@ -130,30 +131,24 @@ def _reads(
     Raises:
         ConfigError: An argument does not fit the dataset.
     """
-    from dataload.catalog.filtering import narrow
     from dataload.catalog.manifest import manifest_of
     from dataload.doctor.finding import OK, reason
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError
     from dataload.planning.warm import order_of
-    from dataload.rows.row_group_cache import RowGroupCache
 
     if (found := endpoint(store)).status != OK:
         return None, found.what
-    columns, filters, *nulls = chosen
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
             manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1))
-        selected = manifest.select(columns)
-        if filters is not None:
-            manifest = narrow(manifest, store.blocks, filters)
-        blobs = RowGroupCache(manifest, selected, store.blocks, *nulls)
+        blobs = row_groups_of(manifest, store.blocks, *chosen)
         blobs.measure()
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 (stores raise errors of many types)
         return None, reason(error)
-    return (order_of(manifest, **order), blobs), ""
+    return (order_of(blobs.manifest, **order), blobs), ""
 
 
 def _num_streams() -> int:

@@ -168,13 +168,20 @@ def open_row_groups(
     quiet: bool,
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
+    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
+    manifest, blocks, _ = open_manifest(url, storage_options, config, quiet=quiet)
+    return row_groups_of(manifest, blocks, *chosen)
+
+
+def row_groups_of(
+    manifest: Manifest, blocks: Blocks, columns: list[str] | None, filters: Any, fill_null: Any, null_masks: bool
+) -> RowGroupCache:
+    """Return the row groups of a dataset as a loader with these arguments reads them."""
     from dataload.rows.row_group_cache import RowGroupCache
 
-    chosen, replacement = parsed("--filters", filters), parsed("--fill-null", fill_null)
-    manifest, blocks, _ = open_manifest(url, storage_options, config, quiet=quiet)
-    selected = manifest.select(names(columns))
-    if chosen is not None:
+    selected = manifest.select(columns)
+    if filters is not None:
         from dataload.catalog.filtering import narrow
 
-        manifest = narrow(manifest, blocks, chosen)
-    return RowGroupCache(manifest, selected, blocks, replacement, null_masks)
+        manifest = narrow(manifest, blocks, filters)
+    return RowGroupCache(manifest, selected, blocks, fill_null, null_masks)
