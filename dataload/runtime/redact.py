@@ -13,7 +13,7 @@ CREDENTIALS = re.compile(
 
 _USERINFO = re.compile(r"(?<![\w/])//[^/?#\s]*@")  # up to the last @ of a host: a password may have others
 # Signatures and tokens of presigned URLs. The version of an object is no secret.
-_QUERY = re.compile(r"(\?versionId=[^&\s'\"]*)?(?(1)(&[^\s'\"]*)?|\?[^\s'\"]+)")
+_QUERY = re.compile(r"(\?versionId=[^?&\s'\"]*)?(?(1)([?&][^\s'\"]*)?|\?[^\s'\"]+)")
 
 # Query parameters of the signatures of presigned URLs: of AWS and Google; of AWS, Google and CloudFront, with
 # "Signature"; of Azure, with "sig".

@@ -16,6 +16,7 @@ from dataload.runtime.redact import redacted, without_signature
         ("GET 'https://host/x?sig=secret' \"https://host/y?sig=secret\"", "GET 'https://host/x' \"https://host/y\""),
         ("https://host/x?versionId=3", "https://host/x?versionId=3"),
         ("'https://host/x?versionId=3&X-Amz-Signature=secret' failed", "'https://host/x?versionId=3' failed"),
+        ("https://host/x?versionId=3?sig=secret", "https://host/x?versionId=3"),
         ("https://host/x@y", "https://host/x@y"),
         ("valkey://user:se@cret@host:6379 failed", "valkey://host:6379 failed"),
         ("//user:secret@host/x", "//host/x"),
