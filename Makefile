@@ -81,10 +81,11 @@ trainers: setup
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE)"
 	$(BIN)/python -m pytest -m "slow or not slow" --timeout 300 tests/test_examples.py tests/loader/test_integrations.py
 
-# Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.
-browser: setup
+# Look at the page of `dataload report` and at the documentation in Chromium; skipped if Chromium is not installed.
+browser: docs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group browser
 	PYTHONPATH=tests/support $(BIN)/python tests/reporting/report_in_browser.py build/browser
+	PYTHONPATH=tests/support $(BIN)/python tests/docs_in_browser.py build/site build/browser
 
 # Build the documentation in build/site.
 docs: setup

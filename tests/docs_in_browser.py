@@ -1,0 +1,67 @@
+"""Check the documentation in a real browser: no message, no failed request, nothing off the screen, a search that finds.
+
+make browser
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from browser import WIDTHS, Screen, chromium
+
+TERMS = ("resume", "S3", "NVMe", "DDP", "stall")
+
+
+def main() -> None:
+    site, shots = Path(sys.argv[1]), Path(sys.argv[2])
+    pages = sorted(page.relative_to(site) for page in site.rglob("*.html"))
+    assert pages, f"{site} has no pages: make docs"
+    with chromium() as browser, served(site) as address:
+        for width in WIDTHS:
+            screen = Screen(browser, width)
+            for page in pages:
+                screen.look_at(f"{address}/{page}")
+                shot = shots / "docs" / str(width) / page.with_suffix(".png")
+                shot.parent.mkdir(parents=True, exist_ok=True)
+                screen.page.screenshot(path=shot)
+            assert all(url.startswith(address) for url in screen.fetched), screen.fetched
+        print(f"{len(pages)} pages of the documentation, {' and '.join(map(str, WIDTHS))} pixels wide: {shots}/docs")
+        for term in TERMS:
+            print(f"search for {term}: {search(Screen(browser, WIDTHS[0]), address, term)}")
+
+
+def search(screen: Screen, address: str, term: str) -> str:
+    """Return what the site says of its results. It fails if there is none within Playwright's time."""
+    screen.look_at(f"{address}/index.html?q={term}")
+    screen.page.locator(".md-search-result__item").first.wait_for()
+    assert not screen.trouble, screen.trouble
+    return screen.page.locator(".md-search-result__meta").inner_text()
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """Serve a folder on this host, and give its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing: the browser says which requests failed."""
+
+
+if __name__ == "__main__":
+    main()
