@@ -1,4 +1,4 @@
-"""Check the documentation in a real browser: no message, no failed request, nothing off the screen, a search that finds.
+"""Check the documentation in a real browser: no message, no failed request, no wide page, a search that finds.
 
 make browser
 """
