@@ -278,7 +278,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         depth = max(2, self.prefetch // together, threads)
         with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
             for answers in chunks:
-                yield from answers
+                answers.reverse()
+                while answers:  # A batch that the loop has dropped is freed at once, not with the others.
+                    yield answers.pop()
 
 
 def _from_workers(

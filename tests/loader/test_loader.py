@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_rows_is_a_sequence_of_dicts(dataset: Any) -> None:
     assert rows.columns["half"].tolist() == [2.5, 1.5, 150]
     with pytest.raises(IndexError):
         rows[3]
+
+
+def test_a_batch_that_the_loop_drops_is_freed_before_those_made_with_it(dataset: Any) -> None:
+    rows: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    for batch in make_loader(dataset, 4):
+        rows.append(weakref.ref(batch["row_id"]))
+        alive.append(sum(row() is not None for row in rows))
+    assert max(alive) <= 2
 
 
 # Epochs and positions
