@@ -30,7 +30,7 @@ from rich.table import Table
 from dataload import images
 from dataload.benchmarks.batches import Row, values
 from dataload.benchmarks.images.photos import CROP, photos, random_crop
-from dataload.benchmarks.machine.usage import cpu_seconds, peak_memory
+from dataload.benchmarks.machine.usage import cpu_seconds, in_shared_memory, peak_memory
 from dataload.benchmarks.summary import ranged
 from dataload.loader import make_loader
 
@@ -135,20 +135,14 @@ def measured(name: str, file: str, cache_dir: str, answer: str) -> None:
     epochs = SYSTEMS[name](file, cache_dir)
     for _ in next(epochs):
         pass
-    rows, shared, before, cpu, started = 0, 0, _in_shared_memory(), cpu_seconds(), perf_counter()
+    rows, shared, before, cpu, started = 0, 0, in_shared_memory(), cpu_seconds(), perf_counter()
     for _ in range(EPOCHS):
         for batch in next(epochs):
             rows += len(batch["label"])
-            shared = max(shared, _in_shared_memory() - before)
+            shared = max(shared, in_shared_memory() - before)
     seconds = perf_counter() - started
     used = cpu_seconds() - cpu
     Path(answer).write_text(json.dumps({"rate": rows / seconds, "cpu": used / rows * 1000, "shared": shared}))
-
-
-def _in_shared_memory() -> int:
-    """Return the bytes in use on /dev/shm, of all programs of this machine."""
-    usage = os.statvfs("/dev/shm")
-    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterable
 from contextlib import suppress
@@ -27,9 +28,10 @@ def cpu_seconds() -> float:
 class PeakMemory:
     """The most memory that processes and their children used together, by samples.
 
-    It is anonymous and shared memory, each page once, without the page cache. The kernel takes 20 ms to add this up for
-    a process that maps 5 GB, and meanwhile the process cannot change its maps. So a sample asks for it only if the sum
-    may be larger than before.
+    It is anonymous and shared memory, each page once, without the page cache. The batches of torch's workers lie in
+    shared memory that no process maps while they wait in a queue. So what /dev/shm has gained counts, if it is more
+    than the processes map. The kernel takes 20 ms to add up the memory of a process that maps 5 GB, and meanwhile the
+    process cannot change its maps. So a sample asks for it only if the sum may be larger than before.
 
     Attributes:
         num_bytes: The most memory of a sample.
@@ -37,6 +39,7 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self._before = in_shared_memory()
 
     def sample(self, processes: Iterable[psutil.Process]) -> None:
         """Take a sample."""
@@ -44,9 +47,10 @@ class PeakMemory:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 pids += [process.pid, *(child.pid for child in process.children(recursive=True))]
-        if _kilobytes(pids, "status", ("RssAnon:", "RssShmem:")) << 10 > self.num_bytes:
-            exact = _kilobytes(pids, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) << 10
-            self.num_bytes = max(self.num_bytes, exact)
+        gained = in_shared_memory() - self._before
+        if sum(_memory(pids, "status", "RssAnon:", "RssShmem:")) + gained > self.num_bytes:
+            anonymous, shared = _memory(pids, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
+            self.num_bytes = max(self.num_bytes, anonymous + max(shared, gained))
 
 
 def peak_memory(process: psutil.Popen, patience: float) -> int:
@@ -60,11 +64,19 @@ def peak_memory(process: psutil.Popen, patience: float) -> int:
     return peak.num_bytes
 
 
-def _kilobytes(pids: Iterable[int], file: str, fields: tuple[str, ...]) -> int:
-    """Return the sum of the fields of a file of proc(5), of some processes."""
-    total = 0
+def in_shared_memory() -> int:
+    """Return the bytes in use on /dev/shm, of all programs of this machine."""
+    usage = os.statvfs("/dev/shm")
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+
+
+def _memory(pids: Iterable[int], file: str, *fields: str) -> list[int]:
+    """Return the bytes of each of the fields of a file of proc(5), over all these processes."""
+    total = dict.fromkeys(fields, 0)
     for pid in pids:
         with suppress(OSError):  # The process has exited.
-            lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith(fields))
-    return total
+            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+                name, *amount = line.split()
+                if name in total:
+                    total[name] += int(amount[0]) << 10
+    return list(total.values())

@@ -145,12 +145,14 @@ def make_loader(
     cached = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
     options |= {**cached, "null_masks": null_masks or None}
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
-    _share_host(dataset, world, num_workers)
-    sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     shape = {"ragged": ragged, "group": group, "computed": _computed(dataset, row_ids=row_ids)}
+    maker = BatchMaker(dataset, shape, collate_fn, transform, on_error)
+    local_ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
+    _share_host(dataset, local_ranks, 0 if maker.only_gathers else num_workers)
+    sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return Loader(
         dataset,
-        maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
+        maker=maker,
         rank_sampler=sampler,
         batch_size=batch_size,
         drop_last=drop_last,
@@ -158,6 +160,7 @@ def make_loader(
         prefetch=prefetch or BATCHES_AHEAD,
         num_threads=num_threads,
         detected=detected,
+        local_ranks=local_ranks,
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
         pin_memory=pin_memory,
@@ -204,9 +207,8 @@ def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
     return {**dataset.computed, **added}
 
 
-def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:
+def _share_host(dataset: MapStyle, ranks: int, num_workers: int) -> None:
     """Divide the host's memory for row groups, its cores and its limit of concurrent requests among its ranks."""
-    ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
     dataset.rowstore.blobs.memory.share(ranks, 1 + num_workers)
     for each in dataset.datasets:
         limiter = each.blocks.origin.limiter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import psutil
 import pytest
@@ -14,7 +15,8 @@ from dataload.benchmarks.machine.usage import PeakMemory
 SIZE = 64 << 20
 
 
-def test_the_peak_is_that_of_anonymous_memory(tmp_path: Path) -> None:
+def test_the_peak_is_that_of_anonymous_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "in_shared_memory", lambda: 0)  # Other tests use it.
     peak, process = PeakMemory(), psutil.Process()
     peak.sample([process])
     before = peak.num_bytes
@@ -31,13 +33,25 @@ def test_the_peak_is_that_of_anonymous_memory(tmp_path: Path) -> None:
     assert peak.num_bytes >= before + 0.9 * SIZE
 
 
+def test_the_peak_counts_shared_memory_that_no_process_maps() -> None:
+    """So the batches of torch's workers lie in a queue."""
+    peak, process = PeakMemory(), psutil.Process()
+    peak.sample([process])
+    before = peak.num_bytes
+    with NamedTemporaryFile(dir="/dev/shm") as queue:
+        queue.write(bytes(SIZE))
+        peak.sample([process])
+    assert peak.num_bytes >= before + 0.8 * SIZE
+
+
 def test_a_process_of_less_memory_than_before_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read `smaps_rollup` takes 20 ms of a process that maps 5 GB, which cannot map a batch meanwhile."""
     read: list[str] = []
-    kilobytes = usage._kilobytes
+    memory = usage._memory
     monkeypatch.setattr(
-        usage, "_kilobytes", lambda pids, file, fields: [read.append(file), kilobytes(pids, file, fields)][1]
+        usage, "_memory", lambda pids, file, *fields: [read.append(file), memory(pids, file, *fields)][1]
     )
+    monkeypatch.setattr(usage, "in_shared_memory", lambda: 0)
     peak, process = PeakMemory(), psutil.Process()
     peak.sample([process])
     assert read == ["status", "smaps_rollup"]

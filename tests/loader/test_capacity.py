@@ -273,8 +273,10 @@ def test_shared_memory_of_workers_is_estimated_with_measured_sizes(
     url, size = texts(tmp_path, 6)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
     assert dataset.rowstore.row_bytes < size / 6000 / 4
-    make_loader(dataset, 10, window=1, num_workers=1, prefetch_factor=2, transform=dict)
-    assert checked == [pytest.approx(20 * (size / 6000 + 8), rel=0.05)]
+    for world in World(0, 1), World(0, 16, 0, 8):
+        make_loader(dataset, 10, window=1, num_workers=1, prefetch_factor=2, transform=dict, world=world)
+    rank = 20 * (size / 6000 + 8)
+    assert checked == pytest.approx([rank, 8 * rank], rel=0.05)
 
 
 def test_large_values_are_not_mistaken_for_codes(tmp_path: Path) -> None:

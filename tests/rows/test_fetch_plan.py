@@ -227,12 +227,18 @@ def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
 
 def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path: Path) -> None:
     whole = usable_memory() // MEMORY_DIVISOR
-    for ranks, workers in [(1, 0), (4, 0), (2, 1)]:
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (1, 1, {}),
+        (4, 1, {}),
+        (2, 2, {"num_workers": 1, "transform": dict}),
+        (3, 1, {"num_workers": 1}),  # Without a transform there are no workers.
+    ]
+    for ranks, processes, workers in cases:
         world = World(0, ranks, 0, ranks)
         cache = CacheConfig(str(tmp_path / f"{ranks}"))
-        loader = make_loader(str(files / "bucket"), 8, world=world, cache=cache, num_workers=workers)
+        loader = make_loader(str(files / "bucket"), 8, world=world, cache=cache, **workers)
         next(iter(loader))
-        share = max(MIN_MEMORY, whole // (ranks * (1 + workers)))
+        share = max(MIN_MEMORY, whole // (ranks * processes))
         maker = loader.dataset.rowstore.blobs.maker
         assert maker.memory.rank == RankShare(share, max(1, usable_cores() // ranks))
         assert 0 < loader.stats().memory_bytes == maker.memory.limit <= share
