@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.formats.arrow_types import children, has_part, is_bytes, is_list, number, storage
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
-from dataload.formats.int96 import with_nanoseconds
+from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
@@ -36,6 +36,7 @@ SIGNATURE_BYTES = 28  # a nonce and a tag, after the plain footer of a file with
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
+VALUES_AT_ONCE = 1 << 18  # of a column of lists, that are decoded at a time
 SCHEMAS_KEPT = 16
 MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row group
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
@@ -138,12 +139,13 @@ class ParquetFooter:
             times = [name for name in own if name in self._long_times]
             opened = partial(pq.ParquetFile, stream.source, metadata=self._metadata, **arguments)
             with stream, opened(coerce_int96_timestamp_unit="us" if times else None) as file:
-                reader = _Reader(file, number, None if every else own, stream.wait)
+                at_once = None if coded else self._rows_at_once(number, columns)
+                reader = ParquetReader(file, number, None if every else own, stream.wait, at_once)
                 if not times:
                     yield reader
                     return
                 with opened(coerce_int96_timestamp_unit="ns") as in_ns:
-                    yield _LongTimesReader(reader, _Reader(in_ns, number, times, stream.wait))
+                    yield LongTimesReader(reader, ParquetReader(in_ns, number, times, stream.wait))
 
     @cached_property
     def _long_times(self) -> frozenset[str]:
@@ -159,6 +161,19 @@ class ParquetFooter:
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         return blocks.origin.is_local or not self._shares_blocks(number)
+
+    def _rows_at_once(self, number: int, columns: Collection[str]) -> int | None:
+        """Return how many rows of lists Arrow decodes at a time; None: all of them.
+
+        While it decodes a list of small numbers, it takes up to 16 bytes for each value.
+        """
+        chunks = self._chunks(number, [name for name in columns if name in self._columns.lists])
+        most = max((chunk.num_values for chunk in chunks), default=0)
+        return (
+            max(1, VALUES_AT_ONCE * self._metadata.row_group(number).num_rows // most)
+            if most > VALUES_AT_ONCE
+            else None
+        )
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""
@@ -182,6 +197,11 @@ class _Columns:
         lists = ((field.name, storage(field.type)) for field in flatten(self._schema))
         found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
         return {name: dtype for name, dtype in found if dtype is not None}
+
+    @cached_property
+    def lists(self) -> frozenset[str]:
+        """The columns that have lists."""
+        return frozenset(field.name for field in flatten(self._schema) if has_part(field.type, _is_any_list))
 
     @cached_property
     def texts(self) -> frozenset[str]:
@@ -224,47 +244,9 @@ class _Columns:
 _columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have equal schemas.
 
 
-class _Reader:
-    """See `RowGroupReader`. columns: None: all, which Arrow need not look up."""
-
-    def __init__(self, file: pq.ParquetFile, number: int, columns: list[str] | None, wait: Callable[[], None]) -> None:
-        self._file = file
-        self._number = number
-        self._columns = columns
-        self.wait = wait
-
-    def tables(self, rows: int) -> Iterator[pa.Table]:
-        self.wait()
-        if self._file.metadata.row_group(self._number).num_rows <= rows:
-            yield self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
-            return
-        pending: list[pa.RecordBatch] = []
-        # Batches may be shorter than `rows`: pyarrow ends one early if its values are too long for one array.
-        for batch in self._file.iter_batches(rows, row_groups=[self._number], columns=self._columns, use_threads=False):
-            pending.append(batch)
-            excess = sum(map(len, pending)) - rows
-            if excess >= 0:
-                yield pa.Table.from_batches(pending).slice(0, rows)
-                pending = [batch.slice(len(batch) - excess)] if excess else []
-        if pending:
-            yield pa.Table.from_batches(pending)
-
-
-class _LongTimesReader:
-    """A reader of a row group with times of 96 bits. See `RowGroupReader`.
-
-    Args:
-        reader: Reads all columns, and those times in us.
-        in_ns: Reads the columns with those times in ns. Arrow wraps them around if 64 bits cannot hold them.
-    """
-
-    def __init__(self, reader: _Reader, in_ns: _Reader) -> None:
-        self._reader = reader
-        self._in_ns = in_ns
-        self.wait = reader.wait
-
-    def tables(self, rows: int) -> Iterator[pa.Table]:
-        return map(with_nanoseconds, self._reader.tables(rows), self._in_ns.tables(rows))
+def _is_any_list(kind: pa.DataType) -> bool:
+    kind = storage(kind)
+    return is_list(kind) or bool(pa.types.is_fixed_size_list(kind) or pa.types.is_map(kind))
 
 
 def _is_ns(kind: pa.DataType) -> bool:

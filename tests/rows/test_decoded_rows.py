@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,17 @@ TYPES: list[pa.DataType] = [
     pa.dictionary(pa.int32(), pa.string()),
     pa.struct([("x", pa.int32()), ("y", pa.string())]),
 ]
+
+
+# Makes the first row group of x.parquet in a folder. Prints the most memory that Arrow had.
+MOST_OF_ARROW = """
+import sys
+import pyarrow
+from dataload import CacheConfig, make_dataset
+dataset = make_dataset(f"{sys.argv[1]}/x.parquet", cache=CacheConfig(f"{sys.argv[1]}/cache", "1GB"))
+dataset.rowstore.blobs.make(0)
+print(pyarrow.default_memory_pool().max_memory())
+"""
 
 
 def value_of(kind: pa.DataType, rng: np.random.Generator) -> Any:
@@ -115,6 +128,7 @@ def found(dataset: Dataset, rows: Any) -> dict[str, list[Any]]:
     kinds=st.lists(st.sampled_from(TYPES), min_size=1, max_size=5),
     groups=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
     blob_rows=st.sampled_from([1, 2, 4, 1 << 16]),
+    values_at_once=st.sampled_from([3, 1 << 18]),
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
@@ -123,6 +137,7 @@ def test_rows_are_those_of_take(
     kinds: list[pa.DataType],
     groups: list[int],
     blob_rows: int,
+    values_at_once: int,
     seed: int,
     data: st.DataObject,
 ) -> None:
@@ -133,9 +148,10 @@ def test_rows_are_those_of_take(
     kept = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_group_plan, "BLOB_ROWS", blob_rows)
+        patch.setattr(parquet, "VALUES_AT_ONCE", values_at_once)
         cache = CacheConfig(str(folder / "cache"), "1GB") if kept else False
         dataset = make_dataset(str(folder / "x.parquet"), cache=cache)
-    assert found(dataset, rows) == expected(table.take(rows))
+        assert found(dataset, rows) == expected(table.take(rows))
 
 
 def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +163,21 @@ def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, mon
     assert len(dataset.rowstore.blobs.plan.row_starts) == 17
     rows = np.random.default_rng(0).permutation(1000)
     assert found(dataset, rows) == expected(table.take(rows))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.uint8(), 784), pa.list_(pa.uint8()), pa.struct([("x", pa.list_(pa.uint8()))])]
+)
+def test_lists_of_small_numbers_take_the_memory_that_is_reserved(tmp_path: Path, kind: pa.DataType) -> None:
+    """Decoded at once, each value would take 13 bytes: 4 as Parquet stores it, 4 of its place in a list, and spares."""
+    size = 784 * 16_000
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(size).astype(np.uint8)), 784)
+    if pa.types.is_struct(kind):
+        lists = pa.StructArray.from_arrays([lists.cast(kind.field(0).type)], ["x"])
+    pq.write_table(pa.table({"list": lists.cast(kind)}), tmp_path / "x.parquet", row_group_size=16_000)
+    command = [sys.executable, "-c", MOST_OF_ARROW, str(tmp_path)]
+    done = subprocess.run(command, timeout=60, check=True, stdout=subprocess.PIPE, text=True)
+    assert size < int(done.stdout) < 3 * size + (8 << 20)
 
 
 def test_a_file_without_rows(tmp_path: Path) -> None:
