@@ -139,17 +139,14 @@ def make_loader(
     """
     check_arguments(locals())
     batch_size = operator.index(batch_size)  # torch takes no other types
-    detected = world is None and mesh is None
-    world = world_of(world, mesh)
+    here = world_of(world, mesh)
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
     cached = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
     options |= {**cached, "null_masks": null_masks or None}
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
-    shape = {"ragged": ragged, "group": group, "computed": _computed(dataset, row_ids=row_ids)}
-    maker = BatchMaker(dataset, shape, collate_fn, transform, on_error)
-    local_ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    _share_host(dataset, local_ranks, 0 if maker.only_gathers else num_workers)
-    sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
+    local_ranks = _share_host(dataset, here, 0 if maker.only_gathers else num_workers)
+    sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return Loader(
         dataset,
         maker=maker,
@@ -159,7 +156,7 @@ def make_loader(
         device=None if device is None else torch.device(device),
         prefetch=prefetch or BATCHES_AHEAD,
         num_threads=num_threads,
-        detected=detected,
+        detected=world is None and mesh is None,
         local_ranks=local_ranks,
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
@@ -197,20 +194,22 @@ def _dataset_of(source: Source | MapStyle, options: dict[str, Any]) -> MapStyle:
     return source
 
 
-def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
-    """Return the columns that batches have besides those of the dataset, see `MapStyle.computed`."""
+def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool) -> dict[str, Any]:
+    """Return the arguments of `NumberedRows`. Batches may have computed columns, see `MapStyle.computed`."""
     added = ROW_IDS if row_ids else {}
     if taken := dataset.computed.keys() & added.keys():
         raise ConfigError(
             f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column"
         )
-    return {**dataset.computed, **added}
+    return {"ragged": ragged, "group": group, "computed": {**dataset.computed, **added}}
 
 
-def _share_host(dataset: MapStyle, ranks: int, num_workers: int) -> None:
-    """Divide the host's memory for row groups, its cores and its limit of concurrent requests among its ranks."""
+def _share_host(dataset: MapStyle, world: World, num_workers: int) -> int:
+    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many."""
+    ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
     dataset.rowstore.blobs.memory.share(ranks, 1 + num_workers)
     for each in dataset.datasets:
         limiter = each.blocks.origin.limiter
         if limiter is not None:
             limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)
+    return ranks
