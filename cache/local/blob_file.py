@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import struct
 import threading
 from pathlib import Path
@@ -35,6 +36,7 @@ _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
 WHOLE = -1  # every bit set
+FILE_NAME = re.compile(r"[0-9a-f]{64}")  # the digest of the blob's key
 
 
 class Footer(NamedTuple):
