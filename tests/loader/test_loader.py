@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import pickle
 import re
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,20 @@ def test_workers(dataset: Any, options: dict[str, Any]) -> None:
         assert ids(batches) == ids(plain)
         assert {batch["worker"] for batch in batches} == set(range(options["num_workers"]))
     del batches, loader
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True, "transform": where_am_i}])
+def test_a_loader_in_use_can_be_sent_to_another_process(dataset: Any, options: dict[str, Any]) -> None:
+    expected = ids(make_loader(dataset, 16))
+    loader = make_loader(dataset, 16, **options)
+    batches = iter(loader)
+    assert ids([next(batches)]) == expected[:16]
+    copied = pickle.loads(pickle.dumps(loader))
+    assert copied.state_dict() == loader.state_dict()
+    copied.load_state_dict(copied.state_dict())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        assert process.submit(ids, copied).result(timeout=60) == expected[16:]
+    assert ids(batches) == expected[16:]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
