@@ -243,6 +243,21 @@ def test_resume_continues_at_the_saved_position(dataset: Any, stop: int, workers
     assert begun + ids(resumed) + ids(resumed) == expected
 
 
+def test_a_peek_loses_no_restored_position(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    expected, second = ids(loader), ids(loader)
+    loader.set_epoch(0)
+    loader.load_state_dict({**loader.state_dict(), "cursor": 80})
+    for _ in range(2):
+        assert ids([next(iter(loader))]) == expected[80:96]
+    loader.set_epoch(0)
+    assert ids(loader) == expected[80:]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "cursor": 80})
+    assert ids([next(iter(loader))]) == expected[80:96]
+    loader.set_epoch(1)
+    assert ids(loader) == second
+
+
 def test_arguments_that_change_before_a_resume_hold_from_the_next_epoch_on(dataset: Any) -> None:
     whole, changed = make_loader(dataset, 16), make_loader(dataset, 16, shuffle="full", seed=3)
     batches = iter(whole)
