@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import struct
 import threading
 from pathlib import Path
@@ -35,6 +36,7 @@ _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
 WHOLE = -1  # every bit set
+FILE_NAME = re.compile(r"[0-9a-f]{64}")  # the digest of the blob's key
 
 
 class Footer(NamedTuple):
@@ -206,7 +208,7 @@ def open_map(
         verified.add(digest, status, WHOLE)
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
-        _read_in(mapped, start, stop)
+        mapped.read_in(start, stop, path)
         _check(path, mapped, footer, range(start // SEGMENT_BYTES, _num_segments(stop)), status, verified)
     return mapped.view[: footer.payload][start:stop]
 
@@ -256,15 +258,6 @@ def _parse(path: str | Path, found: bytes | memoryview, file_bytes: int | None) 
     return footer
 
 
-def _read_in(mapped: FileMap, start: int, stop: int) -> None:
-    """Read these bytes from disk now, so that a disk error raises OSError here instead of a later SIGBUS."""
-    try:
-        mapped.populate(start, stop)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # An older kernel does not support it.
-            raise OSError(errno.EIO, f"the disk cannot read bytes {start}-{stop - 1} of a blob") from error
-
-
 def _check(
     path: str | Path,
     mapped: FileMap,
@@ -277,7 +270,7 @@ def _check(
     known = verified.bits(footer.digest, status)
     if known & requested == requested:
         return
-    _read_in(mapped, footer.payload, footer.size)
+    mapped.read_in(footer.payload, footer.size, path)
     whole = mapped.view
     proof = whole[footer.payload : -FOOTER_BYTES]
     if not known and xxhash.xxh3_64_digest(proof) != footer.checksum:

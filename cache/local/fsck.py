@@ -16,7 +16,6 @@ from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
-from dataload.cache.local.staging import DIGEST
 from dataload.errors import ConfigError
 
 EVICTED_BYTES = 1 << 30  # at once, between two calls of `progress`
@@ -80,7 +79,7 @@ def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int
             report.problems.append(f"{row.name}: {problem}")
         progress(row.size)
     for file in (folder.path / "blobs").glob("*/*"):
-        digest = bytes.fromhex(file.name) if DIGEST.fullmatch(file.name) else b""
+        digest = bytes.fromhex(file.name) if blob_file.FILE_NAME.fullmatch(file.name) else b""
         if digest in known:
             continue
         if not digest or _holds(folder, digest, partial(_unknown, folder, digest), repair=repair):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import secrets
 import socket
 import time
@@ -14,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from dataload.cache.local.blob_file import FILE_NAME
 from dataload.cache.local.key_locks import is_locked, set_lock
 from dataload.runtime.forks import ForkAware, close_copies
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
 _SWEPT = "-swept"
 _ANNOUNCED, _DRAFT = "announced", "announced-draft"  # what this process needs of the cache
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
@@ -183,7 +182,7 @@ def sweep(parent: Path) -> dict[Path, set[bytes]]:
     for folder in parent.iterdir():
         with _locked(folder) as dead:
             if dead:
-                drafts = [draft for draft in _listed(folder) if DIGEST.fullmatch(draft.name.partition("-")[0])]
+                drafts = [draft for draft in _listed(folder) if FILE_NAME.fullmatch(draft.name.partition("-")[0])]
                 found[folder] = {bytes.fromhex(draft.name.partition("-")[0]) for draft in drafts}
                 for digest in found[folder]:
                     with suppress(OSError):  # The disk may be full; the unlinks below free space.

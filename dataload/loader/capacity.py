@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.filesize import decimal
@@ -57,6 +57,10 @@ class Capacity:
         self._owner = os.getpid()  # of the leases
         self._drawn_on = self._in_full = 0  # row groups: drawn on at a time, and to prefetch if the cache holds all
         self.ahead()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is reserved, which belongs to this process. A copy reserves its own on first use."""
+        return {**vars(self), "_order": None, "_needs": [], "_leases": []}
 
     def _reserve(self) -> None:
         sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups

@@ -107,6 +107,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def __repr__(self) -> str:
         return f"Loader({len(self):,} batches; {_order_text(self.rank_sampler)}; {self.dataset!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the workers, which belong to this process."""
+        return {**vars(self), "_workers": None}
+
     def __len__(self) -> int:
         self._renew()
         return super().__len__()

@@ -88,6 +88,9 @@ class Requests(Iterable[Request]):
         self._batches = batches
         self.start_at(0, 0)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Requests, (self._sampler, self._batches)
+
     def start_at(
         self, epoch: int, cursor: int, at_once: int = 1, on_request: Callable[[int], object] = lambda _: None
     ) -> Requests:

@@ -32,6 +32,7 @@ from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.weights import integer_weights
 
 SOURCES_AT_ONCE = 16  # that are listed at the same time; all of them share one pool of threads for footers
+MOST_WEIGHTS = 100  # that a mixture remembers; a pickled one, such as that of a worker, has all of them
 
 Weights = Mapping[str, Any] | Sequence[Any] | None
 
@@ -54,7 +55,8 @@ class Mixture(MapStyle):
         weights: The weights as the smallest integers of the same proportion.
         schema: Arrow schema of the columns, that of the first source.
         order: Arguments of `MixtureSampler`.
-        earlier_weights: All weights so far. The states of mixtures of hundreds of sources have digests of weights.
+        earlier_weights: The latest `MOST_WEIGHTS` weights, the current ones first. States of hundreds of sources have
+            digests of weights.
 
     Raises:
         ConfigError: An argument cannot work, or the columns of the sources differ.
@@ -135,7 +137,7 @@ class Mixture(MapStyle):
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
         self.weights = order.weights
-        self.earlier_weights = tuple(dict.fromkeys((*self.earlier_weights, order.weights)))
+        self.earlier_weights = tuple(dict.fromkeys((order.weights, *self.earlier_weights)))[:MOST_WEIGHTS]
 
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""

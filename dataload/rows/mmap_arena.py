@@ -12,7 +12,7 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.rows.columns import Array
-from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, is_file_map, libc, map_error
+from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, is_file_map, libc, map_error, read_in
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
@@ -106,6 +106,5 @@ def _map_again(memory: memoryview, address: int) -> bool:
     if libc().mremap(again, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) != address:
         libc().munmap(again, size)
         return False
-    if libc().madvise(address, size, POPULATE_READ) and ctypes.get_errno() != errno.EINVAL:  # Older kernels lack it.
-        raise OSError(errno.EIO, "the disk of the cache cannot read the rows of an open row group")
+    read_in(address, size, "the rows of an open row group")
     return True

@@ -14,7 +14,7 @@ from typing import Any
 
 MAP_FIXED = 0x10  # of mmap(2)
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14
+_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14; earlier kernels answer EINVAL
 DEFAULT_MAX_MAPS = 65_530  # of Linux
 
 
@@ -45,17 +45,28 @@ def is_file_map(memory: memoryview) -> bool:
     return isinstance(memory.obj, ctypes.Array)
 
 
-def os_error(doing: str) -> OSError:
-    """Return the error of the last failed call of the C library. `doing` names the operation."""
-    number = ctypes.get_errno()
-    return OSError(number, f"{doing}: {os.strerror(number)}")
+def read_in(address: int, size: int, named: str | Path) -> None:
+    """Read the mapped pages from `address` on now, so that a disk error is no SIGBUS at the first access.
+
+    An older kernel reads the pages at their first access.
+
+    Args:
+        address: Start of a page.
+        size: Number of bytes.
+        named: Name of the bytes in the error.
+
+    Raises:
+        OSError: The disk cannot read the pages. The number is EIO.
+    """
+    if libc().madvise(address, size, _POPULATE_READ) and ctypes.get_errno() != errno.EINVAL:
+        raise OSError(errno.EIO, f"the disk cannot read {named}")
 
 
 def map_error(doing: str) -> OSError:
     """Return the error of the last failed `mmap` of the C library. It has the number ENOMEM at the limit of maps."""
-    error = os_error(doing)
-    if error.errno != errno.ENOMEM:
-        return error
+    number = ctypes.get_errno()
+    if number != errno.ENOMEM:
+        return OSError(number, f"{doing}: {os.strerror(number)}")
     limits = f"raise vm.max_map_count (sysctl; it is {max_maps()}) or the limit of addresses (ulimit -v)"
     return OSError(
         errno.ENOMEM,
@@ -83,12 +94,7 @@ class FileMap:
         weakref.finalize(content, libc().munmap, address, size).atexit = False
         self.view = memoryview(content).cast("B").toreadonly()
 
-    def populate(self, start: int, stop: int) -> None:
-        """Read the pages of bytes `start` to `stop` into memory.
-
-        Raises:
-            OSError: The kernel cannot read the pages or is too old for the request.
-        """
+    def read_in(self, start: int, stop: int, named: str | Path) -> None:
+        """Read the pages of bytes `start` to `stop` now. See the function `read_in`."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if libc().madvise(self.address + first, stop - first, POPULATE_READ):
-            raise os_error("reading pages in")
+        read_in(self.address + first, stop - first, named)

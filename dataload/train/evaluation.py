@@ -16,7 +16,7 @@ from dataload.rows.batch_tree import on_device
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
 from dataload.train.ranks.collectives import gather
-from dataload.train.ranks.process_group import process_group
+from dataload.train.ranks.process_group import check_ranks_run, process_group, ranks_of
 from dataload.world import World
 
 CHUNK = 1 << 14  # values per sum; torch sums this many in one thread, in a fixed order
@@ -43,8 +43,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
             float64, in an order that does not depend on the batch size.
 
     Raises:
-        ConfigError: A metric has another shape than [B] or is named "rows", metrics have different numbers of rows, or
-            there are no rows.
+        ConfigError: A metric has another shape than [B] or is named "rows", metrics have different numbers of rows,
+            there are no rows, or other ranks share the rows of the loader and there is no process group of them.
 
     Example:
         >>> import torch
@@ -56,8 +56,9 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     padding = _padding(loader)  # read before the loop, because iterating changes it
     device = _device_of(next(model.parameters(), torch.empty(0)))
     own: dict[str, _Sum] = {}
-    exchange = process_group(World.detect(), torch.device("cpu")) if _is_shared(loader) else nullcontext()
+    exchange = process_group(World.detect(), torch.device("cpu")) if ranks_of(loader) > 1 else nullcontext()
     with exchange, evaluating(model):
+        check_ranks_run(loader)
         for batch in batches_on(loader, device):
             for name, value in metric_fn(model, on_device(batch, device)).items():
                 if name == "rows":
@@ -75,11 +76,6 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         raise ConfigError(f"metrics of unequal numbers of rows: {rows}")
     means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}
     return {**means, "rows": next(iter(rows.values()))}
-
-
-def _is_shared(loader: Any) -> bool:
-    """Return whether each rank has some of the rows of a loader."""
-    return getattr(getattr(loader, "sampler", None), "num_replicas", 1) > 1
 
 
 def _padding(loader: Any) -> int:

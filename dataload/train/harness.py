@@ -26,7 +26,7 @@ from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
 from dataload.train.ranks.collectives import agree, gather, is_first
 from dataload.train.ranks.exchange import exchange_between
-from dataload.train.ranks.process_group import device_of, process_group
+from dataload.train.ranks.process_group import check_ranks_run, device_of, process_group
 from dataload.train.ranks.replica import COMM_HOOKS
 from dataload.train.ranks.sharded import move
 from dataload.train.tensorboard import TensorBoardWriter
@@ -255,7 +255,8 @@ def _even_batches(loader: Any) -> bool:
 
 
 def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
-    """Raise ConfigError unless the ranks of a loader of this package are the data-parallel ranks of the run."""
+    """Raise ConfigError unless the ranks of a loader are the data-parallel ranks of the run, as far as it is known."""
+    check_ranks_run(loader)
     dataset = getattr(loader, "dataset", None)
     digest = "order_key" if isinstance(dataset, MapStyle) else "fingerprint"
     agree(f"the dataset's {digest}", getattr(dataset, digest, None))

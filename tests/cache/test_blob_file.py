@@ -211,13 +211,6 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     with pytest.raises(CorruptEntry):
         blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments())
 
-    def populate(*_: int) -> None:
-        raise OSError(errno.EFAULT, "Bad address")
-
-    with pytest.raises(OSError, match="cannot read") as caught:
-        blob_file._read_in(SimpleNamespace(populate=populate), 0, 10)
-    assert caught.value.errno == errno.EIO
-
 
 @pytest.mark.parametrize(("left", "proven"), [(2 * SEGMENT, False), (SUMS, False), (2 * SEGMENT, True)])
 def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
@@ -237,15 +230,6 @@ def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
-    with (tmp_path / "file").open("r+b") as opened:
-        mapped = FileMap(opened.fileno(), 1 << 20)
-    os.truncate(tmp_path / "file", 4096)
-    with pytest.raises(OSError, match="cannot read"):
-        blob_file._read_in(mapped, 8192, 1 << 20)
 
 
 def test_a_write_may_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

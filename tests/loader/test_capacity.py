@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import pickle
 import re
 import threading
 from pathlib import Path
@@ -221,6 +223,18 @@ def test_loaders_share_a_part_of_the_region_if_they_read_the_same_groups_in_the_
     for each in (need, other):
         name, part = tier.division().part_of(int(each.groups[0]))
         assert (name, part > 0) == (each.name, True)
+
+
+def test_a_copy_of_a_loader_reserves_its_own_part_of_the_cache(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": noise.random(2000)}), tmp_path / "x.parquet")
+    loader = make_loader(str(tmp_path / "x.parquet"), 10, cache=CacheConfig(str(tmp_path / "cache"), "1MB"))
+    copied = pickle.loads(pickle.dumps(loader))
+    [(tier, need)] = loader._capacity._needs
+    del loader
+    gc.collect()
+    assert tier.division().total == 0
+    list(copied)
+    assert tier.division().total == need.total > 0
 
 
 @pytest.mark.parametrize(

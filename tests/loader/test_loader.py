@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import pickle
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,21 @@ def test_resume_continues_at_the_saved_position(dataset: Any, stop: int, workers
     assert begun + ids(resumed) + ids(resumed) == expected
 
 
+def test_a_peek_loses_no_restored_position(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    expected, second = ids(loader), ids(loader)
+    loader.set_epoch(0)
+    loader.load_state_dict({**loader.state_dict(), "cursor": 80})
+    for _ in range(2):
+        assert ids([next(iter(loader))]) == expected[80:96]
+    loader.set_epoch(0)
+    assert ids(loader) == expected[80:]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "cursor": 80})
+    assert ids([next(iter(loader))]) == expected[80:96]
+    loader.set_epoch(1)
+    assert ids(loader) == second
+
+
 def test_arguments_that_change_before_a_resume_hold_from_the_next_epoch_on(dataset: Any) -> None:
     whole, changed = make_loader(dataset, 16), make_loader(dataset, 16, shuffle="full", seed=3)
     batches = iter(whole)
@@ -366,6 +383,20 @@ def test_workers(dataset: Any, options: dict[str, Any]) -> None:
         assert ids(batches) == ids(plain)
         assert {batch["worker"] for batch in batches} == set(range(options["num_workers"]))
     del batches, loader
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True, "transform": where_am_i}])
+def test_a_loader_in_use_can_be_sent_to_another_process(dataset: Any, options: dict[str, Any]) -> None:
+    expected = ids(make_loader(dataset, 16))
+    loader = make_loader(dataset, 16, **options)
+    batches = iter(loader)
+    assert ids([next(batches)]) == expected[:16]
+    copied = pickle.loads(pickle.dumps(loader))
+    assert copied.state_dict() == loader.state_dict()
+    copied.load_state_dict(copied.state_dict())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        assert process.submit(ids, copied).result(timeout=60) == expected[16:]
+    assert ids(batches) == expected[16:]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -31,6 +31,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture, mixture
+from dataload.mixture.mixture import MOST_WEIGHTS
 from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
@@ -402,6 +403,24 @@ def test_weights_that_are_set_before_the_first_batch_of_a_begun_epoch_hold_from_
     resumed.set_epoch(0)
     stream_of(resumed)
     assert resumed.stats().rows_by_source == {"a": 100, "b": 50, "c": 50}
+
+
+def test_a_mixture_remembers_its_latest_weights(sources: Sources) -> None:
+    """The state of so many sources has a digest of their weights."""
+    mixture = mix(dict.fromkeys(map(str, range(700)), sources()["c"]))
+    loader, sizes, states = make_loader(mixture, 100, world=World(0, 1)), [], []
+    for change in range(3 * MOST_WEIGHTS):
+        mixture.set_weights([100_000 + change, *range(100_000, 100_699)])
+        if change % MOST_WEIGHTS == MOST_WEIGHTS - 1:
+            sizes.append(len(pickle.dumps(mixture)))
+            states.append(loader.state_dict())
+    assert max(sizes) < 1.05 * sizes[0]
+    assert max(len(json.dumps(state)) for state in states) <= 4096
+    mixture.set_weights(None)
+    loader.load_state_dict(states[2])
+    assert mixture.weights[0] == 100_000 + 3 * MOST_WEIGHTS - 1
+    with pytest.raises(ConfigError, match="only a digest of its weights"):
+        loader.load_state_dict(states[1])
 
 
 def test_the_length_follows_new_weights(sources: Sources) -> None:

@@ -680,12 +680,12 @@ def test_what_a_file_says_is_no_markup(tmp_path):
 def test_metrics(tmp_path):
     write_two(tmp_path)
     prometheus.write(read(tmp_path), tmp_path / "run.prom")
-    families = text_string_to_metric_families((tmp_path / "run.prom").read_text())
-    values = {
-        (sample.name.removeprefix("dataload_"), *(label for name, label in sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    values = {}
+    for family in text_string_to_metric_families((tmp_path / "run.prom").read_text()):
+        for sample in family.samples:
+            assert sample.labels.pop("run") == "run"
+            labels = [label for _, label in sorted(sample.labels.items())]
+            values[sample.name.removeprefix("dataload_"), *labels] = sample.value
     expected = {
         "rows_total": (12_000, 6_000),
         "seconds_total": (8, 8),
@@ -711,6 +711,16 @@ def test_metrics(tmp_path):
         ("cache_reads_total", "1", "hit"): 0,
         ("cache_reads_total", "1", "miss"): 0,
     }
+
+
+def test_no_series_is_in_the_files_of_two_runs(tmp_path):
+    write_two(tmp_path)
+    found = []
+    for name in ("one.prom", "another.prom"):
+        prometheus.write(read(tmp_path), tmp_path / name)
+        families = text_string_to_metric_families((tmp_path / name).read_text())
+        found += [(sample.name, *sorted(sample.labels.items())) for family in families for sample in family.samples]
+    assert len(found) == len(set(found)) > 0
 
 
 def test_metrics_are_never_half_there(tmp_path):

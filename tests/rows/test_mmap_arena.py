@@ -83,7 +83,7 @@ def test_a_cleared_slot_unmaps_its_file(blob: Path) -> None:
 def test_a_file_that_can_no_longer_be_read_is_an_error(blob: Path) -> None:
     arena, content = MmapArena(1, 1000, WORDS * 8), view(blob, 1000)
     blob.write_bytes(b"")
-    with pytest.raises(OSError, match="the disk of the cache cannot read the rows"):
+    with pytest.raises(OSError, match="the disk cannot read the rows of an open row group"):
         arena.put(0, content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from contextlib import contextmanager, nullcontext
 from itertools import count, pairwise, repeat
@@ -23,7 +24,7 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.rows.collate import Flat
-from dataload.train import batch_size, evaluate_over, evaluation, find_batch_size, rank_batches
+from dataload.train import batch_size, evaluate_over, evaluation, find_batch_size, fit, rank_batches
 from dataload.train.checkpoint.state import all_equal, host_copy, rng_state
 from dataload.train.ranks.process_group import process_group
 from dataload.world import World
@@ -79,6 +80,37 @@ def test_ranks_evaluate_together_without_a_process_group_of_the_caller(ranks, fo
     single = evaluated(folder, 16)
     for found in ranks(2, evaluated_outside_of_fit, folder, 16):
         assert [(each["rows"], each["large"]) for each in found] == [(N, single["large"])] * len(found)
+
+
+def evaluated_without_a_launcher(folder, meeting):
+    world = World.detect()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    loader = make_loader(folder, 16, cache=False, world=World(world.rank, world.world_size))
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=world.rank, world_size=world.world_size)
+    torch.manual_seed(0)
+    found = evaluate_over(nn.Linear(1, 1), loader, metrics)
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_that_no_launcher_started_evaluate_over_their_process_group(ranks, folder, tmp_path):
+    single = evaluated(folder, 16)
+    for found in ranks(2, evaluated_without_a_launcher, folder, tmp_path / "meeting"):
+        assert (found["rows"], found["large"]) == (N, single["large"])
+
+
+def test_a_rank_without_a_process_group_of_the_others_is_an_error(folder):
+    """Otherwise it would evaluate over its own rows, and train a model of its own."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    own = make_loader(folder, 16, cache=False, world=World(0, 2))
+    plain = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 2, 0))
+    for loader in (own, plain):
+        with pytest.raises(ConfigError, match=r"one of 2 ranks, .* call torch\.distributed\.init_process_group"):
+            evaluate_over(model, loader, metrics)
+        with pytest.raises(ConfigError, match=r"one of 2 ranks, .* start them with torchrun"):
+            fit(model, optimizer, loader, squared_error, epochs=1, progress=False)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -7,6 +7,7 @@ import re
 import stat
 from pathlib import Path
 
+from dataload.cache.local.blob_file import FILE_NAME
 from dataload.errors import ConfigError
 
 # The shared map of LMDB's file and the locks that detect dead processes need one kernel. This is a list of local
@@ -36,7 +37,7 @@ OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT", "LIMI
 _LOCKS = re.compile("locks.*")
 _OUR_PATHS = re.compile(
     r"locks.*|LIMIT|tmp(/\d{20}-\d+@.+-[0-9a-f]{16})?|index(/((data|lock)\.mdb|(locks\.)?state))?"
-    r"|blobs(/(?P<two>[0-9a-f]{2})(/(?P=two)[0-9a-f]{62})?)?"
+    rf"|blobs(/(?P<two>[0-9a-f]{{2}})(/(?=(?P=two)){FILE_NAME.pattern})?)?"
 )
 
 

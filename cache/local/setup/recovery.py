@@ -28,7 +28,7 @@ from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.setup.durable_file import write_durably
-from dataload.cache.local.staging import DIGEST, clear_drafts, living, sweep, swept_mark
+from dataload.cache.local.staging import clear_drafts, living, sweep, swept_mark
 from dataload.errors import CorruptEntry
 from dataload.runtime.executor import DaemonExecutor
 
@@ -159,7 +159,7 @@ def remove_a_blob(blobs: Path) -> bytes | None:
     """Remove the largest file of a folder of blobs. Return its digest; None if that failed or there is no blob."""
     with suppress(OSError):  # Another process may remove it first.
         for folder in blobs.iterdir():
-            if files := [file for file in folder.iterdir() if DIGEST.fullmatch(file.name)]:
+            if files := [file for file in folder.iterdir() if blob_file.FILE_NAME.fullmatch(file.name)]:
                 victim = max(files, key=lambda file: file.lstat().st_size)
                 victim.unlink()
                 return bytes.fromhex(victim.name)

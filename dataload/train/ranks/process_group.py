@@ -65,6 +65,21 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
     dist.destroy_process_group()
 
 
+def ranks_of(loader: Any) -> int:
+    """Return how many ranks share the rows of a loader, of this package or with torch's DistributedSampler."""
+    return int(getattr(getattr(loader, "sampler", None), "num_replicas", 1))
+
+
+def check_ranks_run(loader: Any) -> None:
+    """Raise ConfigError if other ranks share the rows of a loader, and the process group does not have all of them."""
+    ranks, running = ranks_of(loader), dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > running:
+        raise ConfigError(
+            f"the loader has the rows of one of {ranks} ranks, of which this process knows {running}: start them with "
+            "torchrun, or call torch.distributed.init_process_group in each of them first"
+        )
+
+
 def _store_of(world: World, timeout: timedelta = default_pg_timeout) -> Any:
     """Return the store where the ranks meet, which lives as long as the process.
 
