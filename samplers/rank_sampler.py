@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, Protocol, Self, cast
+from copy import copy
+from typing import Any, ClassVar, Final, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +88,14 @@ class RankSampler(DistributedSampler[int]):
         num_nodes: Number of equal groups of consecutive ranks that share a host; None: that of the detected world if
             it is known, else 1.
         node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
+
+    Attributes:
+        order: The order of the current epoch.
+        next_order: The order from the next epoch on.
     """
+
+    order: PositionOrder
+    next_order: PositionOrder
 
     def __init__(
         self,
@@ -119,23 +127,16 @@ class RankSampler(DistributedSampler[int]):
         if num_nodes > 1 and order.num_streams > 1:
             check_locality(order.num_streams, num_nodes, num_replicas, batch_size)
         self.cursor = 0
-        self._arguments = {name: order.options[name] for name in order.chosen}
-        self._num_streams = order.num_streams
-        self._next = dict[str, Any]()  # options that the order has from the next epoch on
+        self._given = order.options
         self._advances = False  # whether the consumer marks batches
-        self._behind: _Behind | None = None
+        self._behind: RankSampler | None = None  # a copy in the epoch whose iteration has ended before its consumer
         self._follow(order)
 
     def use_file_order(self) -> None:
         """Begin the epoch in file order, without a shuffle."""
-        self._arguments = {**self._arguments, "shuffle": False}
+        self._given = {**self._given, "shuffle": False}
         self._follow(self.next_order.with_options(shuffle=False))
-        self._next, self.cursor = {}, 0
-
-    @property
-    def next_order(self) -> PositionOrder:
-        """The order from the next epoch on."""
-        return self.order.with_options(**self._next) if self._next else self.order
+        self.cursor = 0
 
     @property
     def num_rows(self) -> int:
@@ -204,9 +205,9 @@ class RankSampler(DistributedSampler[int]):
         for run in self.runs(epoch, self.cursor):
             yield from run.ravel().tolist()
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
-            behind = _Behind(epoch, self.cursor, self.order, self._share)
+            behind = copy(self)
             self.seek(epoch + 1, 0)
-            self._behind = behind.or_none()
+            self._behind = None if behind.finished_at(behind.cursor) else behind
 
     def __len__(self) -> int:
         """Return the rows of each rank in a full epoch, padding included."""
@@ -220,26 +221,24 @@ class RankSampler(DistributedSampler[int]):
 
     def advance(self, batches: int = 1) -> None:
         """Mark the next `batches` global batches as consumed: of an epoch that is iterated, as long as it has any."""
-        self._advances, rows = True, batches * self.global_batch_size
-        if self._behind is None:
-            self.seek(self.epoch, self.cursor + rows)
-        else:
-            self._behind = self._behind._replace(cursor=self._behind.cursor + rows).or_none()
+        self._advances, behind = True, self._behind
+        here = self if behind is None else behind
+        here.seek(here.epoch, here.cursor + batches * here.global_batch_size)
+        if behind is not None and behind.finished_at(behind.cursor):
+            self._behind = None
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
         number, position = whole_number("epoch", epoch), whole_number("cursor", cursor)
-        if self._next and number != self.epoch:
+        if number != self.epoch:
             self._follow(self.next_order)
-            self._next = {}
         self.epoch, self.cursor = number, self._checked(min(position, self.num_rows))
         self._behind = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
-        here = (self._advances and self._behind) or _Behind(self.epoch, self.cursor, self.order, self._share)
-        place = {"epoch": here.epoch, "cursor": here.cursor}
-        return {"version": STATE_VERSION, "dataset": here.order.digest, **place, **here.order.options}
+        behind = self._behind if self._advances else None
+        return self._state() if behind is None else behind.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The world may differ.
@@ -265,21 +264,25 @@ class RankSampler(DistributedSampler[int]):
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
         order, epoch, cursor = self._order_of(state), state["epoch"], state["cursor"]
         self._check_start(order, cursor)
-        changed = {name: value for name, value in self._arguments.items() if order.options[name] != value}
+        given, next_order = self._given, order
+        changed = {name: given[name] for name in order.chosen if order.options[name] != given[name]}
         if changed:
             self._warn(changed, order, epoch + bool(cursor))
-            changed["num_streams"] = self._num_streams
-        elif self.rank == 0 and self._shares(self._num_streams) and not self._shares(order.num_streams):
+            next_order = order.with_options(**changed, num_streams=given["num_streams"])
+        elif self.rank == 0 and self._shares(given["num_streams"]) and not self._shares(order.num_streams):
             log.warning(
                 "the state has num_streams=%d, which stays, so each of the %d nodes reads the whole dataset: to change "
                 "it, begin an epoch with set_epoch instead of load_state_dict",
                 order.num_streams,
                 self.num_nodes,
             )
-        self._next = {}
-        self._follow(order if cursor else order.with_options(**changed))
+        self._follow(order if cursor else next_order)
         self.seek(epoch, cursor)
-        self._next = changed if cursor else {}
+        self.next_order = next_order
+
+    def _state(self) -> dict[str, Any]:
+        place = {"epoch": self.epoch, "cursor": self.cursor}
+        return {"version": STATE_VERSION, "dataset": self.order.digest, **place, **self.order.options}
 
     def _shares(self, num_streams: int) -> bool:
         """Return whether several nodes share the dataset with these streams."""
@@ -304,7 +307,7 @@ class RankSampler(DistributedSampler[int]):
 
     def _follow(self, order: PositionOrder) -> None:
         """Use this order from now on."""
-        self.order = order
+        self.order = self.next_order = order
         world = self.num_replicas, self.rank, self.batch_size, self.drop_last
         self._share = Share(*world, order.num_streams, self.num_nodes, order.homogeneous, order.run_rows)
         self.seed, self.shuffle = order.seed, bool(order.shuffle)
@@ -320,26 +323,6 @@ class RankSampler(DistributedSampler[int]):
     def _checked(self, cursor: int) -> int:
         _check_cursor(cursor, self.order)
         return cursor
-
-
-class _Behind(NamedTuple):
-    """The position of a consumer in an epoch whose iteration has ended before it: torch takes rows ahead.
-
-    Attributes:
-        epoch: The epoch.
-        cursor: Global rows of it that are consumed.
-        order: Its order.
-        share: The share of the rank in it.
-    """
-
-    epoch: int
-    cursor: int
-    order: PositionOrder
-    share: Share
-
-    def or_none(self) -> Self | None:
-        """Return the position, or None if no batch of the epoch is left."""
-        return self if self.share.num_batches(max(0, self.order.n - self.cursor)) else None
 
 
 def _check_cursor(cursor: int, order: PositionOrder) -> None:

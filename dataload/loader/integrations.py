@@ -114,7 +114,6 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
     """
 
     def __init__(self, mixture: Mixture, num_replicas: int, rank: int, **order: Any) -> None:
-        self._begun: int | None = None  # the restored epoch, if it has begun with other weights than the next one
         super().__init__(mixture.sources, num_replicas, rank, **mixture.order, **order)
         self._mixture = mixture
 
@@ -125,21 +124,13 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
 
     def renew(self) -> None:
         """Use the current weights of the mixture."""
-        if self._mixture.weights != self.order.weights and self._begun != self.epoch:
+        if self._mixture.weights != self.next_order.weights:
             self.set_weights(self._mixture.weights)
-
-    def seek(self, epoch: int, cursor: int) -> None:
-        """Move to a position, as in `MixtureSampler`. Once the loader leaves a restored epoch, its weights are over."""
-        if epoch != self._begun:
-            self._begun = None
-        super().seek(epoch, cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
         super().load_state_dict(state)
-        weights = self._next.pop("weights", None)  # `renew` follows the mixture
-        self._mixture.weights = self.order.weights if weights is None else tuple(weights)
-        self._begun = None if weights is None else self.epoch
+        self._mixture.weights = self.next_order.weights
 
     def _known_weights(self) -> list[Sequence[int]]:
         return [*super()._known_weights(), *self._mixture.earlier_weights]

@@ -12,7 +12,6 @@ from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.state import compact, expand
-from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Shuffle
 from dataload.samplers.rank_sampler import RankSampler
 
@@ -63,6 +62,7 @@ class MixtureSampler(RankSampler):
     """
 
     order: MixtureOrder
+    next_order: MixtureOrder
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class MixtureSampler(RankSampler):
     @property
     def next_weights(self) -> list[int] | None:
         """The weights from the next epoch on, if they are others."""
-        return list(integer_weights(self._next["weights"])) if "weights" in self._next else None
+        return None if self.next_order.weights == self.order.weights else list(self.next_order.weights)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Use other weights from the next epoch on, or from this one if it has not begun. All ranks must do the same.
@@ -118,22 +118,20 @@ class MixtureSampler(RankSampler):
         Raises:
             ConfigError: A weight cannot work.
         """
-        order = self.order.with_options(weights=weights)
-        if self.cursor and not self.finished_at(self.cursor):
-            self._next["weights"] = weights
-            return
-        if self.cursor:
+        has_begun = self.cursor or self.next_order is not self.order
+        self.next_order = self.next_order.with_options(weights=weights)
+        if not has_begun:
+            self._follow(self.next_order)
+        elif self.finished_at(self.cursor):
             self.seek(self.epoch + 1, 0)
-            order = self.order.with_options(weights=weights)
-        self._follow(order)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Return the position and the order, as in `RankSampler`, and the next weights.
 
         Digests replace the weights and windows of hundreds of sources. A process that restores such a state needs the
         same weights and windows.
         """
-        return compact({**super().state_dict(), "next_weights": self.next_weights})
+        return compact({**super()._state(), "next_weights": self.next_weights})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in its order and with its weights. The world may differ.
@@ -154,11 +152,11 @@ class MixtureSampler(RankSampler):
             )
         known, given = self._known_weights(), self._own_options(self.next_weights)
         super().load_state_dict(state)
-        weights = expand(state, self._arguments["windows"], known)["next_weights"]
+        weights = expand(state, self._given["windows"], known)["next_weights"]
         if self.rank == 0:
             _warn_of_kept(self._own_options(weights), given)
         if weights is not None:
-            self._next["weights"] = weights
+            self.next_order = self.next_order.with_options(weights=weights)
 
     def _own_options(self, next_weights: Sequence[int] | None) -> dict[str, Any]:
         """Return the arguments that a state brings with it for all later epochs."""
@@ -166,7 +164,7 @@ class MixtureSampler(RankSampler):
         return {**{name: getattr(self.order, name) for name in FIXES}, "weights": list(weights)}
 
     def _order_of(self, state: Mapping[str, Any]) -> Any:
-        return super()._order_of(expand(state, self._arguments["windows"], self._known_weights()))
+        return super()._order_of(expand(state, self._given["windows"], self._known_weights()))
 
     def _known_weights(self) -> list[Sequence[int]]:
         """Return the weights that a digest in a state may mean."""

@@ -368,3 +368,28 @@ def test_runs_grow_and_are_the_batches():
     sizes = [len(run) for run in sampler.runs()]
     assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
     assert sum(sizes) == 125
+
+
+def test_the_state_of_late_batches_has_the_next_weights() -> None:
+    """Torch takes the last rows before the consumer has the earlier ones; the sampler then is in the next epoch."""
+    sampler, resumed = (MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=50, weights=WEIGHTS) for _ in range(2))
+    sampler.advance()
+    sampler.set_weights([2, 2, 1])
+    list(sampler)
+    state = sampler.state_dict()
+    assert (state["epoch"], state["cursor"], state["weights"], state["next_weights"]) == (0, 10, WEIGHTS, [2, 2, 1])
+    resumed.load_state_dict(state)
+    list(resumed)
+    assert list(resumed) == list(sampler)
+
+
+def test_weights_that_are_set_in_a_restored_epoch_replace_its_next_ones() -> None:
+    sampler, resumed = (MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=50, weights=WEIGHTS) for _ in range(2))
+    sampler.advance()
+    sampler.set_weights([2, 2, 1])
+    sampler.seek(0, 0)
+    resumed.load_state_dict(sampler.state_dict())
+    resumed.set_weights([1, 1, 1])
+    assert (resumed.order.weights, resumed.next_weights) == (tuple(WEIGHTS), [1, 1, 1])
+    list(resumed)
+    assert (resumed.order.weights, resumed.next_weights) == ((1, 1, 1), None)
