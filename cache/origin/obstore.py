@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import sync
 
-from dataload.cache.origin.errors import UnsuitableError
+from dataload.cache.origin.errors import UnsuitableError, is_transient
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3
 from dataload.cache.origin.s3_names import S3Names
 from dataload.runtime.forks import ForkAware
@@ -256,10 +256,16 @@ def _unsupported_setting(filesystem: Any, bucket: str) -> str | None:
 
 
 def bucket_region(filesystem: Any, bucket: str) -> str | None:
-    """Return the AWS region of a bucket, which denied responses name, too; None if the server names none."""
+    """Return the AWS region of a bucket, which denied responses name, too; None if the server names none.
+
+    Raises:
+        OSError: The request failed, and a retry may succeed.
+    """
     try:
         answer = filesystem.call_s3("head_bucket", Bucket=bucket)
     except OSError as error:
+        if is_transient(error):
+            raise
         answer = getattr(error.__cause__, "response", {})
     region: str | None = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
     return region

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import obstore, reports
+from dataload.cache.origin.errors import is_transient
 from dataload.cache.origin.origin import Origin, dump_resolved
 from dataload.cache.origin.version import version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
@@ -335,6 +337,38 @@ def test_a_bucket_is_asked_for_where_it_lies(endpoint_url: str, answer: Any, hos
     settings = obstore._settings_of(_Told(endpoint_url, answer), "b")
     expected = f"https://s3.{host}.amazonaws.com" if host else endpoint_url
     assert settings["endpoint"] == expected
+
+
+class _Regional(http.server.BaseHTTPRequestHandler):
+    """A store that is overloaded once, and then names the region of its bucket."""
+
+    requests = 0
+
+    def do_HEAD(self) -> None:
+        type(self).requests += 1
+        self.send_response(503 if self.requests == 1 else 200)
+        if self.requests > 1:
+            self.send_header("x-amz-bucket-region", "eu-west-1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_an_overloaded_store_decides_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong region would fail all later requests of the process."""
+    monkeypatch.setattr(obstore, "AMAZON", re.compile(".*"))
+    monkeypatch.setattr(_Regional, "requests", 0)
+    with serving(_Regional) as url:
+        options = s3.storage_options(url) | {"config_kwargs": {"retries": {"max_attempts": 0}}}
+        filesystem = fsspec.filesystem("s3", skip_instance_cache=True, **options)
+        engine = obstore.Obstore(lambda: filesystem, "")
+        with pytest.raises(OSError, match="Service Unavailable") as raised:
+            engine._store("bucket")
+        assert is_transient(raised.value), "the request is repeated"
+        engine._store("bucket")
+    assert engine._settings["bucket"]["endpoint"] == "https://s3.eu-west-1.amazonaws.com"
 
 
 @pytest.mark.parametrize("setting", ["addressing_style", "use_accelerate_endpoint", "proxies"])
