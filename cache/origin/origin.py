@@ -23,6 +23,7 @@ from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
+from dataload.cache.origin.s3_names import complete
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
@@ -158,7 +159,7 @@ class Origin(ForkAware):
 
         def find(filesystem: Any) -> dict[str, dict[str, Any]]:
             filesystem.invalidate_cache(None if is_glob else path)
-            found = filesystem.glob(path, detail=True) if is_glob else filesystem.find(path, detail=True)
+            found = complete(filesystem).glob(path, detail=True) if is_glob else filesystem.find(path, detail=True)
             if not found and not is_glob:
                 with suppress(OriginNotFound):
                     self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.

@@ -51,7 +51,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         """Return the files that match a pattern, by name."""
         walk = _Walk(self._find)
         found = self._first(lambda: walk.glob(path, detail=True))
-        return self._other().glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
+        return complete(self._other()).glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
 
     def _first(self, call: Callable[[], Any]) -> Any:
         """Return the result of requests of obstore, or None if they fail."""
@@ -134,6 +134,40 @@ class _Walk(AbstractFileSystem):  # type: ignore[misc]
 
     def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
         return self._find(path, maxdepth)
+
+
+class _CompleteWalk(AbstractFileSystem):  # type: ignore[misc]
+    """fsspec's finds and globs over the folders of an s3fs filesystem. A folder that cannot be listed raises its error.
+
+    s3fs leaves out such a folder, and with it the objects below it.
+    """
+
+    protocol = S3Names.protocol
+    root_marker = S3Names.root_marker
+    cachable = False
+
+    def __init__(self, s3fs: Any) -> None:
+        super().__init__()
+        self._s3fs = s3fs
+        self.ls, self.info, self.exists, self.isdir = s3fs.ls, s3fs.info, s3fs.exists, s3fs.isdir
+
+    def walk(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Iterator[Any]:
+        # The recursion of fsspec does not pass on_error on.
+        return super().walk(path, maxdepth, on_error=_raise, **kwargs)  # type: ignore[no-any-return]
+
+    def find(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        # s3fs finds files at any depth without walking.
+        return super().find(path, maxdepth, **kwargs) if maxdepth else self._s3fs.find(path, **kwargs)
+
+
+def complete(filesystem: Any) -> Any:
+    """Return a filesystem whose `find` and `glob` raise the errors of folders that s3fs would leave out."""
+    return _CompleteWalk(filesystem) if hasattr(filesystem, "call_s3") else filesystem
+
+
+def _raise(error: Exception) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _unlistable() -> UnsuitableError:

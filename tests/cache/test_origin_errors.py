@@ -111,7 +111,7 @@ def test_an_answer_without_a_code_names_the_likely_causes(
 def test_a_wrong_region_is_named_at_once(
     url: str, monkeypatch: pytest.MonkeyPatch, engine: str, code: str, status: int
 ) -> None:
-    """obstore's error of a redirect has no status."""
+    """Obstore's error of a redirect has no status."""
     monkeypatch.setattr(_Failing, "code", code)
     monkeypatch.setattr(_Failing, "status", status)
     store = origin(url, engine)
