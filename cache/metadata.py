@@ -12,7 +12,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 
 from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.origin.s3_names import complete
+from dataload.cache.origin.s3_names import VERSION, complete
 from dataload.cache.origin.version import VERSION_FIELDS, version_of
 from dataload.cache.tier import copy_into
 from dataload.errors import ConfigError
@@ -139,13 +139,13 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             FileNotFoundError: The object does not exist.
             IsADirectoryError: `path` is a folder.
         """
-        path = self._path(path) + (f"?versionId={version_id}" if version_id else "")
+        path = self._path(f"{path}{VERSION}{version_id}" if version_id else path)
         if self._consistency == "open":
             self._known.pop(path, None)
         info = self.info(path)
         if info["type"] != "file":
             raise IsADirectoryError(f"{path} is a folder")
-        return Object.of(info | {"name": path})  # s3fs omits the requested version
+        return Object.of(info | {"name": path})
 
     def _objects(self, paths: list[str]) -> list[Object | Exception]:
         """Return the result of `object`, or its exception, for each path; look them up concurrently."""

@@ -16,7 +16,7 @@ from fsspec.asyn import sync
 
 from dataload.cache.origin.errors import UnsuitableError, is_transient
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3
-from dataload.cache.origin.s3_names import S3Names
+from dataload.cache.origin.s3_names import VERSION, S3Names
 from dataload.runtime.forks import ForkAware
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ STALL_SECONDS = 20  # without receiving a byte
 # 128 KiB on.
 PART_BYTES = 96 << 10
 NOT_PARTIAL = "non-partial response"
-VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
 

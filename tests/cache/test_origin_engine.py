@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import os
 import pickle
@@ -22,12 +23,15 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from attempts import fail_at_once
 from botocore.exceptions import CredentialRetrievalError
 from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import serving
 
+from dataload import make_dataset
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.systems.base import BUCKET
@@ -239,17 +243,69 @@ def test_anonymous_requests_are_not_signed(bucket: Any, tmp_path: Path) -> None:
     assert fs.cat_file(bucket.url("x")) == DATA
 
 
+def put_versions(bucket: Any, key: str, *contents: bytes) -> list[str]:
+    """Store versions of an object. Return their names."""
+    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
+    return [bucket.client.put_object(Bucket=bucket.name, Key=key, Body=data)["VersionId"] for data in contents]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_version_that_is_named_is_read(bucket: Any, tmp_path: Path, engine: str) -> None:
-    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
-    old = bucket.client.put_object(Bucket=bucket.name, Key="x", Body=DATA)["VersionId"]
-    bucket.put("x", DATA[::-1])
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
     fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
     assert fs.cat_file(f"{bucket.url('x')}?versionId={old}") == DATA
     assert fs.cat_file(bucket.url("x"), version_id=old) == DATA
     with fs.open(bucket.url("x"), version_id=old) as file:
         assert file.read() == DATA
     assert fs.cat_file(bucket.url("x")) == DATA[::-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_listings_of_a_version_name_it(bucket: Any, tmp_path: Path, engine: str) -> None:
+    """Under the name of the object alone, its newest version would be read."""
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
+    path = f"{bucket.name}/x?versionId={old}"
+    assert [fs.find(path), fs.glob(path), fs.info(path)["name"]] == [[path], [path], path]
+    fs.prefetch(path, wait=True)
+    assert fs.stats()["bytes_origin"] == len(DATA)
+    assert fs.cat_file(path) == DATA
+    assert fs.stats()["bytes_origin"] == len(DATA)
+    assert fs.cat_file(bucket.url("x")) == DATA[::-1]
+
+
+def test_a_version_is_not_replaced_by_the_newest_one(bucket: Any, tmp_path: Path) -> None:
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options)
+    path = bucket.url(f"x?versionId={old}")
+    requests: list[Callable[[], Any]] = [
+        *(lambda call=call: call(path) for call in (fs.open, fs.cat_file, fs.info, fs.find, fs.ls, fs.prefetch)),
+        lambda: fs.open(bucket.url("x"), version_id=old),
+    ]
+    for request in requests:
+        with pytest.raises(ConfigError, match=rf"x\?versionId={old} names a version.*: pass version_aware=True"):
+            request()
+
+
+@pytest.mark.parametrize("options", [{}, {"version_aware": True}])
+def test_a_dataset_of_versions(bucket: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Beside objects without a version, also as the second URL."""
+    tables = [io.BytesIO() for _ in range(3)]
+    for number, table in enumerate(tables):
+        pq.write_table(pa.table({"n": [number]}), table)
+    first, second, other = (table.getvalue() for table in tables)
+    old, _ = put_versions(bucket, "x.parquet", first, second)
+    bucket.put("y.parquet", other)
+    version = bucket.url(f"x.parquet?versionId={old}")
+    for source, expected in {
+        version: [0],
+        (bucket.url("y.parquet"), version): [0, 2],
+        (bucket.url("x.parquet"), version): [1, 0],
+    }.items():
+        source = source if isinstance(source, str) else list(source)
+        given = {"storage_options": bucket.options | options, "cache_dir": str(tmp_path), "cache_bytes": "100MB"}
+        dataset = make_dataset(source, **given)
+        assert [dataset[number]["n"] for number in range(dataset.num_rows)] == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
