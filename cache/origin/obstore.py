@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -49,10 +50,8 @@ CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_tim
 # second. A session renews its own earlier.
 RENEWED_BEFORE = timedelta(minutes=5)
 LEAST_LIFETIME = 2 * RENEWED_BEFORE
-STALL_SECONDS = 20  # without receiving a byte
-# Minimum size of a streamed part. obstore copies each part into zeroed memory, for which malloc maps fresh pages from
-# 128 KiB on.
-PART_BYTES = 96 << 10
+STALL_SECONDS = 20  # without receiving a byte, or with fewer than `LEAST_BYTES` of a body
+LEAST_BYTES = 4096  # far less than a connection of any network that a loop could use
 NOT_PARTIAL = "non-partial response"
 
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
@@ -143,10 +142,11 @@ class Obstore(ForkAware):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
-        return self._response(path, start, stop, version).bytes()
+        return b"".join(self.parts(path, start, stop, version))
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        return iter(self._response(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
+        # Parts as they come: obstore would collect larger ones for as long as a body trickles.
+        return _flowing(self._response(path, start, stop, version).stream(min_chunk_size=1))
 
     def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
         import obstore
@@ -188,6 +188,18 @@ class Obstore(ForkAware):
             return None
         anon = known.credentials is None
         return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
+
+
+def _flowing(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of a body. Raise TimeoutError if fewer than `LEAST_BYTES` come in `STALL_SECONDS`."""
+    began, received = time.monotonic(), 0
+    for part in parts:
+        received += len(part)
+        if time.monotonic() >= began + STALL_SECONDS:
+            if received < LEAST_BYTES:
+                raise TimeoutError(f"{received} bytes came in {STALL_SECONDS} s")
+            began, received = time.monotonic(), 0
+        yield part
 
 
 def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
