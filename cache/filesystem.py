@@ -18,6 +18,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.metadata import MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.origin import connect, introduce
+from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import cause_of, redacted
 
@@ -264,11 +265,14 @@ def open_source(
     introduce()
     for each in (url, *others):
         _check_url(each)
+    opened, options = next((each for each in (url, *others) if VERSION in each), url), dict(storage_options or {})
+    if VERSION in opened:  # For such a URL, fsspec sets version_aware itself.
+        options.pop("version_aware", None)
     try:
-        filesystem = deferred_s3(url, storage_options) or fsspec.url_to_fs(url, **(storage_options or {}))[0]
+        filesystem = deferred_s3(opened, options) or fsspec.url_to_fs(opened, **options)[0]
     except (ValueError, ImportError, TypeError) as error:
-        options = " with these storage_options" if storage_options else ""
-        raise ConfigError(f"{redacted(url)} cannot be opened{options}: {redacted(error)}") from cause_of(error)
+        with_options = " with these storage_options" if storage_options else ""
+        raise ConfigError(f"{redacted(url)} cannot be opened{with_options}: {redacted(error)}") from cause_of(error)
     for other in others:
         if _store_of(other, filesystem) != _store_of(url, filesystem):
             raise ConfigError(

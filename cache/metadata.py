@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec.implementations.chained import ChainedFileSystem
 
 from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.origin.s3_names import VERSION, complete
 from dataload.cache.origin.version import VERSION_FIELDS, version_of
 from dataload.cache.tier import copy_into
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
+
+T = TypeVar("T")
 
 
 class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -70,25 +73,28 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             self.blocks.tier.get_or_fill(key, partial(copy_into, data))
         return info
 
+    def _request(self, path: str, request: Callable[[Any, Any], T]) -> T:
+        """Make a request for metadata, which is retried, with the origin's filesystem and the path there."""
+        return self.blocks.origin.metadata(path, lambda _: request(self.fs, self._path(path)))
+
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        with self.blocks.origin.map_errors(path):
-            entries = self.fs.ls(self._path(path), detail=True, **kwargs)
+        entries = self._request(path, lambda fs, path: fs.ls(path, detail=True, **kwargs))
         self._learn(entries)
         return entries if detail else sorted(entry["name"] for entry in entries)
 
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
     ) -> Any:
-        with self.blocks.origin.map_errors(path):
-            found = self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
+        given = {"maxdepth": maxdepth, "withdirs": withdirs, "detail": True, **kwargs}
+        found = self._request(path, lambda fs, path: complete(fs).find(path, **given))
         self._learn(found.values())
         return found if detail else sorted(found)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         detail = kwargs.pop("detail", False)
-        with self.blocks.origin.map_errors(path):
-            # The origin decides which characters are magic: in a URL, "?" is not.
-            found = self.fs.glob(self._path(path), maxdepth=maxdepth, detail=True, **kwargs)
+        given = {"maxdepth": maxdepth, "detail": True, **kwargs}
+        # The origin decides which characters are magic: in a URL, "?" is not.
+        found = self._request(path, lambda fs, path: complete(fs).glob(path, **given))
         self._learn(found.values())
         return found if detail else sorted(found)
 
@@ -102,17 +108,14 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         return self._type_of(path) == "directory"
 
     def modified(self, path: str) -> Any:
-        with self.blocks.origin.map_errors(path):
-            return self.fs.modified(self._path(path))
+        return self._request(path, lambda fs, path: fs.modified(path))
 
     def created(self, path: str) -> Any:
-        with self.blocks.origin.map_errors(path):
-            return self.fs.created(self._path(path))
+        return self._request(path, lambda fs, path: fs.created(path))
 
     def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> Any:
         """Return a presigned URL that bypasses the cache. expiration: seconds."""
-        with self.blocks.origin.map_errors(path):
-            return self.fs.sign(self._path(path), expiration=expiration, **kwargs)
+        return self._request(path, lambda fs, path: fs.sign(path, expiration=expiration, **kwargs))
 
     def ukey(self, path: str) -> str:
         return version_of(self.info(path))
@@ -136,13 +139,13 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             FileNotFoundError: The object does not exist.
             IsADirectoryError: `path` is a folder.
         """
-        path = self._path(path) + (f"?versionId={version_id}" if version_id else "")
+        path = self._path(f"{path}{VERSION}{version_id}" if version_id else path)
         if self._consistency == "open":
             self._known.pop(path, None)
         info = self.info(path)
         if info["type"] != "file":
             raise IsADirectoryError(f"{path} is a folder")
-        return Object.of(info | {"name": path})  # s3fs omits the requested version
+        return Object.of(info | {"name": path})
 
     def _objects(self, paths: list[str]) -> list[Object | Exception]:
         """Return the result of `object`, or its exception, for each path; look them up concurrently."""

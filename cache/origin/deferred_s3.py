@@ -12,7 +12,7 @@ from fsspec.config import conf
 from fsspec.registry import known_implementations, registry
 
 from dataload.cache.origin.known_s3 import known_s3
-from dataload.cache.origin.s3_names import S3Names
+from dataload.cache.origin.s3_names import VERSION, S3Names
 
 
 class DeferredS3(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -51,7 +51,7 @@ class DeferredS3(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 def deferred_s3(url: str, options: dict[str, Any] | None) -> DeferredS3 | None:
     """Return the store of a URL; None unless it is S3 and its settings are known without s3fs."""
     protocol, mark, path = url.partition("://")
-    if not mark or protocol not in DeferredS3.protocol or "::" in url or "?versionId=" in path:
+    if not mark or protocol not in DeferredS3.protocol or "::" in url or VERSION in path:
         return None
     if not all(map(_is_usual, DeferredS3.protocol)) or known_s3(options or {}, os.environ) is None:
         return None

@@ -32,6 +32,7 @@ DENIALS = frozenset(
 
 _PROVIDER = "External AWS credential provider"  # in the messages of obstore
 _STATUS_TEXT = re.compile(r"status code: (\d{3})")  # in the messages of obstore
+_REDIRECT = "redirect without LOCATION"  # in the messages of obstore: S3's answer to requests in a wrong region
 
 
 class UnsuitableError(Exception):
@@ -101,6 +102,8 @@ def status(error: BaseException) -> int | None:
             found = _STATUS_TEXT.search(str(cause))
             if found or type(cause).__name__ == "PreconditionError":
                 return int(found[1]) if found else 412
+            if _REDIRECT in str(cause):
+                return 301
         if isinstance(response, dict):  # botocore
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
         cause = cause.__cause__

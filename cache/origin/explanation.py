@@ -16,18 +16,22 @@ RIGHTS = f"allow these keys to list and read the bucket, or set other ones by {K
 SPELLING = "check the spelling of the URL, because S3 also denies what is not there"
 UNREACHABLE = f"set {ENDPOINT} to the store's address, or check the network and proxies"
 TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its keys"  # noqa: S105 (no password)
+REGION = "set AWS_DEFAULT_REGION (or region_name in client_kwargs) to the region of the bucket"
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
 # The fixes for S3's error codes. An answer to HEAD has no code, only the HTTP status.
 CODES = {
-    "400": f"{TOKEN}; or set AWS_DEFAULT_REGION to the region of the bucket",
+    "301": REGION,
+    "400": f"{TOKEN}; or {REGION}",
     "403": f"{RIGHTS}; or {SPELLING}; or {TOKEN}; or {CLOCK}",
     "AccessDenied": f"{RIGHTS}; or {SPELLING}",
     "AllAccessDisabled": RIGHTS,
+    "AuthorizationHeaderMalformed": REGION,
     "ExpiredToken": TOKEN,
     "InvalidAccessKeyId": f"set {KEYS}, to a key of this store, or {ENDPOINT}",
     "InvalidToken": TOKEN,
     "NoSuchBucket": f"check the name of the bucket, and {ENDPOINT}",
+    "PermanentRedirect": REGION,
     "RequestTimeTooSkewed": CLOCK,
     "SignatureDoesNotMatch": f"set {KEYS}, to a key with its own secret",
     "SlowDown": "lower in_flight of CacheConfig",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import sync
 
-from dataload.cache.origin.errors import UnsuitableError
+from dataload.cache.origin.errors import UnsuitableError, is_transient
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3
-from dataload.cache.origin.s3_names import S3Names
+from dataload.cache.origin.s3_names import VERSION, S3Names
 from dataload.runtime.forks import ForkAware
 
 if TYPE_CHECKING:
@@ -49,12 +50,9 @@ CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_tim
 # second. A session renews its own earlier.
 RENEWED_BEFORE = timedelta(minutes=5)
 LEAST_LIFETIME = 2 * RENEWED_BEFORE
-STALL_SECONDS = 20  # without receiving a byte
-# Minimum size of a streamed part. obstore copies each part into zeroed memory, for which malloc maps fresh pages from
-# 128 KiB on.
-PART_BYTES = 96 << 10
+STALL_SECONDS = 20  # without receiving a byte, or with fewer than `LEAST_BYTES` of a body
+LEAST_BYTES = 4096  # far less than a connection of any network that a loop could use
 NOT_PARTIAL = "non-partial response"
-VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
 
@@ -144,10 +142,11 @@ class Obstore(ForkAware):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
-        return self._response(path, start, stop, version).bytes()
+        return b"".join(self.parts(path, start, stop, version))
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        return iter(self._response(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
+        # Parts as they come: obstore would collect larger ones for as long as a body trickles.
+        return _flowing(self._response(path, start, stop, version).stream(min_chunk_size=1))
 
     def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
         import obstore
@@ -189,6 +188,18 @@ class Obstore(ForkAware):
             return None
         anon = known.credentials is None
         return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
+
+
+def _flowing(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of a body. Raise TimeoutError if fewer than `LEAST_BYTES` come in `STALL_SECONDS`."""
+    began, received = time.monotonic(), 0
+    for part in parts:
+        received += len(part)
+        if time.monotonic() >= began + STALL_SECONDS:
+            if received < LEAST_BYTES:
+                raise TimeoutError(f"{received} bytes came in {STALL_SECONDS} s")
+            began, received = time.monotonic(), 0
+        yield part
 
 
 def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
@@ -256,10 +267,16 @@ def _unsupported_setting(filesystem: Any, bucket: str) -> str | None:
 
 
 def bucket_region(filesystem: Any, bucket: str) -> str | None:
-    """Return the AWS region of a bucket, which denied responses name, too; None if the server names none."""
+    """Return the AWS region of a bucket, which denied responses name, too; None if the server names none.
+
+    Raises:
+        OSError: The request failed, and a retry may succeed.
+    """
     try:
         answer = filesystem.call_s3("head_bucket", Bucket=bucket)
     except OSError as error:
+        if is_transient(error):
+            raise
         answer = getattr(error.__cause__, "response", {})
     region: str | None = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
     return region

@@ -23,6 +23,7 @@ from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
+from dataload.cache.origin.s3_names import check_version, complete
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
@@ -57,11 +58,10 @@ class Origin(ForkAware):
         self.limiter = limiter
         self._filesystem = filesystem
         self._resolved = resolved
-        self._inherited = False
+        self._inherited = self._has_answered = False
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
-        self._has_answered = False
         self.counters = Counters()
         super().__init__()
 
@@ -99,10 +99,9 @@ class Origin(ForkAware):
         Raises:
             ConfigError: The requested engine does not support the filesystem's options.
         """
-        if self._engine is None and self._resolved is not None:
-            self._engine = received_engine(self._filesystem, self._resolved)
-        elif self._engine is None:
-            self._engine = shared_engine(self._own, self._requested_engine)
+        if self._engine is None:
+            received = self._resolved and received_engine(self._filesystem, self._resolved)
+            self._engine = received or shared_engine(self._own, self._requested_engine)
         return self._engine
 
     @property
@@ -131,7 +130,8 @@ class Origin(ForkAware):
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
 
     def path_of(self, url: str) -> str:
-        """Return the path of a URL at this origin, without the protocol."""
+        """Return the path of a URL at this origin, without the protocol. Raise ConfigError as `check_version` does."""
+        check_version(url, self._own)
         return str(self._own._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
 
     def url_of(self, path: str) -> str:
@@ -143,7 +143,7 @@ class Origin(ForkAware):
 
         def info(filesystem: Any) -> dict[str, Any]:
             filesystem.invalidate_cache(path)
-            return self._served(filesystem.info(path))
+            return self._served(complete(filesystem).info(path))
 
         return self.metadata(path, info)
 
@@ -158,7 +158,8 @@ class Origin(ForkAware):
 
         def find(filesystem: Any) -> dict[str, dict[str, Any]]:
             filesystem.invalidate_cache(None if is_glob else path)
-            found = filesystem.glob(path, detail=True) if is_glob else filesystem.find(path, detail=True)
+            whole = complete(filesystem)
+            found = whole.glob(path, detail=True) if is_glob else whole.find(path, detail=True)
             if not found and not is_glob:
                 with suppress(OriginNotFound):
                     self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.

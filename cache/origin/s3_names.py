@@ -9,13 +9,15 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from dataload.cache.origin.errors import UnsuitableError, is_store_error
+from dataload.errors import ConfigError
 from dataload.runtime.executor import DaemonExecutor, awaited
+from dataload.runtime.redact import redacted
 
 PAGE = 1000  # objects
 MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
 PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
-
 BUCKET = re.compile(r"[A-Za-z0-9._-]+")
+VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 
 
 class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -51,7 +53,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         """Return the files that match a pattern, by name."""
         walk = _Walk(self._find)
         found = self._first(lambda: walk.glob(path, detail=True))
-        return self._other().glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
+        return complete(self._other()).glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
 
     def _first(self, call: Callable[[], Any]) -> Any:
         """Return the result of requests of obstore, or None if they fail."""
@@ -134,6 +136,56 @@ class _Walk(AbstractFileSystem):  # type: ignore[misc]
 
     def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
         return self._find(path, maxdepth)
+
+
+class _Complete(AbstractFileSystem):  # type: ignore[misc]
+    """s3fs with listings that lack nothing. A folder that cannot be listed raises its error; versions stay in names.
+
+    s3fs leaves out such a folder, and with it the objects below it.
+    """
+
+    protocol = S3Names.protocol
+    root_marker = S3Names.root_marker
+    cachable = False
+
+    def __init__(self, s3fs: Any) -> None:
+        super().__init__()
+        self._s3fs = s3fs
+        self.ls, self.exists, self.isdir = s3fs.ls, s3fs.exists, s3fs.isdir
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        info: dict[str, Any] = self._s3fs.info(path, **kwargs)
+        return {**info, "name": path} if VERSION in path else info
+
+    def walk(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Iterator[Any]:
+        # The recursion of fsspec does not pass on_error on.
+        return super().walk(path, maxdepth, on_error=_raise, **kwargs)  # type: ignore[no-any-return]
+
+    def find(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        if VERSION in path:
+            return {path: self.info(path)}
+        # s3fs finds files at any depth without walking.
+        return super().find(path, maxdepth, **kwargs) if maxdepth else self._s3fs.find(path, **kwargs)
+
+    def glob(self, path: str, **kwargs: Any) -> Any:
+        return {path: self.info(path)} if VERSION in path else super().glob(path, **kwargs)
+
+
+def complete(filesystem: Any) -> Any:
+    """Return a filesystem with complete results of `info`, `find` and `glob`, the last two with `detail=True`."""
+    return _Complete(filesystem) if hasattr(filesystem, "call_s3") else filesystem
+
+
+def check_version(url: str, filesystem: Any) -> None:
+    """Raise ConfigError if a URL names a version that its filesystem ignores, as s3fs does by default."""
+    if VERSION in url and "s3" in filesystem.protocol and not getattr(filesystem, "version_aware", False):
+        fix = "pass version_aware=True to it, in storage_options or target_options"
+        raise ConfigError(f"{redacted(url)} names a version, and s3fs would read the newest one: {fix}")
+
+
+def _raise(error: Exception) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _unlistable() -> UnsuitableError:

@@ -43,12 +43,14 @@ def redacted(text: object) -> str:
 
 def cause_of(error: Exception) -> Exception | None:
     """Return `error` as the cause of another one; None if the traceback would show credentials of a URL."""
-    seen: BaseException | None = error
-    while seen is not None:
+    shown: list[BaseException] = [error]
+    while shown:
+        seen = shown.pop()
         text = " ".join("".join(traceback.format_exception_only(seen)).split())
         if redacted(text) != text:
             return None
-        seen = seen.__cause__ or seen.__context__
+        shown += seen.exceptions if isinstance(seen, BaseExceptionGroup) else ()
+        shown += filter(None, [seen.__cause__ or seen.__context__])
     return error
 
 

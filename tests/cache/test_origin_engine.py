@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,18 +24,23 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from attempts import fail_at_once
 from botocore.exceptions import CredentialRetrievalError
 from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import serving
 
+from dataload import make_dataset
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import obstore, reports
+from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.errors import is_transient
 from dataload.cache.origin.origin import Origin, dump_resolved
 from dataload.cache.origin.version import version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
@@ -237,17 +245,69 @@ def test_anonymous_requests_are_not_signed(bucket: Any, tmp_path: Path) -> None:
     assert fs.cat_file(bucket.url("x")) == DATA
 
 
+def put_versions(bucket: Any, key: str, *contents: bytes) -> list[str]:
+    """Store versions of an object. Return their names."""
+    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
+    return [bucket.client.put_object(Bucket=bucket.name, Key=key, Body=data)["VersionId"] for data in contents]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_version_that_is_named_is_read(bucket: Any, tmp_path: Path, engine: str) -> None:
-    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
-    old = bucket.client.put_object(Bucket=bucket.name, Key="x", Body=DATA)["VersionId"]
-    bucket.put("x", DATA[::-1])
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
     fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
     assert fs.cat_file(f"{bucket.url('x')}?versionId={old}") == DATA
     assert fs.cat_file(bucket.url("x"), version_id=old) == DATA
     with fs.open(bucket.url("x"), version_id=old) as file:
         assert file.read() == DATA
     assert fs.cat_file(bucket.url("x")) == DATA[::-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_listings_of_a_version_name_it(bucket: Any, tmp_path: Path, engine: str) -> None:
+    """Under the name of the object alone, its newest version would be read."""
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
+    path = f"{bucket.name}/x?versionId={old}"
+    assert [fs.find(path), fs.glob(path), fs.info(path)["name"]] == [[path], [path], path]
+    fs.prefetch(path, wait=True)
+    assert fs.stats()["bytes_origin"] == len(DATA)
+    assert fs.cat_file(path) == DATA
+    assert fs.stats()["bytes_origin"] == len(DATA)
+    assert fs.cat_file(bucket.url("x")) == DATA[::-1]
+
+
+def test_a_version_is_not_replaced_by_the_newest_one(bucket: Any, tmp_path: Path) -> None:
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options)
+    path = bucket.url(f"x?versionId={old}")
+    requests: list[Callable[[], Any]] = [
+        *(lambda call=call: call(path) for call in (fs.open, fs.cat_file, fs.info, fs.find, fs.ls, fs.prefetch)),
+        lambda: fs.open(bucket.url("x"), version_id=old),
+    ]
+    for request in requests:
+        with pytest.raises(ConfigError, match=rf"x\?versionId={old} names a version.*: pass version_aware=True"):
+            request()
+
+
+@pytest.mark.parametrize("options", [{}, {"version_aware": True}])
+def test_a_dataset_of_versions(bucket: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Beside objects without a version, also as the second URL."""
+    tables = [io.BytesIO() for _ in range(3)]
+    for number, table in enumerate(tables):
+        pq.write_table(pa.table({"n": [number]}), table)
+    first, second, other = (table.getvalue() for table in tables)
+    old, _ = put_versions(bucket, "x.parquet", first, second)
+    bucket.put("y.parquet", other)
+    version = bucket.url(f"x.parquet?versionId={old}")
+    for source, expected in {
+        version: [0],
+        (bucket.url("y.parquet"), version): [0, 2],
+        (bucket.url("x.parquet"), version): [1, 0],
+    }.items():
+        source = source if isinstance(source, str) else list(source)
+        given = {"storage_options": bucket.options | options, "cache_dir": str(tmp_path), "cache_bytes": "100MB"}
+        dataset = make_dataset(source, **given)
+        assert [dataset[number]["n"] for number in range(dataset.num_rows)] == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -335,6 +395,38 @@ def test_a_bucket_is_asked_for_where_it_lies(endpoint_url: str, answer: Any, hos
     settings = obstore._settings_of(_Told(endpoint_url, answer), "b")
     expected = f"https://s3.{host}.amazonaws.com" if host else endpoint_url
     assert settings["endpoint"] == expected
+
+
+class _Regional(http.server.BaseHTTPRequestHandler):
+    """A store that is overloaded once, and then names the region of its bucket."""
+
+    requests = 0
+
+    def do_HEAD(self) -> None:
+        type(self).requests += 1
+        self.send_response(503 if self.requests == 1 else 200)
+        if self.requests > 1:
+            self.send_header("x-amz-bucket-region", "eu-west-1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_an_overloaded_store_decides_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong region would fail all later requests of the process."""
+    monkeypatch.setattr(obstore, "AMAZON", re.compile(".*"))
+    monkeypatch.setattr(_Regional, "requests", 0)
+    with serving(_Regional) as url:
+        options = s3.storage_options(url) | {"config_kwargs": {"retries": {"max_attempts": 0}}}
+        filesystem = fsspec.filesystem("s3", skip_instance_cache=True, **options)
+        engine = obstore.Obstore(lambda: filesystem, "")
+        with pytest.raises(OSError, match="Service Unavailable") as raised:
+            engine._store("bucket")
+        assert is_transient(raised.value), "the request is repeated"
+        engine._store("bucket")
+    assert engine._settings["bucket"]["endpoint"] == "https://s3.eu-west-1.amazonaws.com"
 
 
 @pytest.mark.parametrize("setting", ["addressing_style", "use_accelerate_endpoint", "proxies"])
@@ -500,6 +592,62 @@ def test_a_body_that_stalls_is_asked_for_again(
     slow_store.behave(stalled=0.5, seed=1)
     assert fs.cat_file(f"{BUCKET}/0.bin") == DATA
     assert fs.stats()["requests_origin"] > 4
+
+
+class _Trickling(http.server.BaseHTTPRequestHandler):
+    """A store whose first body comes byte by byte until the client gives it up."""
+
+    given_up = threading.Event()
+    requests = 0
+
+    def do_GET(self) -> None:
+        type(self).requests += 1
+        trickles = self.requests == 1
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        headers = {"ETag": '"one"', "Last-Modified": formatdate(0, usegmt=True), "Content-Length": last + 1 - first}
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(DATA)}"
+        for name, value in headers.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        body = DATA[first : last + 1]
+        try:
+            while trickles and body:
+                self.wfile.write(body[:1])
+                body = body[1:]
+                self.given_up.wait(0.05)  # the pace of the trickle
+            self.wfile.write(body)
+        except ConnectionError:
+            self.given_up.set()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", ["read", "read_into"])
+def test_a_body_that_trickles_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(obstore, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(_Trickling, "requests", 0)
+    monkeypatch.setattr(_Trickling, "given_up", threading.Event())
+    buffer = memoryview(bytearray(BLOCK))
+    with serving(_Trickling) as url:
+        origin = Origin(DeferredS3(**s3.storage_options(url)))
+        if call == "read":
+            buffer[:] = origin.read("bucket/x", 0, BLOCK, '"one"')
+        else:
+            origin.read_into(buffer, "bucket/x", 0, '"one"')
+        assert _Trickling.given_up.wait(10), "the connection is closed"
+    assert buffer == DATA[:BLOCK]
+    assert (origin.engine.name, _Trickling.requests) == ("obstore", 2)
+
+
+def test_a_slow_network_is_waited_for(slow_store: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore, "STALL_SECONDS", 0.5)
+    origin = Origin(DeferredS3(**s3.storage_options(slow_store.endpoint_url)))
+    version = version_of(origin.info(f"{BUCKET}/0.bin"))
+    slow_store.behave(bytes_per_second=30_000)
+    assert origin.read(f"{BUCKET}/0.bin", 0, BLOCK, version) == DATA[:BLOCK]
+    assert origin.stats().get("retries", 0) == 0
 
 
 class _Whole(http.server.BaseHTTPRequestHandler):

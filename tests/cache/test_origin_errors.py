@@ -29,6 +29,7 @@ class _Failing(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>Because</Message></Error>".encode()
         self.send_response(self.status)
+        self.send_header("x-amz-bucket-region", "eu-west-1")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
@@ -103,6 +104,21 @@ def test_an_answer_without_a_code_names_the_likely_causes(
     assert f"{url} " in message
     assert f"({status}: " in message
     assert [fix for fix in (*fixes, "dataload doctor") if fix not in message] == []
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize(("code", "status"), [("PermanentRedirect", 301), ("AuthorizationHeaderMalformed", 400)])
+def test_a_wrong_region_is_named_at_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, engine: str, code: str, status: int
+) -> None:
+    """Obstore's error of a redirect has no status."""
+    monkeypatch.setattr(_Failing, "code", code)
+    monkeypatch.setattr(_Failing, "status", status)
+    store = origin(url, engine)
+    for call in (lambda: store.list("bucket/train"), lambda: store.read("bucket/train", *RANGE)):
+        with pytest.raises(OriginError, match=r"set AWS_DEFAULT_REGION .* to the region of the bucket"):
+            call()
+    assert store.stats().get("retries", 0) == 0
 
 
 def test_a_missing_bucket_names_the_endpoint_and_its_variable(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ import http.client
 import http.server
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import parse_qsl, urlsplit
 
 import fsspec
 import pytest
@@ -19,9 +21,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import serving
 
 from dataload.benchmarks.origin import Origin as Server
-from dataload.benchmarks.origin import s3
+from dataload.benchmarks.origin import listing, s3
 from dataload.benchmarks.systems.base import BUCKET
+from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import reports
+from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin, dump_resolved
 from dataload.cache.origin.version import version_of
 from dataload.errors import OriginError
@@ -178,3 +182,79 @@ def test_requests_for_metadata_are_retried(flaky_url: str, call: str) -> None:
     found = getattr(store, call)(flaky_url)
     info = found if call == "info" else found[flaky_url]
     assert info["size"] == len(DATA)
+
+
+class _Overloaded(http.server.BaseHTTPRequestHandler):
+    """S3 that is overloaded when it receives a request for the first time."""
+
+    folder = Path()
+    received: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        bucket, _, key = url.path.strip("/").partition("/")
+        file = self.folder / bucket / key
+        if f"{self.command} {self.path}" not in self.received:
+            self.received.add(f"{self.command} {self.path}")
+            self.answer(503, "<Error><Code>ServiceUnavailable</Code></Error>")
+        elif key:
+            self.answer(200 if file.is_file() else 404, file.read_text() if file.is_file() else "")
+        else:
+            requested = listing.Listing.parse(dict(parse_qsl(url.query)))
+            self.answer(200, listing.list_objects(self.folder, bucket, requested, s3.etag_of_file))
+
+    do_HEAD = do_GET  # noqa: N815 (a name of http.server)
+
+    def answer(self, status: int, body: str) -> None:
+        self.send_response(status)
+        headers = {"ETag": '"one"', "Last-Modified": formatdate(0, usegmt=True), "Content-Length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def overloaded_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    for name in ("a/1", "b/2"):
+        file = tmp_path / "bucket" / "set" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("abc")
+    monkeypatch.setattr("dataload.cache.origin.retries.FIRST_PAUSE", 0.0001)
+    monkeypatch.setattr(_Overloaded, "folder", tmp_path)
+    monkeypatch.setattr(_Overloaded, "received", set())
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore, which would pause for seconds
+    with serving(_Overloaded) as url:
+        yield url
+
+
+FILES = ["bucket/set/a/1", "bucket/set/b/2"]
+LISTINGS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "ls": (lambda fs: fs.ls("bucket/set", detail=False), ["bucket/set/a", "bucket/set/b"]),
+    "find": (lambda fs: fs.find("bucket/set"), FILES),
+    "find to a depth": (lambda fs: fs.find("bucket/set", maxdepth=2), FILES),
+    "glob": (lambda fs: fs.glob("bucket/set/*/*"), FILES),
+    "info": (lambda fs: fs.info("bucket/set/a/1")["size"], 3),
+    "exists": (lambda fs: fs.exists("bucket/set/a/1"), True),
+    "walk": (lambda fs: [files for _, _, files in fs.walk("bucket/set")], [[], ["1"], ["2"]]),
+}
+
+
+@pytest.mark.parametrize("call", LISTINGS)
+def test_listings_of_an_overloaded_store_are_whole(overloaded_url: str, tmp_path: Path, call: str) -> None:
+    """s3fs leaves out a folder that it cannot list."""
+    request, expected = LISTINGS[call]
+    fs = TierCacheFileSystem("s3", s3.storage_options(overloaded_url), cache_dir=str(tmp_path / "cache"))
+    assert request(fs) == expected
+    assert fs.stats()["retries_origin"] > 0
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_glob_of_an_overloaded_store_names_all_objects(overloaded_url: str, deferred: bool) -> None:
+    options = s3.storage_options(overloaded_url)
+    filesystem = DeferredS3(**options) if deferred else fsspec.filesystem("s3", skip_instance_cache=True, **options)
+    assert list(Origin(filesystem).list("bucket/set/*/*")) == FILES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataload.runtime.redact import redacted, without_signature
+from dataload.runtime.redact import cause_of, redacted, without_signature
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,15 @@ def test_credentials_are_left_out(text: str, seen: str) -> None:
 def test_only_signatures_are_no_part_of_an_identity(query: str, kept: str) -> None:
     assert without_signature(f"https://host/x?{query}") == f"https://host/x{kept}"
     assert without_signature(f"/data/x?{query}") == f"/data/x?{query}"
+
+
+def test_a_group_of_errors_is_a_cause_unless_a_member_shows_credentials() -> None:
+    """Clients raise such a group where they try several addresses; a traceback shows its members."""
+    causes = [OSError(f"cannot connect to https://{host}/x") for host in ("host", "user:s3cret@host")]
+    harmless, telling = (ExceptionGroup("all failed", [OSError("down"), cause]) for cause in causes)
+    assert cause_of(harmless) is harmless
+    assert cause_of(telling) is None
+    assert cause_of(ExceptionGroup("of groups", [harmless, telling])) is None
+    error = OSError("all connection attempts failed")
+    error.__cause__ = telling
+    assert cause_of(error) is None
