@@ -113,6 +113,7 @@ def plan(
     latency: float = LATENCY,
     price: float | None = None,
     host_ranks: int = 1,
+    nodes: int | None = None,
 ) -> Plan:
     """Return the plan for epochs of this order.
 
@@ -124,7 +125,9 @@ def plan(
         latency: Seconds that a request waits.
         price: Price of 10**9 bytes.
         host_ranks: Ranks of a host, which share its memory.
+        nodes: Nodes, each of which fetches; None: one for each stream of the order.
     """
+    nodes = nodes or order.num_streams
     for blobs in sources:
         blobs.memory.share(host_ranks)
     row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
@@ -143,7 +146,7 @@ def plan(
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
     all_footers = footers(sources)
     result = Plan(
-        nodes=order.num_streams,
+        nodes=nodes,
         objects=len(objects),
         bytes=sum(file.size for file in objects),
         rows=sum(lengths),
@@ -162,15 +165,17 @@ def plan(
         latency=latency,
         first_batch_seconds=_seconds(all_footers, first_batch, bandwidth, latency),
         first_epoch_seconds=None if first is None else _seconds(all_footers, first, bandwidth, latency),
-        first_epoch_cost=None if first is None else _cost(all_footers + first, price, order.num_streams),
-        later_epoch_cost=_cost(_mean(later), price, order.num_streams),
+        first_epoch_cost=None if first is None else _cost(all_footers + first, price, nodes),
+        later_epoch_cost=_cost(_mean(later), price, nodes),
         shuffle=order.shuffle,
         trade=weigh_window(order.window, lengths, sizes, batch_size) if order.shuffle == "block" else None,
         held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in zip(order.orders, sources, strict=True)),
         memory_bytes=host_ranks * max(blobs.memory.limit for blobs in sources),
     )
     usual = weigh_window(sum(usual_window(blobs.manifest) for blobs in sources), lengths, sizes, batch_size)
-    return replace(result, advice=(*too_small, *advice(result, sizes, usual)))
+    return replace(
+        result, advice=(*too_small, *advice(result, [group.bytes for group in row_groups if group.rows], usual))
+    )
 
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:
@@ -194,7 +199,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
 
     Args:
         plan: The plan without advice.
-        sizes: Stored bytes of the row groups.
+        sizes: Stored bytes of the row groups that have rows.
         usual: Quality and cost of the default window.
     """
     if plan.later_epoch and plan.later_epoch.bytes:

@@ -100,9 +100,8 @@ class Reader:
         self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch, streams=self._streams)))
 
     def all_rows(self) -> Fetched:
-        """Return what reading each row group of the node once fetches."""
-        own = {group for _, group in self._needs_of(0)} if self._streams else range(len(self._costs.groups))
-        for number in sorted(own):
+        """Return what reading each row group of the node once fetches. Nothing reads those without rows."""
+        for number in sorted({group for _, group in self._needs_of(0)}):
             self._read(number)
         return self._fetched
 
@@ -182,7 +181,8 @@ class Reader:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
                 self._fetched += Fetched(stop - start, 1)
         for part, size in enumerate(cost.sizes):
-            cache.put((number, part), size)
+            if (number, part) not in cache:
+                cache.put((number, part), size)
 
     def _blocks_of(self, file: Object, start: int, stop: int) -> Iterator[Span]:
         """Return the blocks that overlap [start, stop)."""

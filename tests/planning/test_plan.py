@@ -433,6 +433,25 @@ def test_a_plan_of_no_rows(tmp_path: Path) -> None:
     assert said(plan)["first batch"] == "none: there are no rows"
 
 
+def test_row_groups_without_rows_cost_nothing(tmp_path: Path) -> None:
+    for number, rows in enumerate([0, 20, 0, 20]):
+        pq.write_table(images(rows), tmp_path / f"{number}.parquet")
+    dataset = make_dataset(str(tmp_path), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    plan = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 40)
+    assert plan.first_epoch == plan.first_batch
+    assert plan.first_batch.requests == 2
+
+
+def test_the_cost_is_that_of_all_nodes(tmp_path: Path) -> None:
+    """In file order each node reads the whole dataset."""
+    pq.write_table(images(20), tmp_path / "x.parquet")
+    dataset = make_dataset(str(tmp_path), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    order = order_of(dataset.manifest, shuffle=False)
+    one, eight = (foretell([dataset.rowstore.blobs], order, 8, price=1000, nodes=nodes) for nodes in (1, 8))
+    assert one.first_epoch_cost is not None
+    assert (eight.nodes, eight.first_epoch_cost) == (8, pytest.approx(8 * one.first_epoch_cost))
+
+
 @pytest.mark.parametrize("option", ["--price", "--latency"])
 @pytest.mark.parametrize("value", ["inf", "nan", "-1"])
 def test_what_cannot_be_reckoned_with_is_refused(option: str, value: str) -> None:

@@ -79,9 +79,12 @@ def plan(
     """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
     from dataload.planning.plan import plan as make_plan
+    from dataload.samplers.partition import check_locality
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
+    if num_streams > 1 and world_size > 1:
+        check_locality(num_streams, num_streams, world_size, batch_size)
     shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
@@ -92,7 +95,8 @@ def plan(
     ]
     options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
     order = _order(urls, sources, shares, window=window, **options)
-    ranks = {"batch_size": batch_size * world_size, "host_ranks": math.ceil(world_size / num_streams)}
+    host_ranks = math.ceil(world_size / num_streams)
+    ranks = {"batch_size": batch_size * world_size, "host_ranks": host_ranks, "nodes": num_streams}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
@@ -136,7 +140,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
     rate = f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
     rows = f"{counted(plan.rows, 'row')} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
-    part = "all of it" if plan.nodes == 1 else "the part of a node"
+    part = "all of it" if plan.nodes == 1 or plan.shuffle is False else "the part of a node"
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
         ("dataset", f"{counted(plan.objects, 'object')}, {decimal(plan.bytes)}; {rows}"),
