@@ -65,6 +65,14 @@ def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:
     return [name for name in schema.names if name not in names and nulls.isdisjoint(_structs_of(name))]
 
 
+def is_ragged(field: pa.Field) -> bool:
+    """Return whether the values of a column vary in length."""
+    try:
+        return fields_of(pa.schema([field]))[0].ragged
+    except DataError:
+        return True  # No batch can hold the column, so its size does not matter.
+
+
 def _structs_of(name: str) -> list[str]:
     """Return the names of the structs that hold a column."""
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
