@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import common_schema, is_ragged, missing
+from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
 from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
@@ -27,7 +27,7 @@ from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, partition_columns
 from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.text import counted, few
+from dataload.runtime.text import few
 
 VERSION = 8
 
@@ -110,12 +110,18 @@ class Manifest:
         """
         for column in columns:
             if column not in self._chosen_by:
-                others = f"there are {few(map(repr, self.schema.names))}"
-                hint = did_you_mean(column, self.schema.names, others)
-                raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
+                raise ConfigError(f"column {column!r} is not in the dataset: {self._hint(column)}")
             for name in self._chosen_by[column]:
                 if name in self.conflicts:
                     raise DataError(f"{self.conflicts[name]}; leave it out with columns=, or rewrite one")
+
+    def _hint(self, column: str) -> str:
+        """Return what to name instead of a column that the dataset lacks."""
+        for group in self.row_groups:
+            folder, key, _ = group.file.name.rpartition(f"/{column}=")
+            if key:
+                return f"it is a key of folders above the source: name the folder {folder} instead"
+        return did_you_mean(column, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
         """Return the columns that these names choose, in their order; None: all.
@@ -129,12 +135,7 @@ class Manifest:
         if columns is None:
             self.check_columns(self.schema.names)
             if self.partial:
-                name, file = next(iter(self.partial.items()))
-                others = f" (and {counted(len(self.partial) - 1, 'other column')})" if len(self.partial) > 1 else ""
-                raise DataError(
-                    f"{file} lacks column {name!r}, which other files have{others}; leave it out with columns=, or "
-                    "name it there to read nulls where it is missing"
-                )
+                raise DataError(lacking(self.partial))
             return list(self.schema.names)
         self.check_columns(columns)
         chosen = [name for column in columns for name in self._chosen_by[column]]
