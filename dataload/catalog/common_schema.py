@@ -70,10 +70,10 @@ def lacking(partial: Mapping[str, str]) -> str:
     """Return the message about columns that some files lack, given such a file for each."""
     name, file = next(iter(partial.items()))
     others = f" (and {counted(len(partial) - 1, 'other column')})" if len(partial) > 1 else ""
-    return (
-        f"{file} lacks column {name!r}, which other files have{others}; leave it out with columns=, or name it "
-        "there to read nulls where it is missing"
-    )
+    fix = "leave it out with columns=, or name it there to read nulls where it is missing"
+    if name.startswith("__index_level_"):
+        fix = f"it is an index of pandas: write the files again by to_parquet(index=False), or {fix}"
+    return f"{file} lacks column {name!r}, which other files have{others}; {fix}"
 
 
 def is_ragged(field: pa.Field) -> bool:

@@ -110,3 +110,11 @@ def test_a_file_without_rows_has_no_say_in_the_columns(tmp_path: Path) -> None:
     (tmp_path / "2.parquet").unlink()
     with pytest.raises(DataError, match="lacks column 'x'"):
         make_dataset(tmp_path, cache=False)
+
+
+@pytest.mark.timeout(60)
+def test_an_index_of_pandas_that_some_files_have(tmp_path: Path) -> None:
+    write(tmp_path, {"x": [1]}, {"x": [2], "__index_level_0__": [7]})
+    with pytest.raises(DataError, match=r"lacks column '__index_level_0__'.*it is an index of pandas.*index=False"):
+        make_dataset(tmp_path, cache=False)
+    assert [row["x"] for row in rows(tmp_path, columns=["x"])] == [1, 2]
