@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,7 @@ from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import cause_of, redacted
 
+NO_BUCKET = re.compile(r"(s3a?|gcs|gs):/*")
 COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
@@ -269,7 +271,9 @@ def open_source(
     if VERSION in opened:  # For such a URL, fsspec sets version_aware itself.
         options.pop("version_aware", None)
     try:
-        filesystem = deferred_s3(opened, options) or fsspec.url_to_fs(opened, **options)[0]
+        # fsspec would split the name of a local file at each "::".
+        local = connect("file", options) if "::" in url and not split_chain(url)[0] else None
+        filesystem = local or deferred_s3(opened, options) or fsspec.url_to_fs(opened, **options)[0]
     except (ValueError, ImportError, TypeError) as error:
         with_options = " with these storage_options" if storage_options else ""
         raise ConfigError(f"{redacted(url)} cannot be opened{with_options}: {redacted(error)}") from cause_of(error)
@@ -283,10 +287,22 @@ def open_source(
     return Blocks.open(filesystem, config)
 
 
+def split_chain(url: str) -> tuple[str, str]:
+    """Return the filesystems before the last "::" of a URL, such as "tiercache", and the rest."""
+    chain, _, last = url.rpartition("::")
+    return ("", url) if chain and Path(url).exists() else (chain, last)
+
+
 def _check_url(url: str) -> None:
-    """Raise ConfigError for an empty URL, and for one that a Path has changed."""
+    """Raise ConfigError for an empty URL, for one without a bucket, in an archive, or that a Path has changed."""
     if not url:
         raise ConfigError("the URL is empty: name an object, a folder or a glob")
+    chain, last = split_chain(url)
+    if "://" in chain:
+        fix = "which dataload cannot read: unpack the archive"
+        raise ConfigError(f"{redacted(url)} names a file in an archive by '::', {fix}")
+    if NO_BUCKET.fullmatch(last):
+        raise ConfigError(f"{url} names no bucket: name one, and a folder in it")
     protocol, mark, rest = url.partition(":/")
     # fsspec takes file:/path for a local path.
     protocols = {*fsspec.available_protocols()} - {"file", "local"}
@@ -297,11 +313,11 @@ def _check_url(url: str) -> None:
 
 def _store_of(url: str, filesystem: Any) -> tuple[Any, ...]:
     """Return what a URL says about its store: protocol, host, account. `filesystem`: of one of the URLs."""
-    chain, _, last = url.rpartition("::")
+    chain, last = split_chain(url)
     protocol, mark, _ = last.partition("://")
     if chain:
         return (chain, protocol if mark else "file")
     names = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
-    options = filesystem._get_kwargs_from_urls(url)  # noqa: SLF001 (an extension point of fsspec)
+    options = filesystem._get_kwargs_from_urls(last)  # noqa: SLF001 (an extension point of fsspec)
     options.pop("version_aware", None)
     return (names[0] if (protocol if mark else "file") in names else protocol, options)

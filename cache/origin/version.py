@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from datetime import datetime
 from typing import Any
 
 CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
@@ -23,5 +24,11 @@ def version_of(info: dict[str, Any]) -> str:
         if info.get(name):
             return str(info[name])
     names = LOCAL_FIELDS if info.keys() >= set(LOCAL_FIELDS) else sorted(info.keys() - set(VOLATILE_FIELDS))
-    fields = [(name, str(info[name])) for name in names]
+    fields = [(name, _text(info[name])) for name in names]
     return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+
+
+def _text(value: Any) -> str:
+    # fsspec's memory filesystem has a time as seconds in listings, and as a datetime in the metadata of one object.
+    is_moment = isinstance(value, datetime) and value.tzinfo is not None
+    return str(value.timestamp() if is_moment else value)

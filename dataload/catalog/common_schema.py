@@ -13,6 +13,7 @@ from dataload.errors import DataError
 from dataload.formats.arrow_types import canonical, is_bytes, storage
 from dataload.formats.null_types import filled, has_null_type
 from dataload.formats.schema import fields_of
+from dataload.runtime.text import counted
 
 _Column = tuple[Object, pa.Field]  # and a file that has it
 
@@ -63,6 +64,24 @@ def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:
     names = set(own.names)
     nulls = {field.name for field in own if pa.types.is_null(field.type)}  # They may be structs in other files.
     return [name for name in schema.names if name not in names and nulls.isdisjoint(_structs_of(name))]
+
+
+def lacking(partial: Mapping[str, str]) -> str:
+    """Return the message about columns that some files lack, given such a file for each."""
+    name, file = next(iter(partial.items()))
+    others = f" (and {counted(len(partial) - 1, 'other column')})" if len(partial) > 1 else ""
+    fix = "leave it out with columns=, or name it there to read nulls where it is missing"
+    if name.startswith("__index_level_"):
+        fix = f"it is an index of pandas: write the files again by to_parquet(index=False), or {fix}"
+    return f"{file} lacks column {name!r}, which other files have{others}; {fix}"
+
+
+def is_ragged(field: pa.Field) -> bool:
+    """Return whether the values of a column vary in length."""
+    try:
+        return fields_of(pa.schema([field]))[0].ragged
+    except DataError:
+        return True  # No batch can hold the column, so its size does not matter.
 
 
 def _structs_of(name: str) -> list[str]:

@@ -18,18 +18,18 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import common_schema, missing
+from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
 from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, partition_columns
-from dataload.formats.schema import fields_of, flatten
+from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.text import counted, few
+from dataload.runtime.text import few
 
-VERSION = 7
+VERSION = 8
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Manifest:
     @cached_property
     def ragged(self) -> tuple[str, ...]:
         """Columns whose values vary in length, in schema order, including those that no batch can hold."""
-        return tuple(field.name for field in self.schema if _is_ragged(field))
+        return tuple(field.name for field in self.schema if is_ragged(field))
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that each name is a column or a struct of columns.
@@ -110,12 +110,18 @@ class Manifest:
         """
         for column in columns:
             if column not in self._chosen_by:
-                others = f"there are {few(map(repr, self.schema.names))}"
-                hint = did_you_mean(column, self.schema.names, others)
-                raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
+                raise ConfigError(f"column {column!r} is not in the dataset: {self._hint(column)}")
             for name in self._chosen_by[column]:
                 if name in self.conflicts:
                     raise DataError(f"{self.conflicts[name]}; leave it out with columns=, or rewrite one")
+
+    def _hint(self, column: str) -> str:
+        """Return what to name instead of a column that the dataset lacks."""
+        for group in self.row_groups:
+            folder, key, _ = group.file.name.rpartition(f"/{column}=")
+            if key:
+                return f"it is a key of folders above the source: name the folder {folder} instead"
+        return did_you_mean(column, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
         """Return the columns that these names choose, in their order; None: all.
@@ -129,12 +135,7 @@ class Manifest:
         if columns is None:
             self.check_columns(self.schema.names)
             if self.partial:
-                name, file = next(iter(self.partial.items()))
-                others = f" (and {counted(len(self.partial) - 1, 'other column')})" if len(self.partial) > 1 else ""
-                raise DataError(
-                    f"{file} lacks column {name!r}, which other files have{others}; leave it out with columns=, or "
-                    "name it there to read nulls where it is missing"
-                )
+                raise DataError(lacking(self.partial))
             return list(self.schema.names)
         self.check_columns(columns)
         chosen = [name for column in columns for name in self._chosen_by[column]]
@@ -284,7 +285,10 @@ def manifest_of(
 def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
-    found = read_footers(objects, blocks, _Summarize(), progress)
+    files = list(zip(objects.items(), read_footers(objects, blocks, _Summarize(), progress), strict=True))
+    # pandas writes a frame without rows with other types, or without columns.
+    files = [file for file in files if any(rows for rows, *_ in file[1][0][1])] or files
+    objects, found = dict(keys for keys, _ in files), [footer for _, footer in files]
     members = {name for own in {own for (own, _), _ in found} for name in {*own.flat.names} - {*own.own.names}}
     flat = [(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)]
     schema, conflicts = common_schema(flat, members)
@@ -292,7 +296,7 @@ def _read_footers(
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
     if not schema.names and not partitions:
         raise DataError(f"{next(iter(objects)).name} has no columns: remove it from the dataset, or write it with some")
-    ragged = [field.name for field in schema if _is_ragged(field)]
+    ragged = [field.name for field in schema if is_ragged(field)]
     nulls: dict[_Schema, Constants] = {}
     partial: dict[str, str] = {}
     groups = []
@@ -303,7 +307,7 @@ def _read_footers(
         for name in dict(keys).keys() & dict(nulls[own]).keys():
             conflicts.setdefault(name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column")
         texts = [
-            str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if _is_ragged(field)
+            str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if is_ragged(field)
         ]
         for number, (rows, stored_bytes, own_sizes) in enumerate(row_groups):
             by_name = dict(zip(own.ragged, own_sizes, strict=True))
@@ -334,16 +338,9 @@ class _Summarize:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
             flat = flatten(footer.schema, f"{obj.name}: ")
-            schema = _Schema(footer.schema, flat, [field.name for field in flat if _is_ragged(field)])
+            schema = _Schema(footer.schema, flat, [field.name for field in flat if is_ragged(field)])
             self._latest = schema
         return schema, [
             (rows, footer.stored_bytes(number), footer.decoded_bytes(number, schema.ragged))
             for number, rows in enumerate(footer.lengths)
         ]
-
-
-def _is_ragged(field: pa.Field) -> bool:
-    try:
-        return fields_of(pa.schema([field]))[0].ragged
-    except DataError:
-        return True  # No batch can hold the column, so its size does not matter.

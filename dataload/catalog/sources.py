@@ -12,6 +12,7 @@ from typing import Any
 from fsspec.core import has_magic
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.filesystem import split_chain
 from dataload.errors import ConfigError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
 from dataload.runtime.redact import redacted
@@ -85,7 +86,7 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
 
 def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     origin = blocks.origin
-    root = folder = origin.path_of(path.rpartition("::")[2])
+    root = folder = origin.path_of(split_chain(path)[1])
     infos: dict[str, Any] = {}
     if has_magic(root) and not (origin.is_local and Path(root).exists()):
         infos = origin.list(root, is_glob=True)

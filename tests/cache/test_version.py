@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 import dataload
 from dataload.cache.origin.version import version_of
@@ -64,3 +65,17 @@ def test_new_metadata_of_an_object_of_google_are_no_new_version() -> None:
     info = {"name": "bucket/x", "size": 3, "etag": "CKih16GjycICEAE=", "generation": "1446000000000000"}
     assert version_of(info) == version_of({**info, "etag": "CKih16GjycICEAI=", "storageClass": "STANDARD"})
     assert version_of(info) != version_of({**info, "generation": "1446000000000001"})
+
+
+@pytest.mark.timeout(60)
+def test_a_listing_and_a_read_of_memory_have_one_version(cache: dataload.CacheConfig) -> None:
+    """The listing of fsspec's memory filesystem has the time of a file in another form."""
+    memory = MemoryFileSystem()
+    with memory.open("/versions/x.parquet", "wb") as file:
+        pq.write_table(pa.table({"x": range(10)}), file)
+    try:
+        for kept in (False, cache):
+            loader = dataload.make_loader("memory://versions", 5, shuffle=False, cache=kept)
+            assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    finally:
+        memory.rm("/versions", recursive=True)

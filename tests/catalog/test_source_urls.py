@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,24 @@ def test_a_folder_may_be_called_like_a_protocol(tmp_path: Path, monkeypatch: pyt
     pq.write_table(pa.table({"x": range(3)}), tmp_path / "s3:" / "a.parquet")
     monkeypatch.chdir(tmp_path)
     assert len(make_dataset("s3:/a.parquet", cache=False)) == 3
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3a:///", "gs://", "tiercache::s3://"])
+def test_a_url_without_a_bucket(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{url} names no bucket: name one"):
+        make_dataset(url, cache=False)
+
+
+def test_a_file_in_an_archive(path: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.write(path, "in/a.parquet")
+    with pytest.raises(ConfigError, match=r"names a file in an archive by '::', which .*: unpack the archive"):
+        make_dataset(f"zip://in/a.parquet::file://{tmp_path}/z.zip", cache=False)
+
+
+def test_a_local_name_with_two_colons(path: str, tmp_path: Path) -> None:
+    other = tmp_path / "run::1" / "b::c.parquet"
+    other.parent.mkdir()
+    pq.write_table(pa.table({"x": range(3)}), other)
+    assert len(make_dataset(other, cache=False)) == 3
+    assert len(make_dataset([other, path], cache=False)) == len(make_dataset([path, other.parent], cache=False)) == 6

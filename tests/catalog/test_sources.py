@@ -164,6 +164,14 @@ def test_an_object_in_s3_whose_name_looks_like_a_glob(bucket: Any) -> None:
         assert len(make_dataset(bucket.url(name), storage_options=bucket.options, cache=False)) == 1
 
 
+@pytest.mark.timeout(60)
+def test_an_object_in_s3_with_the_name_of_a_folder(bucket: Any) -> None:
+    bucket.put_table("data/p", pa.table({"x": [1]}))
+    bucket.put_table("data/p/q.parquet", pa.table({"x": [2, 3]}))
+    for name, count in {"data/p": 2, "data/[p]": 1, "data": 3}.items():
+        assert len(make_dataset(bucket.url(name), storage_options=bucket.options, cache=False)) == count
+
+
 def test_the_order_of_a_list_does_not_count(tmp_path: Path) -> None:
     """glob.glob lists files in another order on each node."""
     files = [write(tmp_path / f"part-{number}.parquet", number) for number in (10, 2, 1)]

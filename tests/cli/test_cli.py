@@ -787,6 +787,12 @@ def test_doctor_takes_the_ranks_of_a_host(run: Run, tmp_path: Path) -> None:
     assert run(*words, "--world-size", "0").returncode == 2
 
 
+def test_streams_that_a_loader_refuses_have_no_plan(run: Run) -> None:
+    done = run("plan", "s3://bucket/x", "--num-streams", "3", "--world-size", "8", "--batch-size", "5")
+    assert done.returncode == 2
+    assert "num_nodes=3 do not hold equal parts of num_replicas=8" in " ".join(done.stderr.split())
+
+
 WITHOUT_TORCH = """
 import sys
 from dataload.cli.app import main

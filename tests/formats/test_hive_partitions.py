@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.manifest import Manifest, resolve
 from dataload.catalog.sources import list_objects
-from dataload.errors import DataError
+from dataload.errors import ConfigError, DataError
 from dataload.formats.hive_partitions import Keys, keys_of, partition_columns
 
 
@@ -240,3 +241,16 @@ def test_a_key_that_is_not_utf_8_is_refused(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="is not UTF-8: rename"):
         make_dataset(tmp_path, cache=False)
     assert len(make_dataset(folder, cache=False)) == 1  # keys are those of the folders below the source
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["kind=a/label=cat/0.parquet", "kind=a/label=cat", "kind=a/label=cat/*.parquet"])
+def test_a_key_above_the_source_names_the_folder(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "kind=a" / "label=cat" / "0.parquet"
+    file.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"x": [1]}), file)
+    for options in ({"columns": ["label"]}, {"filters": [("label", "=", "cat")]}):
+        with pytest.raises(ConfigError, match="'label' is not in the dataset: it is a key of folders above") as raised:
+            make_dataset([tmp_path / name], cache=False, **options)
+        assert str(raised.value).endswith(f"name the folder {tmp_path}/kind=a instead")
+    assert len(make_dataset(tmp_path / "kind=a", columns=["label"], cache=False)) == 1
