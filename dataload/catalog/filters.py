@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from functools import reduce
 from operator import and_, eq, ge, gt, le, lt, ne, or_
 from typing import Any, TypeAlias
@@ -175,11 +178,13 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     field = pc.field(*paths[column])
     problem: object
     try:
-        if sign in COMPARISONS:
-            expression = COMPARISONS[sign](field, _array([value], kind)[0])
-        else:
-            among = field.isin(_array(list(value), kind))
+        if sign not in COMPARISONS:
+            among = field.isin(_array(list(_integers(value, kind) if pa.types.is_integer(kind) else value), kind))
             expression = among if sign == "in" else ~among
+        elif pa.types.is_integer(kind) and (exact := _number(value)) is not None:
+            expression = _integer_compared(field, COMPARISONS[sign], exact, kind)
+        else:
+            expression = COMPARISONS[sign](field, _array([value], kind)[0])
         problem = _problem(expression, schema)
     except NO_VALUE as error:
         problem = error
@@ -189,6 +194,39 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
             f"({shown(problem)})"
         )
     return expression
+
+
+def _number(value: Any) -> int | float | Fraction | None:
+    """Return the value if it is a number, as one of Python, which compares numbers exactly."""
+    if isinstance(value, np.generic) and value.dtype.kind in "iuf":
+        value = value.item()
+    if isinstance(value, Decimal):
+        return Fraction(value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _integer_compared(
+    field: pc.Expression, compare: Callable[[Any, Any], Any], value: float | Fraction, kind: pa.DataType
+) -> pc.Expression:
+    """Return the comparison of a column of integers with a number, by an integer of the column's type.
+
+    Arrow would cast both to floats, and raises if the column has an integer that they cannot hold.
+    """
+    with suppress(*NO_VALUE):  # infinity, NaN, and integers outside of the type
+        whole = pa.scalar(math.ceil(value) if compare in {ge, lt} else math.floor(value), kind)
+        if whole.as_py() == value or compare not in {eq, ne}:
+            return compare(field, whole)
+    return field.is_valid() if compare(0, value) else pc.scalar(False)  # All integers of the type compare like 0.
+
+
+def _integers(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
+    """Yield the values without the numbers that the type of integers does not have."""
+    limits = np.iinfo(str(kind))
+    for value in values:
+        if (exact := _number(value)) is None:
+            yield value
+        elif limits.min <= exact <= limits.max and exact == int(exact):
+            yield int(exact)
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:

@@ -121,7 +121,9 @@ class _Decoder:
             nulls[~valid(column)] = True
         return values, nulls
 
-    def _without_nulls(self, values: Array, nulls: Array, column: pa.Array, what: str) -> Array:
+    def _without_nulls(
+        self, values: Array, nulls: Array, column: pa.Array, what: str, lists: pa.DataType | None = None
+    ) -> Array:
         """Return the values with nulls replaced.
 
         Args:
@@ -129,8 +131,9 @@ class _Decoder:
             nulls: Which of them are null, of the same shape.
             column: The column that holds them.
             what: Names the nulls in errors.
+            lists: The type of the lists whose elements these are, or None.
         """
-        values, filling = values.copy(), self._filling_of(column.type)
+        values, filling = values.copy(), self._filling_of(column.type, lists)
         if filling is not None and np.ndim(filling):  # a whole row
             rows = ~valid(column)
             values[rows] = filling
@@ -148,7 +151,7 @@ class _Decoder:
             raise DataError(f"{self._where} has {count} {what}: {ways}")
         return values
 
-    def _filling_of(self, kind: pa.DataType) -> Any:
+    def _filling_of(self, kind: pa.DataType, lists: pa.DataType | None) -> Any:
         """Return the replacement of a null dense value: a value, one number for all of its elements, or None."""
         if self._filling is None:
             return None
@@ -162,7 +165,8 @@ class _Decoder:
                 return self._dense(unwrapped(array_of(self._filling, candidate)))[0][0]
             except NO_VALUE:
                 continue
-        if self._must_fill or not (self._masks or pa.types.is_floating(kinds[-1])):
+        replaces_lists = lists is not None and self._fits(lists)
+        if (self._must_fill and not replaces_lists) or not (self._masks or pa.types.is_floating(kinds[-1])):
             raise self._no_filling(kind)
         return None
 
@@ -184,7 +188,7 @@ class _Decoder:
         values = numbers(elements)
         if elements.null_count:
             nulls = ~valid(elements)
-            values = self._without_nulls(values, nulls, elements, "nulls inside its lists")
+            values = self._without_nulls(values, nulls, elements, "nulls inside its lists", column.type)
             rows = np.zeros(len(column), np.bool_) if rows is None else rows
             rows[np.searchsorted(offsets, np.flatnonzero(nulls), side="right") - 1] = True
         return Ragged(values, offsets, found), rows
@@ -210,12 +214,20 @@ class _Decoder:
         """Return the column with nulls replaced; the column itself if its nulls stay."""
         if self._filling is None:
             return column
-        try:
+        if self._fits(column.type):
             return pc.fill_null(column, array_of(self._filling, column.type)[0])
-        except NO_VALUE as error:
-            if self._must_fill:
-                raise self._no_filling(column.type) from error
-            return column
+        replaces_elements = is_list(column.type) and self._fits(storage(column.type.value_type))
+        if self._must_fill and not replaces_elements:
+            raise self._no_filling(column.type)
+        return column
+
+    def _fits(self, kind: pa.DataType) -> bool:
+        """Return whether the type can hold the replacement."""
+        try:
+            array_of(self._filling, kind)
+        except NO_VALUE:
+            return False
+        return True
 
     def _no_filling(self, kind: pa.DataType) -> DataError:
         way = f"pass a {kind}" if self._must_fill else f"pass it by column, as fill_null={{{self._field.name!r}: …}}"

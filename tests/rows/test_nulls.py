@@ -136,6 +136,28 @@ def test_nulls_of_lists_of_numbers(rows: list[Any], kind: Any, start: int) -> No
         ]
 
 
+@pytest.mark.parametrize("kind", [pa.int32(), pa.float32()])
+def test_a_replacement_of_a_column_of_lists_is_a_list_or_an_element(kind: pa.DataType) -> None:
+    """It replaces the nulls that it fits."""
+    both = pa.table({"c": pa.array([[1, None], None], pa.list_(kind))})
+    inside, rows = both[:1], both[1:]
+    for filling in (7, {"c": 7}):
+        assert [plain(value) for value in whole(both, filling)["c"]] == [[1, 7], None]
+        assert [plain(value) for value in whole(rows, filling)["c"]] == [None]
+    assert [plain(value) for value in whole(rows, {"c": [7]})["c"]] == [[7]]
+    unfilled = whole(inside, {"c": [7]}, null_masks=True)["c"]
+    assert same([plain(value) for value in unfilled], [[1, math.nan if kind == pa.float32() else 0]])
+    for table in (inside, rows):
+        with pytest.raises(DataError, match=r"'c': fill_null='\?' is no"):
+            whole(table, {"c": "?"})
+
+
+def test_a_list_does_not_replace_the_nulls_inside_lists_of_integers() -> None:
+    table = pa.table({"c": pa.array([[1, None], None], pa.list_(pa.int32()))})
+    with pytest.raises(DataError, match=re.escape("'c': fill_null=[7] is no int32: pass a int32")):
+        whole(table, {"c": [7]})
+
+
 @pytest.mark.parametrize(
     ("kind", "filling", "expected"),
     [(pa.int32(), -1, [1, -1]), (pa.string(), "?", ["1", "?"]), (pa.float32(), 0, [1, 0])],
