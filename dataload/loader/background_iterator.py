@@ -95,6 +95,13 @@ def run_ahead(
         end()
 
 
+def taken(items: list[T]) -> Iterator[T]:
+    """Yield the items of a list in order, and take them out of it: one that the caller drops is freed at once."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
 class _Made(NamedTuple, Generic[T]):
     """An item, or the error in its place, with the timeline of the thread that made it."""
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from dataload.errors import ConfigError
-from dataload.loader.background_iterator import closed_at_exit, run_ahead
+from dataload.loader.background_iterator import closed_at_exit, run_ahead, taken
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
@@ -284,9 +284,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         depth = max(2, self.prefetch // together, threads)
         with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
             for answers in chunks:
-                answers.reverse()
-                while answers:  # A batch that the loop has dropped is freed at once, not with the others.
-                    yield answers.pop()
+                yield from taken(answers)
 
 
 def _from_workers(
