@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -50,8 +49,10 @@ CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_tim
 # second. A session renews its own earlier.
 RENEWED_BEFORE = timedelta(minutes=5)
 LEAST_LIFETIME = 2 * RENEWED_BEFORE
-STALL_SECONDS = 20  # without receiving a byte, or with fewer than `LEAST_BYTES` of a body
-LEAST_BYTES = 4096  # far less than a connection of any network that a loop could use
+STALL_SECONDS = 20  # without receiving a byte
+# Minimum size of a streamed part. obstore copies each part into zeroed memory, for which malloc maps fresh pages from
+# 128 KiB on.
+PART_BYTES = 96 << 10
 NOT_PARTIAL = "non-partial response"
 
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
@@ -142,11 +143,10 @@ class Obstore(ForkAware):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
-        return b"".join(self.parts(path, start, stop, version))
+        return self._response(path, start, stop, version).bytes()
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        # Parts as they come: obstore would collect larger ones for as long as a body trickles.
-        return _flowing(self._response(path, start, stop, version).stream(min_chunk_size=1))
+        return iter(self._response(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
 
     def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
         import obstore
@@ -190,18 +190,6 @@ class Obstore(ForkAware):
         return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
 
 
-def _flowing(parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parts of a body. Raise TimeoutError if fewer than `LEAST_BYTES` come in `STALL_SECONDS`."""
-    began, received = time.monotonic(), 0
-    for part in parts:
-        received += len(part)
-        if time.monotonic() >= began + STALL_SECONDS:
-            if received < LEAST_BYTES:
-                raise TimeoutError(f"{received} bytes came in {STALL_SECONDS} s")
-            began, received = time.monotonic(), 0
-        yield part
-
-
 def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
     from obstore.store import S3Store
 
@@ -232,8 +220,8 @@ def _arguments(
     bucket: str, endpoint: str, region: str, *, pays: bool, anon: bool, certificate: bytes | None = None
 ) -> dict[str, Any]:
     """Return the arguments of `S3Store`, without credentials."""
-    # `timeout` covers the whole body, so a short one would fail on slow networks.
-    client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "1day"}
+    # `timeout` covers the whole body, so a short one would fail on slow networks. It ends a body that trickles.
+    client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "30min"}
     if certificate is not None:
         client["root_certificate"] = certificate
     return {

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,6 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import obstore, reports
-from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.errors import is_transient
 from dataload.cache.origin.origin import Origin, dump_resolved
 from dataload.cache.origin.version import version_of
@@ -592,62 +590,6 @@ def test_a_body_that_stalls_is_asked_for_again(
     slow_store.behave(stalled=0.5, seed=1)
     assert fs.cat_file(f"{BUCKET}/0.bin") == DATA
     assert fs.stats()["requests_origin"] > 4
-
-
-class _Trickling(http.server.BaseHTTPRequestHandler):
-    """A store whose first body comes byte by byte until the client gives it up."""
-
-    given_up = threading.Event()
-    requests = 0
-
-    def do_GET(self) -> None:
-        type(self).requests += 1
-        trickles = self.requests == 1
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        self.send_response(206)
-        headers = {"ETag": '"one"', "Last-Modified": formatdate(0, usegmt=True), "Content-Length": last + 1 - first}
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(DATA)}"
-        for name, value in headers.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        body = DATA[first : last + 1]
-        try:
-            while trickles and body:
-                self.wfile.write(body[:1])
-                body = body[1:]
-                self.given_up.wait(0.05)  # the pace of the trickle
-            self.wfile.write(body)
-        except ConnectionError:
-            self.given_up.set()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize("call", ["read", "read_into"])
-def test_a_body_that_trickles_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    monkeypatch.setattr(obstore, "STALL_SECONDS", 0.5)
-    monkeypatch.setattr(_Trickling, "requests", 0)
-    monkeypatch.setattr(_Trickling, "given_up", threading.Event())
-    buffer = memoryview(bytearray(BLOCK))
-    with serving(_Trickling) as url:
-        origin = Origin(DeferredS3(**s3.storage_options(url)))
-        if call == "read":
-            buffer[:] = origin.read("bucket/x", 0, BLOCK, '"one"')
-        else:
-            origin.read_into(buffer, "bucket/x", 0, '"one"')
-        assert _Trickling.given_up.wait(10), "the connection is closed"
-    assert buffer == DATA[:BLOCK]
-    assert (origin.engine.name, _Trickling.requests) == ("obstore", 2)
-
-
-def test_a_slow_network_is_waited_for(slow_store: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore, "STALL_SECONDS", 0.5)
-    origin = Origin(DeferredS3(**s3.storage_options(slow_store.endpoint_url)))
-    version = version_of(origin.info(f"{BUCKET}/0.bin"))
-    slow_store.behave(bytes_per_second=30_000)
-    assert origin.read(f"{BUCKET}/0.bin", 0, BLOCK, version) == DATA[:BLOCK]
-    assert origin.stats().get("retries", 0) == 0
 
 
 class _Whole(http.server.BaseHTTPRequestHandler):
