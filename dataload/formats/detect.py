@@ -85,8 +85,11 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
         raise DataError(f"{obj.name} {parquet.ENCRYPTED}")
     if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.name} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
-    if obj.size >= messages.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == messages.CONTINUATION:
+    first = bytes(blocks.read(obj, 0, min(obj.size, messages.PREFIX_BYTES)))
+    if first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES:
         return messages.index_of_stream(obj, blocks)
+    if first.startswith(parquet.MAGIC):
+        raise DataError(f"{obj.name} begins as a Parquet file, and its end is missing: write it again")
     raise DataError(
         f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or convert images, MDS or "
         "tar to Parquet once: docs/migrate/webdataset.md has a recipe"

@@ -301,6 +301,18 @@ def test_nulls_match_as_in_pyarrow(stored: Stored) -> None:
         assert kept(*stored(groups), filters) == read_by_pyarrow(groups, filters) == left
 
 
+def test_a_column_that_is_null_in_all_files(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.nulls(3), "y": [1, 2, 3]}), tmp_path / "x.parquet")
+
+    def rows(sign: str, value: Any) -> int:
+        return len(make_dataset(str(tmp_path), filters=[("x", sign, value)], cache=False, columns=["y"]))
+
+    assert [rows("in", [None]), rows("in", [1, None]), rows("not in", [1])] == [3, 3, 3]
+    for sign, value in (("in", [1]), ("not in", [None]), ("==", 1)):
+        with pytest.raises(ConfigError, match="leave none of 3 rows"):
+            rows(sign, value)
+
+
 @pytest.mark.parametrize(
     ("predicate", "left"),
     [

@@ -194,13 +194,20 @@ def test_an_empty_prefix(bucket: Any, cache: CacheConfig) -> None:
         refused(OriginNotFound, f"{bucket.name}.*check", url, storage_options=bucket.options, cache=cache)
 
 
-@pytest.mark.parametrize("body", [b"PAR1", b"a,b\n1,2\n", b"x" * 100_000])
+@pytest.mark.parametrize("body", [b"a,b\n1,2\n", b"x" * 100_000])
 def test_a_file_that_is_no_parquet(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, body: bytes
 ) -> None:
     url = dataset_of([[3]])
     bucket.put("data/notes.csv", body)
     refused(DataError, r"notes\.csv is not a Parquet file", url, storage_options=bucket.options, cache=cache)
+
+
+@pytest.mark.parametrize("body", [b"PAR1", b"PAR1" + b"x" * 100_000])
+def test_a_parquet_file_without_its_end(bucket: Any, cache: CacheConfig, body: bytes) -> None:
+    bucket.put("data/part.parquet", body)
+    options = {"storage_options": bucket.options, "cache": cache}
+    refused(DataError, r"part\.parquet begins as a Parquet file, and its end is missing", bucket.url("data"), **options)
 
 
 def test_files_without_columns(bucket: Any, cache: CacheConfig, tmp_path: Path) -> None:
