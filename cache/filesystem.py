@@ -23,7 +23,7 @@ from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import cause_of, redacted
 
-NO_BUCKET = re.compile(r"(s3a?|gcs|gs):/*")
+NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
 COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
@@ -261,8 +261,8 @@ def open_source(
         others: Further URLs or paths, which must be of the same filesystem.
 
     Raises:
-        ConfigError: The URL is empty, its protocol is unknown, its filesystem rejects the options, or another URL is of
-            another filesystem.
+        ConfigError: The URL is empty, names no bucket or is in an archive, its protocol is unknown, its filesystem
+            rejects the options, or another URL is of another filesystem.
     """
     introduce()
     for each in (url, *others):
@@ -290,7 +290,8 @@ def open_source(
 def split_chain(url: str) -> tuple[str, str]:
     """Return the filesystems before the last "::" of a URL, such as "tiercache", and the rest."""
     chain, _, last = url.rpartition("::")
-    return ("", url) if chain and Path(url).exists() else (chain, last)
+    named = {part.partition("://")[0] for part in chain.split("::")}
+    return (chain, last) if named <= {*fsspec.available_protocols()} else ("", url)
 
 
 def _check_url(url: str) -> None:

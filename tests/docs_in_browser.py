@@ -30,6 +30,7 @@ def main() -> None:
                 shot = shots / "docs" / str(width) / page.with_suffix(".png")
                 shot.parent.mkdir(parents=True, exist_ok=True)
                 screen.page.screenshot(path=shot)
+            assert not screen.trouble, screen.trouble  # after the last page
             assert all(url.startswith(address) for url in screen.fetched), screen.fetched
         print(f"{len(pages)} pages of the documentation, {' and '.join(map(str, WIDTHS))} pixels wide: {shots}/docs")
         for term in TERMS:

@@ -47,7 +47,7 @@ class PeakMemory:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 pids += [process.pid, *(child.pid for child in process.children(recursive=True))]
-        gained = in_shared_memory() - self._before
+        gained = max(0, in_shared_memory() - self._before)
         if sum(_memory(pids, "status", "RssAnon:", "RssShmem:")) + gained > self.num_bytes:
             anonymous, shared = _memory(pids, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
             self.num_bytes = max(self.num_bytes, anonymous + max(shared, gained))

@@ -26,7 +26,7 @@ CODES = {
     "403": f"{RIGHTS}; or {SPELLING}; or {TOKEN}; or {CLOCK}",
     "AccessDenied": f"{RIGHTS}; or {SPELLING}",
     "AllAccessDisabled": RIGHTS,
-    "AuthorizationHeaderMalformed": REGION,
+    "AuthorizationHeaderMalformed": f"{REGION}; or set {KEYS}",
     "ExpiredToken": TOKEN,
     "InvalidAccessKeyId": f"set {KEYS}, to a key of this store, or {ENDPOINT}",
     "InvalidToken": TOKEN,

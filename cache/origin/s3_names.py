@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.asyn import sync
+from fsspec.core import has_magic
 
 from dataload.cache.origin.errors import UnsuitableError, is_store_error
 from dataload.errors import ConfigError
@@ -16,6 +19,7 @@ from dataload.runtime.redact import redacted
 PAGE = 1000  # objects
 MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
 PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
+MAGIC = re.compile(r"[*?[]")
 BUCKET = re.compile(r"[A-Za-z0-9._-]+")
 VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 
@@ -151,24 +155,45 @@ class _Complete(AbstractFileSystem):  # type: ignore[misc]
     def __init__(self, s3fs: Any) -> None:
         super().__init__()
         self._s3fs = s3fs
-        self.ls, self.exists, self.isdir = s3fs.ls, s3fs.exists, s3fs.isdir
+        self.exists = s3fs.exists
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         info: dict[str, Any] = self._s3fs.info(path, **kwargs)
         return {**info, "name": path} if VERSION in path else info
 
-    def walk(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Iterator[Any]:
-        # The recursion of fsspec does not pass on_error on.
-        return super().walk(path, maxdepth, on_error=_raise, **kwargs)  # type: ignore[no-any-return]
-
-    def find(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+    def find(self, path: str, maxdepth: int | None = None, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+        """Return the files below a folder whose names begin with `prefix`, and with `withdirs` the folders, by name."""
+        path = self._strip_protocol(path)
+        if not path:
+            raise ValueError("Cannot traverse all of S3")
         if VERSION in path:
             return {path: self.info(path)}
-        # s3fs finds files at any depth without walking.
-        return super().find(path, maxdepth, **kwargs) if maxdepth else self._s3fs.find(path, **kwargs)
+        if not maxdepth:  # s3fs finds files at any depth without walking.
+            return self._s3fs.find(path, prefix=prefix, **{**kwargs, "detail": True})  # type: ignore[no-any-return]
+        found = dict(self._levels(path, maxdepth, prefix))
+        if not found and not prefix and self._s3fs.isfile(path):
+            return {path: self.info(path)}
+        if not kwargs.get("withdirs"):
+            return {name: info for name, info in found.items() if info["type"] != "directory"}
+        own = {"name": path, "size": 0, "type": "directory", "StorageClass": "DIRECTORY"}
+        return {path: own, **found} if found and not prefix else found
 
-    def glob(self, path: str, **kwargs: Any) -> Any:
-        return {path: self.info(path)} if VERSION in path else super().glob(path, **kwargs)
+    def _levels(self, path: str, depth: int, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the names and infos of `depth` levels. A file follows the folder of the same name."""
+        with suppress(FileNotFoundError):
+            listed = sync(self._s3fs.loop, self._s3fs._lsdir, path, prefix=prefix)  # noqa: SLF001 (`ls` has no prefix)
+            for info in sorted(listed, key=lambda info: info["type"] != "directory"):
+                yield info["name"], info
+                if info["type"] == "directory" and depth > 1:
+                    yield from self._levels(info["name"], depth - 1)
+
+    def glob(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Return the files and folders that match a pattern, by name."""
+        if VERSION in path:
+            return {path: self.info(path)}
+        if has_magic(path):  # The names of its first wild part begin so.
+            kwargs["prefix"] = MAGIC.split(path, maxsplit=1)[0].rpartition("/")[2] if "/" in path else ""
+        return super().glob(path, **kwargs)  # type: ignore[no-any-return]
 
 
 def complete(filesystem: Any) -> Any:
@@ -181,11 +206,6 @@ def check_version(url: str, filesystem: Any) -> None:
     if VERSION in url and "s3" in filesystem.protocol and not getattr(filesystem, "version_aware", False):
         fix = "pass version_aware=True to it, in storage_options or target_options"
         raise ConfigError(f"{redacted(url)} names a version, and s3fs would read the newest one: {fix}")
-
-
-def _raise(error: Exception) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def _unlistable() -> UnsuitableError:

@@ -203,7 +203,7 @@ def _number(value: Any) -> int | float | Fraction | None:
     if isinstance(value, np.generic) and value.dtype.kind in "iuf":
         value = value.item()
     if isinstance(value, Decimal):
-        return Fraction(value)
+        return Fraction(value) if value.is_finite() else float(value)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 

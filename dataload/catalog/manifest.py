@@ -118,9 +118,8 @@ class Manifest:
     def _hint(self, column: str) -> str:
         """Return what to name instead of a column that the dataset lacks."""
         for group in self.row_groups:
-            folder, key, _ = group.file.name.rpartition(f"/{column}=")
-            if key:
-                return f"it is a key of folders above the source: name the folder {folder} instead"
+            if f"/{column}=" in group.file.name.rpartition("/")[0]:
+                return f"it is a key of folders above the source: name the folder above {column}=… instead"
         return did_you_mean(column, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
@@ -287,8 +286,8 @@ def _read_footers(
 ) -> Manifest:
     files = list(zip(objects.items(), read_footers(objects, blocks, _Summarize(), progress), strict=True))
     # pandas writes a frame without rows with other types, or without columns.
-    files = [file for file in files if any(rows for rows, *_ in file[1][0][1])] or files
-    objects, found = dict(keys for keys, _ in files), [footer for _, footer in files]
+    files = [(item, footer) for item, footer in files if any(rows for rows, *_ in footer[0][1])] or files
+    objects, found = dict(item for item, _ in files), [footer for _, footer in files]
     members = {name for own in {own for (own, _), _ in found} for name in {*own.flat.names} - {*own.own.names}}
     flat = [(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)]
     schema, conflicts = common_schema(flat, members)

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from dataload.errors import ConfigError, RowError
+from dataload.loader.background_iterator import taken
 from dataload.loader.bad_rows import is_of_a_row, naming_rows, replacements
 from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
+from dataload.loader.device_copy import HostMemory
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
@@ -27,7 +29,7 @@ from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
 from dataload.telemetry.loader_stats import summed
-from dataload.telemetry.wait_timeline import Timeline
+from dataload.telemetry.wait_timeline import Timeline, doing
 
 # Tensors that are made at a time. Twice as many are alive when the next ones are made, and the garbage collector begins
 # at 700 objects. Objects that outlive two collections count towards a full one, which looks through all of torch.
@@ -254,3 +256,15 @@ def _shown(error: Exception) -> str:
 
 def _same(answer: Answer) -> Answer:
     return answer
+
+
+def answers_of(calls: list[Callable[[], Answer]], memory: HostMemory | None) -> list[Answer]:
+    """Return the results of calls, with batches that the user's code has made in host memory for the device.
+
+    The calls are taken out of their list, whose owner may keep it while the loop uses the batches.
+    """
+    answers = [call() for call in taken(calls)]
+    if memory is None:
+        return answers
+    with doing("transfer"):
+        return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]

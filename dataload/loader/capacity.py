@@ -159,8 +159,8 @@ def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S
         return
     if size > free:
         log.warning(
-            "workers hold %d bytes of batches in %s, which has %d free: lower batch_size, num_workers or prefetch, or "
-            "give it more (docker run --shm-size), unless the transform makes them smaller",
+            "the workers of this host hold %d bytes of batches in %s, which has %d free: lower batch_size, num_workers "
+            "or prefetch, or give it more (docker run --shm-size), unless the transform makes them smaller",
             size,
             folder,
             free,

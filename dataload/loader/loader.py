@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 
 from dataload.errors import ConfigError
 from dataload.loader.background_iterator import closed_at_exit, run_ahead, taken
-from dataload.loader.batch_maker import BatchMaker
+from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.epoch_recorder import recorded
@@ -279,7 +279,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 lookahead.reach(request.end)
                 calls = self.maker.calls(request, stop, None if memory is None else memory.empty)
                 while chunk := list(islice(calls, passed_on)):
-                    yield partial(_answers, chunk, None if only_gathers else memory)
+                    yield partial(answers_of, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // together, threads)
         with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
@@ -335,15 +335,6 @@ def _order_text(sampler: RankSampler) -> str:
 def _shuffle_text(order: PositionOrder) -> str:
     windows = few(str(each.window) for each in order.orders)
     return f"shuffle={order.shuffle!r}, window={windows}, seed={order.seed}" if order.shuffle else "shuffle=False"
-
-
-def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -> list[Answer]:
-    """Return the results of calls, with batches that the user's code has made in host memory for the device."""
-    answers = [call() for call in calls]
-    if memory is None:
-        return answers
-    with doing("transfer"):
-        return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]
 
 
 def _identity(answer: Any) -> Any:

@@ -46,7 +46,7 @@ class Plan:
     share `bandwidth`. Costs are in the currency of the price, or None without one.
 
     Args:
-        nodes: Nodes that share the dataset, one for each stream of the order.
+        nodes: Nodes that share the dataset; in file order, each reads all of it.
         objects: Number of objects.
         bytes: Bytes of the objects.
         rows: Number of rows, without those that filters leave out.

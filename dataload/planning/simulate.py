@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby, takewhile
 
+import numpy as np
+
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.local.index import Shortage
@@ -101,7 +103,8 @@ class Reader:
 
     def all_rows(self) -> Fetched:
         """Return what reading each row group of the node once fetches. Nothing reads those without rows."""
-        for number in sorted({group for _, group in self._needs_of(0)}):
+        every = np.flatnonzero(self._order.block_lengths).tolist()
+        for number in sorted({group for _, group in self._needs_of(0)}) if self._streams else every:
             self._read(number)
         return self._fetched
 

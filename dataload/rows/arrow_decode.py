@@ -216,7 +216,10 @@ class _Decoder:
             return column
         if self._fits(column.type):
             return pc.fill_null(column, array_of(self._filling, column.type)[0])
-        replaces_elements = is_list(column.type) and self._fits(storage(column.type.value_type))
+        element = storage(column.type.value_type) if is_list(column.type) else None
+        replaces_elements = element is not None and (
+            self._fits(element) or (pa.types.is_decimal(element) and self._fits(pa.float64()))
+        )
         if self._must_fill and not replaces_elements:
             raise self._no_filling(column.type)
         return column

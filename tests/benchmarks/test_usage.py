@@ -33,15 +33,25 @@ def test_the_peak_is_that_of_anonymous_memory(tmp_path: Path, monkeypatch: pytes
     assert peak.num_bytes >= before + 0.9 * SIZE
 
 
-def test_the_peak_counts_shared_memory_that_no_process_maps() -> None:
+def test_the_peak_counts_shared_memory_that_no_process_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the batches of torch's workers lie in a queue."""
+    used = iter([SIZE, SIZE, 2 * SIZE, 0])
+    monkeypatch.setattr(usage, "in_shared_memory", lambda: next(used))
     peak, process = PeakMemory(), psutil.Process()
     peak.sample([process])
     before = peak.num_bytes
-    with NamedTemporaryFile(dir="/dev/shm") as queue:
-        queue.write(bytes(SIZE))
-        peak.sample([process])
+    peak.sample([process])
     assert peak.num_bytes >= before + 0.8 * SIZE
+    peak.num_bytes = before // 2
+    peak.sample([process])  # /dev/shm has lost what was there before
+    assert peak.num_bytes >= 0.8 * before
+
+
+def test_files_in_shared_memory_are_in_use() -> None:
+    with NamedTemporaryFile(dir="/dev/shm") as file:
+        before = usage.in_shared_memory()
+        file.write(bytes(4 * SIZE))
+        assert usage.in_shared_memory() > before
 
 
 def test_a_process_of_less_memory_than_before_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,13 @@ def test_a_listing_takes_few_requests_and_no_s3fs(server: Any, tree: str, path: 
     assert len(server.requests) == requests
 
 
+def test_a_glob_through_s3fs_lists_only_folders_that_can_match(server: Any, tree: str) -> None:
+    origin = through_s3fs(server.storage_options)
+    server.reset()
+    assert origin.list(f"{tree}/pl*/*.parquet")
+    assert len(server.requests) == 3  # the bucket, plain and plain-2
+
+
 @pytest.mark.parametrize("path", ["all", "all/*.bin", "**"])
 def test_more_names_than_a_page_holds_are_listed(tmp_path: Path, path: str) -> None:
     folder = tmp_path / "bucket" / "all"

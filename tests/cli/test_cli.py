@@ -214,7 +214,7 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["evict", "--all"], "evict"),
         (["warm", ""], "URL is empty"),
         (["doctor", ""], "URL is empty"),
-        (["plan", "s3://"], "Cannot traverse all of S3"),
+        (["plan", "s3://"], "s3:// names no bucket"),
         (["plan", "{bucket}/diff*"], "a glob names objects, not folders"),
         (["warm", "{bucket}/differ", "--storage-options", '{"foo": 1}'], "'foo'"),
         (["warm", "{bucket}/differ", "--storage-options", '{"endpoint_url": "foo"}'], "Invalid endpoint: foo"),
@@ -790,7 +790,7 @@ def test_doctor_takes_the_ranks_of_a_host(run: Run, tmp_path: Path) -> None:
 def test_streams_that_a_loader_refuses_have_no_plan(run: Run) -> None:
     done = run("plan", "s3://bucket/x", "--num-streams", "3", "--world-size", "8", "--batch-size", "5")
     assert done.returncode == 2
-    assert "num_nodes=3 do not hold equal parts of num_replicas=8" in " ".join(done.stderr.split())
+    assert "--num-streams=3: nodes with equal parts of --world-size=8 ranks" in " ".join(done.stderr.split())
 
 
 WITHOUT_TORCH = """

@@ -304,6 +304,11 @@ def test_a_replacement_keeps_the_mask() -> None:
     assert (batch["c"].tolist(), batch["c.is_null"].tolist()) == ([1, 9], [False, True])
 
 
+def test_decimals_in_lists_are_filled_by_floats() -> None:
+    table = pa.table({"c": pa.array([[Decimal("1.25"), None], None], pa.list_(pa.decimal128(10, 2)))})
+    assert [plain(value) for value in whole(table, {"c": 0.5})["c"]] == [[1.25, 0.5], None]
+
+
 def test_decimals_are_filled_by_decimals_and_floats() -> None:
     table = pa.table({"c": pa.array([None, Decimal("1.25")], pa.decimal128(10, 2))})
     assert whole(table, Decimal("3.5"))["c"].tolist() == [3.5, 1.25]

@@ -92,7 +92,9 @@ def _path(url: str) -> str:
     """Return the path of a URL at its origin. Raise ConfigError for an empty URL or an unknown protocol."""
     import fsspec
 
-    origin_url = url.rpartition("::")[2]  # without "tiercache::"
+    from dataload.cache.filesystem import split_chain
+
+    _, origin_url = split_chain(url)  # without "tiercache"
     if not origin_url:
         raise ConfigError("the URL is empty: name an object or a folder, or use --all to evict everything")
     try:

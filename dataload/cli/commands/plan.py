@@ -79,12 +79,13 @@ def plan(
     """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
     from dataload.planning.plan import plan as make_plan
-    from dataload.samplers.partition import check_locality
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
-    if num_streams > 1 and world_size > 1:
-        check_locality(num_streams, num_streams, world_size, batch_size)
+    if shuffle != "none" and world_size > 1 and world_size % num_streams:
+        raise ConfigError(
+            f"--num-streams={num_streams}: nodes with equal parts of --world-size={world_size} ranks are impossible"
+        )
     shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)

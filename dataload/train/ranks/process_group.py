@@ -76,7 +76,8 @@ def check_ranks_run(loader: Any) -> None:
     if ranks > running:
         raise ConfigError(
             f"the loader has the rows of one of {ranks} ranks, of which this process knows {running}: start them with "
-            "torchrun, or call torch.distributed.init_process_group in each of them first"
+            "torchrun, or call torch.distributed.init_process_group in each of them first, or make the loader without "
+            "world= or a DistributedSampler"
         )
 
 

@@ -370,12 +370,16 @@ def test_runs_grow_and_are_the_batches():
     assert sum(sizes) == 125
 
 
-def test_the_state_of_late_batches_has_the_next_weights() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_the_state_of_late_batches_has_the_next_weights(late: bool) -> None:
     """Torch takes the last rows before the consumer has the earlier ones; the sampler then is in the next epoch."""
     sampler, resumed = (MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=50, weights=WEIGHTS) for _ in range(2))
     sampler.advance()
+    for _ in range(late):
+        list(sampler)
     sampler.set_weights([2, 2, 1])
-    list(sampler)
+    for _ in range(not late):
+        list(sampler)
     state = sampler.state_dict()
     assert (state["epoch"], state["cursor"], state["weights"], state["next_weights"]) == (0, 10, WEIGHTS, [2, 2, 1])
     resumed.load_state_dict(state)
