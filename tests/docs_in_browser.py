@@ -6,14 +6,12 @@ make browser
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 from browser import WIDTHS, Screen, chromium
+from http_servers import serving
 
 TERMS = ("resume", "S3", "NVMe", "DDP", "stall")
 
@@ -22,7 +20,7 @@ def main() -> None:
     site, shots = Path(sys.argv[1]), Path(sys.argv[2])
     pages = sorted(page.relative_to(site) for page in site.rglob("*.html"))
     assert pages, f"{site} has no pages: make docs"
-    with chromium() as browser, served(site) as address:
+    with chromium() as browser, serving(partial(QuietHandler, directory=str(site))) as address:
         for width in WIDTHS:
             screen = Screen(browser, width)
             for page in pages:
@@ -43,20 +41,6 @@ def search(screen: Screen, address: str, term: str) -> str:
     screen.page.locator(".md-search-result__item").first.wait_for()
     assert not screen.trouble, screen.trouble
     return screen.page.locator(".md-search-result__meta").inner_text()
-
-
-@contextmanager
-def served(site: Path) -> Iterator[str]:
-    """Serve a folder on this host, and give its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class QuietHandler(SimpleHTTPRequestHandler):

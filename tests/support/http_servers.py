@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import http.server
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def serving(kind: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(kind: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
     """Serve requests for the duration of the block. Yield the URL of the server."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         thread = threading.Thread(target=server.serve_forever)
