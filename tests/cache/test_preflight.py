@@ -158,6 +158,21 @@ def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
         put(LocalTier(path), "x/0")
 
 
+def test_a_cache_that_another_process_creates_during_the_look_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a host start together on an empty folder."""
+    made, path = tmp_path / "made", tmp_path / "c"
+    put(LocalTier(made), "x/0")
+    path.mkdir(0o700)
+    other_file = preflight._other_file
+    monkeypatch.setattr(
+        preflight, "_other_file", lambda path: (shutil.copytree(made, path, dirs_exist_ok=True), other_file(path))[1]
+    )
+    preflight.check(path)
+    assert (path / "FORMAT").exists()
+
+
 def test_a_link_planted_just_after_the_look_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any user could write to the folder before it became a cache."""
     path, victim = tmp_path / "c", tmp_path / "victim"

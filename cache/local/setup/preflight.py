@@ -61,7 +61,8 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
             f"cache_dir {path} belongs to user {owner}, this process runs as {os.geteuid()}: name a folder of your "
             "own, such as a new one inside it"
         )
-    if not (path / "FORMAT").exists() and (other := _other_file(path)):
+    file = path / "FORMAT"
+    if not file.exists() and (other := _other_file(path)) and not file.exists():  # Another process may create it.
         raise ConfigError(f"cache_dir {path} holds other files ({other}, …): name an empty folder")
     for name in OUR_NAMES:
         if (path / name).is_symlink():
