@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataload.formats.arrow_types import children, is_bytes, is_list, is_text, number, with_members
+from dataload.formats.arrow_types import children, has_elements, is_bytes, is_text, number, with_members
 
 Array = npt.NDArray[Any]
 EXACT_INTEGER, EXACT_POWER = 2**53, 22  # the largest integer and power of ten that a float64 holds exactly
@@ -100,7 +100,7 @@ def plain(array: pa.Array) -> pa.Array:
         return inner
     if types.is_struct(kind):
         return _plain_struct(array)
-    if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+    if has_elements(kind):
         return _plain_list(array)
     return array
 

@@ -48,6 +48,11 @@ def is_bytes(kind: pa.DataType) -> bool:
     return bool(is_binary or pa.types.is_fixed_size_binary(kind) or is_text(kind))
 
 
+def has_elements(kind: pa.DataType) -> bool:
+    """Return whether values are lists of any kind, or maps."""
+    return is_list(kind) or bool(pa.types.is_fixed_size_list(kind) or pa.types.is_map(kind))
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists of varying length."""
     types = pa.types

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
-from dataload.formats.arrow_types import children, has_part, is_bytes, is_list, number, storage
+from dataload.formats.arrow_types import children, has_elements, has_part, is_bytes, is_list, number, storage
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
@@ -168,12 +168,11 @@ class ParquetFooter:
         While it decodes a list of small numbers, it takes up to 16 bytes for each value.
         """
         chunks = self._chunks(number, [name for name in columns if name in self._columns.lists])
-        most = max((chunk.num_values for chunk in chunks), default=0)
-        return (
-            max(1, VALUES_AT_ONCE * self._metadata.row_group(number).num_rows // most)
-            if most > VALUES_AT_ONCE
-            else None
-        )
+        most: int = max((chunk.num_values for chunk in chunks), default=0)
+        if most <= VALUES_AT_ONCE:
+            return None
+        rows: int = self._metadata.row_group(number).num_rows
+        return max(1, VALUES_AT_ONCE * rows // most)
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""
@@ -201,7 +200,11 @@ class _Columns:
     @cached_property
     def lists(self) -> frozenset[str]:
         """The columns that have lists."""
-        return frozenset(field.name for field in flatten(self._schema) if has_part(field.type, _is_any_list))
+        return frozenset(
+            field.name
+            for field in flatten(self._schema)
+            if has_part(field.type, lambda kind: has_elements(storage(kind)))
+        )
 
     @cached_property
     def texts(self) -> frozenset[str]:
@@ -242,11 +245,6 @@ class _Columns:
 
 
 _columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have equal schemas.
-
-
-def _is_any_list(kind: pa.DataType) -> bool:
-    kind = storage(kind)
-    return is_list(kind) or bool(pa.types.is_fixed_size_list(kind) or pa.types.is_map(kind))
 
 
 def _is_ns(kind: pa.DataType) -> bool:

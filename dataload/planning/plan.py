@@ -173,9 +173,8 @@ def plan(
         memory_bytes=host_ranks * max(blobs.memory.limit for blobs in sources),
     )
     usual = weigh_window(sum(usual_window(blobs.manifest) for blobs in sources), lengths, sizes, batch_size)
-    return replace(
-        result, advice=(*too_small, *advice(result, [group.bytes for group in row_groups if group.rows], usual))
-    )
+    read = [group.bytes for group in row_groups if group.rows]
+    return replace(result, advice=(*too_small, *advice(result, read, usual)))
 
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:

@@ -42,22 +42,22 @@ class Run(Collector):
         stall = GaugeMetricFamily("dataload_stall_ratio", "Share of the latest epoch spent waiting.", labels=names)
         sampled = GaugeMetricFamily("dataload_sampled_timestamp_seconds", "Time of the latest sample.", labels=names)
         for rank, passes in self._by_rank.items():
-            of = [self._name, rank]
+            labels = [self._name, rank]
             all_stats, latest = [record.stats for record in passes], passes[-1]
-            rows.add_metric(of, sum(stats.rows for stats in all_stats))
-            skipped.add_metric(of, sum(stats.skipped_rows for stats in all_stats))
-            seconds.add_metric(of, sum(stats.seconds for stats in all_stats))
-            requests.add_metric(of, sum(stats.requests_origin for stats in all_stats))
+            rows.add_metric(labels, sum(stats.rows for stats in all_stats))
+            skipped.add_metric(labels, sum(stats.skipped_rows for stats in all_stats))
+            seconds.add_metric(labels, sum(stats.seconds for stats in all_stats))
+            requests.add_metric(labels, sum(stats.requests_origin for stats in all_stats))
             for cause in CAUSES:
-                waits.add_metric([*of, cause], sum(stats.waits[cause] for stats in all_stats))
+                waits.add_metric([*labels, cause], sum(stats.waits[cause] for stats in all_stats))
             for tier in TIERS:
-                read.add_metric([*of, tier], sum(getattr(stats, f"bytes_{tier}") for stats in all_stats))
+                read.add_metric([*labels, tier], sum(getattr(stats, f"bytes_{tier}") for stats in all_stats))
             for result, name in (("hit", "hits"), ("miss", "misses")):
-                reads.add_metric([*of, result], sum(getattr(stats, name) for stats in all_stats))
-            epoch.add_metric(of, latest.stats.epoch)
-            rate.add_metric(of, latest.stats.rows_per_second)
-            stall.add_metric(of, latest.stats.stall_fraction)
-            sampled.add_metric(of, latest.until)
+                reads.add_metric([*labels, result], sum(getattr(stats, name) for stats in all_stats))
+            epoch.add_metric(labels, latest.stats.epoch)
+            rate.add_metric(labels, latest.stats.rows_per_second)
+            stall.add_metric(labels, latest.stats.stall_fraction)
+            sampled.add_metric(labels, latest.until)
         yield from (rows, skipped, seconds, waits, read, requests, reads, epoch, rate, stall, sampled)
 
 

@@ -158,8 +158,7 @@ class _Decoder:
         kinds = [kind]
         while pa.types.is_fixed_size_list(kinds[-1]):
             kinds.append(storage(kinds[-1].value_type))
-        if pa.types.is_decimal(kinds[-1]):
-            kinds.append(pa.float64())
+        kinds[-1:] = _accepted(kinds[-1])
         for candidate in kinds:
             try:
                 return self._dense(unwrapped(array_of(self._filling, candidate)))[0][0]
@@ -217,9 +216,7 @@ class _Decoder:
         if self._fits(column.type):
             return pc.fill_null(column, array_of(self._filling, column.type)[0])
         element = storage(column.type.value_type) if is_list(column.type) else None
-        replaces_elements = element is not None and (
-            self._fits(element) or (pa.types.is_decimal(element) and self._fits(pa.float64()))
-        )
+        replaces_elements = element is not None and any(map(self._fits, _accepted(element)))
         if self._must_fill and not replaces_elements:
             raise self._no_filling(column.type)
         return column
@@ -261,6 +258,11 @@ def _fixed_lists(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:
     for size in reversed(shape):
         kind = pa.list_(kind, size)
     return kind
+
+
+def _accepted(kind: pa.DataType) -> list[pa.DataType]:
+    """Return the types of a replacement of values of a type."""
+    return [kind, pa.float64()] if pa.types.is_decimal(kind) else [kind]
 
 
 def _whole(chunks: pa.ChunkedArray) -> pa.Array:

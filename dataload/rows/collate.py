@@ -12,7 +12,7 @@ import torch
 from dataload.arguments import did_you_mean
 from dataload.errors import ConfigError, DataError
 from dataload.formats.arrow_arrays import bounds, elements, numbers, valid
-from dataload.formats.arrow_types import has_members, is_bytes, is_list, is_text, number
+from dataload.formats.arrow_types import has_elements, has_members, is_bytes, is_text, number
 from dataload.formats.schema import Field
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
@@ -171,11 +171,11 @@ def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:
 
 def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
     """Return nested values as tensors, lists of strings, `Flat`s and dicts of these."""
-    kind, types = array.type, pa.types
+    kind = array.type
     if has_members(kind):
         members = zip(kind, array.flatten(), strict=True)  # A null struct makes its members null.
         return {member.name: _flat(values, field, empty) for member, values in members}
-    if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+    if has_elements(kind):
         lengths, inner = elements(array)
         return Flat(_flat(inner, field, empty), _copied(np.concatenate(([0], np.cumsum(lengths))), empty))
     if is_bytes(kind) and not is_text(kind):
