@@ -133,7 +133,7 @@ class Dataset(MapStyle):
     @cached_property
     def order_key(self) -> str:
         """Hex digest that decides the order of the rows; see `order_key_of`."""
-        return order_key_of(self.manifest, self.stages)
+        return order_key_of(self.manifest)
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})

@@ -26,27 +26,15 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
-from dataload.mapping.packages import installed_name, is_own, package_of
+from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, functions_of, is_made
+from dataload.mapping.packages import installed_name, is_own, module_of, package_of
 from dataload.mapping.sources import Sources, is_generated
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 16 << 20  # of an array; a larger one takes long to hash
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
 _SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
-_WRAPPERS = (staticmethod, classmethod, functools.cached_property)
-_OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_defaults", "__orig_bases__"}  # noqa: PYI024
-_One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
-# Python sets these members. Some hold paths, and others follow from the source.
-_OF_MODULES = {*vars(types.ModuleType("")), *("__annotate__", "__annotations__", "__builtins__", "__cached__")}
-_OF_MODULES |= {"__annotate_func__", "__annotations_cache__", "__conditional_annotations__", "__file__", "__path__"}
-_OF_MODULES |= {"__warningregistry__"}
-_OF_CLASSES = {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"}
-_OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__parameters__", "__protocol_attrs__"}
-_OF_CLASSES |= {"__annotate_func__", "__annotations_cache__", "__qualname__", "__signature__", "__slotnames__"}
-_OF_CLASSES |= {"__slots__", "__static_attributes__", "__type_params__", "__weakref__", "_abc_impl"}
-_OF_LIBRARIES = ("__pydantic_", "__attrs_", "__private_attributes__", "__class_vars__")
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -57,7 +45,7 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial) and not hasattr(function, "__qualname__"):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__ or '__main__'}.{named.__qualname__}"
+    return f"{module_of(named)}.{named.__qualname__}"
 
 
 def identity(function: Callable[..., Any], version: Any = None, sources: Sources | None = None) -> str:
@@ -91,11 +79,16 @@ def identity(function: Callable[..., Any], version: Any = None, sources: Sources
 
 
 class _Walk:
-    """Describes a function and all that it refers to, each object once."""
+    """Describes a function and all that it refers to, each object once.
+
+    Unless an object refers to itself, its description does not depend on the other objects that refer to it. Another
+    process may have two copies of what is one object here: one that was sent to it and one that it has imported.
+    """
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._numbers: dict[int, int] = {}
+        self._digests: dict[int, str] = {}  # of the descriptions of objects, by id
+        self._open: dict[int, int] = {}  # the depth of the objects that are being described
         self._modules: set[Any] = set()
         self._kept: list[Any] = []  # so that no other object gets the id of one that was described
 
@@ -115,11 +108,18 @@ class _Walk:
             return [type(value).__qualname__, repr(value)]
         if isinstance(value, types.ModuleType):
             return self._global(value, None, frozenset(), where)
-        if id(value) in self._numbers:
-            return ["again", self._numbers[id(value)]]
-        self._numbers[id(value)] = len(self._numbers)
-        self._kept.append(value)
-        return self._object(value, where)
+        if id(value) in self._open:  # It refers to itself.
+            return ["above", len(self._open) - self._open[id(value)]]
+        if id(value) not in self._digests:
+            self._kept.append(value)
+            self._open[id(value)] = len(self._open)
+            described = None
+            try:
+                described = self._object(value, where)
+            finally:
+                del self._open[id(value)]
+                self._digests[id(value)] = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+        return self._digests[id(value)]
 
     def _object(self, value: Any, where: str) -> Any:
         if (digest := self._sources.large.digest(value)) is not None:
@@ -170,7 +170,7 @@ class _Walk:
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
         return [
-            *("function", function.__module__, function.__qualname__, self._sources.of_function(code)),
+            *("function", module_of(function), function.__qualname__, self._sources.of_function(code)),
             self.describe(function.__defaults__, f"a default of {where}"),
             self.describe(function.__kwdefaults__, f"a default of {where}"),
             self.describe(attributes, f"an attribute of {where}"),
@@ -207,7 +207,7 @@ class _Walk:
         self._modules.add(key)
         members = sorted(
             name
-            for name in vars(value).keys() - _OF_MODULES
+            for name in vars(value).keys() - OF_MODULES
             if names is None or name in names or name == "__getattr__"  # which makes members of any name
         )
         inner = []
@@ -220,12 +220,11 @@ class _Walk:
         where = f"{kind.__module__}.{kind.__qualname__}"
         members = []
         for name, member in sorted(vars(kind).items()):
-            if name in _OF_NAMED_TUPLES and hasattr(kind, "_fields"):
+            if name in OF_NAMED_TUPLES and hasattr(kind, "_fields"):
                 continue
-            functions = (each for each in _functions_of(member) if not is_generated(inspect.unwrap(each).__code__))
+            functions = (each for each in functions_of(member) if not is_generated(inspect.unwrap(each).__code__))
             members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
-            is_made = name in _OF_CLASSES or name.startswith(_OF_LIBRARIES) or _is_descriptor(member)
-            if not is_made and not isinstance(kind, enum.EnumMeta):
+            if not is_made(name, member) and not isinstance(kind, enum.EnumMeta):
                 members.append([name, self.describe(member, f"{where}.{name}")])
         for name, made in vars(kind).get("__dataclass_fields__", {}).items():
             if made.default_factory is not dataclasses.MISSING:
@@ -235,7 +234,7 @@ class _Walk:
         if package_of(type(kind).__module__) is None:
             members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
-        return ["class", kind.__module__, kind.__qualname__, self._sources.of_class(kind), bases, members]
+        return ["class", module_of(kind), kind.__qualname__, self._sources.of_class(kind), bases, members]
 
 
 class _CodeWalk(_Walk):
@@ -263,21 +262,6 @@ def _is_set(cell: types.CellType) -> bool:
 
 def _names(slots: Any) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
-
-
-def _functions_of(member: Any) -> list[types.FunctionType]:
-    """Return the functions of a member of a class."""
-    if isinstance(member, property):
-        found = [member.fget, member.fset, member.fdel]
-    elif isinstance(member, _WRAPPERS):
-        found = [member.func if isinstance(member, functools.cached_property) else member.__func__]
-    else:
-        found = [member]
-    return [each for each in found if isinstance(each, types.FunctionType)]
-
-
-def _is_descriptor(member: Any) -> bool:
-    return isinstance(member, (types.FunctionType, property, *_WRAPPERS, *_DESCRIPTORS))
 
 
 def _module_function(walk: _Walk, value: Any, where: str) -> Any:

@@ -10,6 +10,14 @@ import sys
 import sysconfig
 from typing import Any
 
+SPAWNED = "__mp_main__"  # the main program in a process that multiprocessing has spawned
+MAIN_PROGRAMS = ("__main__", SPAWNED)
+
+
+def module_of(named: Any) -> str:
+    """Return the module of a function or class. That of the main program has one name in all its processes."""
+    return "__main__" if named.__module__ in (None, SPAWNED) else str(named.__module__)
+
 
 def is_own(kind: type) -> bool:
     """Return whether the project defines a class."""
@@ -37,7 +45,7 @@ def installed_name(value: Any) -> Any:
 @functools.cache
 def package_of(module: str | None) -> str | None:
     """Return the name and version of the installed package of a module, or None for a module of the project."""
-    if module in (None, "__main__", "__mp_main__"):  # `exec` makes functions without a module
+    if module is None or module in MAIN_PROGRAMS:  # `exec` makes functions without a module
         return None
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+
+from dataload.mapping.packages import MAIN_PROGRAMS, SPAWNED
 
 _Cached = type(functools.cache(str))
 
@@ -16,19 +19,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions with a cache, too. cloudpickle names them, but the main program has no name elsewhere."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _Cached) and obj.__module__ == "__main__":
+        if isinstance(obj, _Cached) and obj.__module__ in MAIN_PROGRAMS:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
 
-def dumps(function: Callable[..., Any]) -> bytes:
-    """Return a function as bytes for `pickle.loads`. Functions of modules are pickled by name.
+def dumps(*content: Any) -> bytes:
+    """Return a tuple with functions as bytes for `pickle.loads`. Functions of modules are pickled by name.
 
     Raises:
-        Exception: Something that the function refers to cannot be pickled.
+        Exception: Something that a function refers to cannot be pickled.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(function)
+    if SPAWNED in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules[SPAWNED])  # as cloudpickle does with the main program
+    _Pickler(buffer).dump(content)
     return buffer.getvalue()
 
 

@@ -28,7 +28,7 @@ from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.resource_limits import usable_cores, usable_memory
+from dataload.runtime.resource_limits import usable_memory
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
 
     def after_fork_in_child(self) -> None:
         """Start new threads, and leave the processes to the parent."""
-        self._callers = DaemonExecutor(usable_cores(), "dataload-map")
+        self._callers: dict[int, DaemonExecutor] = {}
         self._starting = threading.Lock()
         self._processes: ProcessRunner | None = None
 
@@ -252,7 +252,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
     @property
     def _calls(self) -> int:
         """The calls of the function that are under way at a time."""
-        return self._stage.processes or usable_cores()
+        return self._stage.processes or self.memory.rank.decoders
 
     def _chunk_rows(self, number: int) -> int:
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
@@ -327,13 +327,21 @@ class MappedMaker(RowGroupMaker, ForkAware):
         """Yield the mapped rows of each chunk, in order. ahead: calls that are under way, besides the one awaited."""
         stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
         if stage.processes is None:
-            return stage.runner(given.fields).each(chunks, fields, self._callers, ahead)
+            return stage.runner(given.fields).each(chunks, fields, self._threads(), ahead)
         with self._starting:
             if self._processes is None:
                 from dataload.mapping.processes import ProcessRunner
 
                 self._processes = ProcessRunner(stage.function, stage.columns, given, fields, stage.processes)
             return self._processes.each(chunks, ahead)
+
+    def _threads(self) -> DaemonExecutor:
+        """Return the threads that call the function: this rank's share of the cores."""
+        count = self.memory.rank.decoders
+        with self._starting:
+            if count not in self._callers:
+                self._callers = {count: DaemonExecutor(count, "dataload-map")}
+            return self._callers[count]
 
     def _where(self, number: int) -> str:
         return where(self._manifest.row_groups[number], self._blocks)

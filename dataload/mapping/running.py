@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(self, function: Function, given: Sequence[str], kept: Sequence[Field]) -> None:
         self._function = function
-        self._given = given
+        self._given = dict.fromkeys(given)
         self._kept = kept
 
     def columns(self, records: Records, fields: Sequence[Field]) -> dict[str, Column]:
@@ -118,7 +118,7 @@ class Runner:
         return {field.name: bytes_of(column_of(records, field)) / len(records) for field in ragged}
 
     def _call(self, records: Records) -> dict[str, Any]:
-        batch = to_batch(records, empty=_empty)
+        batch = to_batch(records, empty=_empty, columns=self._given)
         returned = self._function({name: batch[name] for name in self._given})
         if not isinstance(returned, Mapping):
             raise DataError(f"it returned a {type(returned).__qualname__}: return a dict of columns")

@@ -8,7 +8,7 @@ import inspect
 import linecache
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from operator import or_
 from types import CodeType
@@ -16,6 +16,7 @@ from typing import Any
 
 from dataload.errors import ConfigError
 from dataload.mapping.large_values import LargeValues
+from dataload.mapping.packages import MAIN_PROGRAMS
 
 _FUTURE_FLAGS = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 _PYTEST = "@pytest_ar"  # the name that pytest adds to the functions whose assertions it rewrites
@@ -31,22 +32,37 @@ class Sources:
 
     It keeps the source of each function and class. An edit of the file does not change the code that runs.
 
+    Args:
+        functions: The sources of functions that another process knows, by file and code.
+        classes: The sources of classes that it knows.
+
     Attributes:
         large: Keeps the digests of large collections in the same way.
         cells: The texts of cells of notebooks, which are no files, by their names. Lines of statements without a
             function or class that was looked up are empty: they may have secrets.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, functions: Mapping[tuple[str, CodeType], str] | None = None, classes: Iterable[tuple[type, str]] = ()
+    ) -> None:
         self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
-        self._functions: dict[tuple[str, CodeType], str] = {}
-        self._classes: dict[int, tuple[type, str]] = {}  # by id: a metaclass may define another hash
+        self._functions = dict(functions or {})
+        self._classes = {id(kind): (kind, text) for kind, text in classes}  # by id: a metaclass may define another hash
         self.large = LargeValues()
         self.cells: dict[str, str] = {}
 
     def forget(self) -> None:
         """Free the memory of the parsed files. They are parsed again for functions that are new."""
         self._files.clear()
+
+    def texts(self) -> tuple[dict[tuple[str, CodeType], str], list[tuple[type, str]]]:
+        """Return the arguments of `Sources` for another process, to which cloudpickle sends them with the functions.
+
+        Functions and classes of the main program are sent as they are here, even if its file has changed since. Other
+        classes are imported there, perhaps from a file that has changed. Functions of such a file have another code.
+        """
+        classes = [*self._classes.values()]
+        return {**self._functions}, [(kind, text) for kind, text in classes if kind.__module__ in MAIN_PROGRAMS]
 
     @property
     def found(self) -> dict[str, set[str]]:

@@ -84,7 +84,7 @@ class UserFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
-            data = dumps(self.call)
+            data = dumps(self.call, *self.sources.texts())
         except Exception as error:
             raise ConfigError(
                 f"map {self.name}: another process cannot get the function ({type(error).__name__}: {error}): make "
@@ -114,7 +114,8 @@ def _unpickled(
 ) -> UserFunction:
     """Return a function of another process. Functions of modules are imported, so their files may have changed."""
     add_cells(cells)
-    function = UserFunction(pickle.loads(data), version, digest)  # noqa: S301 (of the training process)
+    call, *texts = pickle.loads(data)  # noqa: S301 (of the training process)
+    function = UserFunction(call, version, digest, Sources(*texts))
     if known is not None:
         find_code(function.call, function.sources)
     function.check_same(known)
@@ -196,11 +197,12 @@ def fingerprint_of(manifest: Manifest, stages: Sequence[Stage]) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"mapped").hexdigest()
 
 
-def order_key_of(manifest: Manifest, stages: Sequence[Stage] = ()) -> str:
+def order_key_of(manifest: Manifest) -> str:
     """Return the digest of a dataset that decides the order of its rows. Copies of the files elsewhere have the same.
 
-    It covers the files' sizes and their names below the folder that they share, the row groups, the selected rows and
-    the maps. Nodes may have copies of their own, so it covers neither that folder nor versions.
+    It covers the files' sizes and their names below the folder that they share, the row groups, and the selected rows.
+    Nodes may have copies of their own, so it covers neither that folder nor versions. It covers no maps, so that ranks
+    read each row once even if their maps differ, which only `fit` refuses.
     """
     paths = {group.file.path: group.file.unsigned_path for group in manifest.row_groups}
     folders = [path[: path.rfind("/") + 1] for path in paths.values()]
@@ -210,7 +212,7 @@ def order_key_of(manifest: Manifest, stages: Sequence[Stage] = ()) -> str:
         for group in manifest.row_groups
     ]
     selected = None if manifest.selection is None else manifest.selection.digest
-    content = [groups, selected, *(stage.key for stage in stages)]
+    content = [groups, selected]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"order").hexdigest()
 
 

@@ -117,6 +117,10 @@ class MixedRowGroups:
         return all(blobs.shared for blobs in self.by_dataset)
 
     @property
+    def caches_everything(self) -> bool:
+        return all(blobs.caches_everything for blobs in self.by_dataset)
+
+    @property
     def num_bytes(self) -> int:
         return sum(blobs.num_bytes for blobs in self.by_dataset)
 

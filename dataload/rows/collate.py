@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ def to_batch(
     ragged: str = "list",
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
+    columns: Collection[str] | None = None,
 ) -> Batch:
     """Return the rows as a batch: a dict of columns.
 
@@ -54,6 +55,7 @@ def to_batch(
         ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
         group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
         empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
+        columns: Names of the columns to return; None: all. The others are not converted.
 
     Raises:
         ConfigError: A group has the name of a column, or its columns are not numbers of one dtype.
@@ -63,7 +65,8 @@ def to_batch(
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
         gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
-    return next(cut(columns_of(records, ragged=ragged, group=group, empty=empty), [len(records)], empty))
+    whole = columns_of(records, ragged=ragged, group=group, empty=empty, columns=columns)
+    return next(cut(whole, [len(records)], empty))
 
 
 def columns_of(
@@ -72,10 +75,11 @@ def columns_of(
     ragged: str = "list",
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
+    columns: Collection[str] | None = None,
 ) -> Batch:
     """Return what `to_batch` returns, but with nested columns as Arrow arrays, which `cut` makes Python objects of."""
     groups = group or {}
-    fields = {field.name: field for field in records.layout.fields}
+    fields = {field.name: field for field in records.layout.fields if columns is None or field.name in columns}
     if clash := groups.keys() & fields.keys():
         raise ConfigError(f"group {min(clash)!r} has the name of a column: choose another name")
     grouped = {name for names in groups.values() for name in names}

@@ -90,8 +90,12 @@ class ChildProcesses(ForkAware):
 
     def _take(self) -> _Child:
         with self._mutex:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                child = self._idle.pop()
+                if not child.has_ended:
+                    return child
+                child.end()
+                self.running.remove(child)
             try:
                 child = _Child(self._program, self._hello)
             except OSError as error:
@@ -130,15 +134,21 @@ class _Child:
         with ours, theirs:
             self._popen = start_process(program, theirs.fileno())
             self._connection = Connection(ours.detach())
-        with suppress(OSError):  # It died; the first call notices.
-            self._connection.send_bytes(hello)
+        self._hello: bytes | None = hello  # A long one is received only once the process has imported its modules.
 
     @property
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
     def call(self, request: bytes | bytearray) -> bytes:
         """Return the answer to a request. Raise EOFError or OSError if the process died."""
+        if self._hello is not None:
+            self._connection.send_bytes(self._hello)
+            self._hello = None
         self._connection.send_bytes(request)
         return self._connection.recv_bytes()
 

@@ -191,7 +191,8 @@ def _recorded(
     """Record the loop for TensorBoard and the profiler during the block."""
     with ExitStack() as stack:
         if log_dir is not None and is_first():
-            writer = TensorBoardWriter(log_dir, log_every, device, loop.step)
+            folder = log_dir if is_url(log_dir) else local_folder("log_dir", log_dir)
+            writer = TensorBoardWriter(folder, log_every, device, loop.step)
             loop.tensorboard = stack.enter_context(closing(writer))
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         yield
@@ -260,6 +261,9 @@ def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
     dataset = getattr(loader, "dataset", None)
     digest = "order_key" if isinstance(dataset, MapStyle) else "fingerprint"
     agree(f"the dataset's {digest}", getattr(dataset, digest, None))
+    if isinstance(dataset, MapStyle):
+        stages = [stage for each in dataset.datasets for stage in each.stages]
+        agree("the functions of map", tuple((stage.function.name, stage.key) for stage in stages))
     if isinstance(loader, Loader):
         if isinstance(loader.dataset, Mixture):
             agree("the weights of the mixture", loader.dataset.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import pickle
 import subprocess
@@ -282,6 +283,55 @@ def test_a_function_of_a_script_has_the_same_identity_after_its_journey(project:
         assert pickle.loads(pickle.dumps(function)).digest == function.digest
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+def test_an_object_that_the_script_and_a_module_share_may_travel_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of the script brings a copy of it, and the module has its own."""
+    (tmp_path / "settings_of_a_test.py").write_text("SHARED = {'a': [1]}\n")
+    (tmp_path / "module_of_a_test.py").write_text(
+        "from settings_of_a_test import SHARED\ndef size():\n    return len(SHARED)\n"
+    )
+    (tmp_path / "script_of_a_test.py").write_text(
+        "from settings_of_a_test import SHARED\nfrom module_of_a_test import size\n"
+        "def decode(batch):\n    return {'x': (SHARED, size())}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    script = importlib.import_module("script_of_a_test")
+    cloudpickle.register_pickle_by_value(script)
+    try:
+        function = UserFunction.of(script.decode, None)
+        copy = pickle.loads(pickle.dumps(function))
+    finally:
+        cloudpickle.unregister_pickle_by_value(script)
+    assert copy.call.__globals__["SHARED"] is not script.SHARED
+    assert copy.digest == function.digest
+
+
+def test_objects_that_refer_to_themselves_have_an_identity(project: Project) -> None:
+    def ring(size: int) -> list[Any]:
+        first: list[Any] = []
+        last = first
+        for _ in range(size - 1):
+            last.append(last := [])
+        last.append(first)
+        return first
+
+    module = project()
+    assert identity(module.make(ring(2))) == identity(module.make(ring(2))) != identity(module.make(ring(3)))
+
+
+def test_the_script_may_be_edited_while_it_runs(project: Project) -> None:
+    """Its functions travel as they are, so its file does not matter. That of an imported module does."""
+    module = project()
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = pickle.dumps(UserFunction.of(module.plain, None))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    project(("SIZE = 3", "# a new line\nSIZE = 4"), ("+ step", "- step"))
+    assert pickle.loads(sent).call({"x": 1}) == {"x": 6}
 
 
 def test_each_file_is_parsed_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ def fails_to_start(descriptor: int) -> None:
     serve(descriptor, start)
 
 
+def reads_nothing(descriptor: int) -> None:
+    threading.Event().wait()
+
+
 def fails_to_answer(descriptor: int) -> None:
     def answer(request: bytes) -> bytes:
         raise EOFError(request.decode())
@@ -37,6 +42,24 @@ def test_a_request_is_answered() -> None:
     processes = running(echo)
     assert [processes.submit(request).result(60) for request in (b"a", b"b")] == [b"hello a", b"hello b"]
     assert len(processes.running) == 1
+
+
+def test_a_process_that_died_while_it_had_no_work_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "ATTEMPTS", 1)  # No request may fail for it.
+    processes = running(echo)
+    processes.submit(b"a").result(60)
+    [child] = processes.running
+    child._popen.kill()
+    child._popen.wait(60)
+    assert processes.submit(b"b").result(60) == b"hello b"
+    assert len(processes.running) == 1
+
+
+def test_a_long_first_message_holds_up_no_other_process() -> None:
+    processes = ChildProcesses(1, f"{__name__}:{reads_nothing.__name__}", bytes(16 << 20))
+    child = processes._take()  # It does not wait for the process to read.
+    child._popen.kill()
+    assert processes._end(child)
 
 
 @pytest.mark.parametrize(("program", "error"), [(fails_to_start, "OSError"), (fails_to_answer, "EOFError")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections import Counter
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from dataload import make_loader, mix
+from dataload import make_dataset, make_loader, mix
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import epoch_metrics, rank_batches
@@ -293,6 +294,23 @@ def test_nodes_may_have_copies_of_the_data_and_no_other_data(ranks, tmp_path):
     for error in ranks(2, fit_files_of_this_node, (tmp_path / "here", tmp_path / "other")):
         assert isinstance(error, ConfigError)
         assert "ranks do not agree on the dataset's order_key" in str(error)
+
+
+def scaled(batch, by):
+    return {"a": batch["a"] * by}
+
+
+def fit_map_of_this_rank(folder):
+    model, optimizer = build()
+    mapped = make_dataset(folder, cache=False).map(functools.partial(scaled, by=World.detect().rank), columns=["a"])
+    loader = make_loader(mapped, 4, group={"x": ["a", "b", "c"], "y": ["d"]})
+    fit(model, optimizer, loader, squared_error, epochs=1, precision="fp32", progress=False)
+
+
+def test_ranks_that_map_the_rows_in_other_ways_do_not_train_together(ranks, tmp_path):
+    pq.write_table(pa.table(dict.fromkeys("abcd", np.ones(8))), tmp_path / "rows.parquet")
+    for error in ranks(2, fit_map_of_this_rank, tmp_path):
+        assert "ranks do not agree on the functions of map" in str(error)
 
 
 def fit_mixture(folder, weights):
@@ -664,7 +682,8 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
     ("options", "message"),
     [
         ({"precision": "fp8"}, "precision='fp8' is not one of auto, fp32, bf16, fp16"),
-        ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
+        ({"accumulate": 7.5}, "accumulate=7.5 must be a whole number of at least 1"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan"),
         ({"log_every": 0}, "log_every=0"),

@@ -1,0 +1,38 @@
+"""The members of modules and classes that Python or a library makes. Some hold paths, others follow from the source."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from typing import Any
+
+_WRAPPERS = (staticmethod, classmethod, functools.cached_property)
+OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_defaults", "__orig_bases__"}  # noqa: PYI024
+_One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
+OF_MODULES = {*vars(types.ModuleType("")), *("__annotate__", "__annotations__", "__builtins__", "__cached__")}
+OF_MODULES |= {"__annotate_func__", "__annotations_cache__", "__conditional_annotations__", "__file__", "__path__"}
+OF_MODULES |= {"__warningregistry__"}
+_OF_CLASSES = {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"}
+_OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__parameters__", "__protocol_attrs__"}
+_OF_CLASSES |= {"__annotate_func__", "__annotations_cache__", "__qualname__", "__signature__", "__slotnames__"}
+_OF_CLASSES |= {"__slots__", "__static_attributes__", "__type_params__", "__weakref__", "_abc_impl"}
+_OF_LIBRARIES = ("__pydantic_", "__attrs_", "__private_attributes__", "__class_vars__")
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
+
+
+def functions_of(member: Any) -> list[types.FunctionType]:
+    """Return the functions of a member of a class."""
+    if isinstance(member, property):
+        found = [member.fget, member.fset, member.fdel]
+    elif isinstance(member, _WRAPPERS):
+        found = [member.func if isinstance(member, functools.cached_property) else member.__func__]
+    else:
+        found = [member]
+    return [each for each in found if isinstance(each, types.FunctionType)]
+
+
+def is_made(name: str, member: Any) -> bool:
+    """Return whether Python or a library makes a member of a class from its source, or it is a function."""
+    is_descriptor = isinstance(member, (types.FunctionType, property, *_WRAPPERS, *_DESCRIPTORS))
+    return is_descriptor or name in _OF_CLASSES or name.startswith(_OF_LIBRARIES)
