@@ -26,14 +26,12 @@ class WindowTrade:
         first_row_groups: Upper bound of the row groups that the first batch needs on each node, with one stream per
             node and without the row groups that borders of streams cut.
         first_bytes: Bytes of these row groups.
-        bytes: Bytes of the two windows that are in memory at a time.
     """
 
     window: int
     variance_ratio: float
     first_row_groups: int
     first_bytes: int
-    bytes: int
 
 
 def weigh_window(
@@ -69,7 +67,6 @@ def weigh_window(
         variance_ratio=1 + float(effects.mean()) * (len(effects) - 1) / max(1, count),
         first_row_groups=first,
         first_bytes=int(largest[first]),
-        bytes=int(largest[min(2 * window, count)]),
     )
 
 

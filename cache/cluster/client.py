@@ -184,6 +184,9 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
             except (valkey.ValkeyError, OSError) as error:
                 failure = error
                 continue
+            if info[b"mode"] == b"sentinel":
+                failure = ConnectionError(f"{host}:{port} is a Sentinel: name the primary that it watches")
+                continue
             if info[b"mode"] == b"cluster":
                 client = cluster.ValkeyCluster(startup_nodes=[cluster.ClusterNode(host, port)], **options)
                 # Connecting may skip a stopped node. For a key, retries would only ask the same node again.

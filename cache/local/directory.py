@@ -29,6 +29,7 @@ SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
 EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk
+EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # this process has too many maps or files
 ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
 _SETUP = b"\xff" * 32  # key of the lock for creating, opening, sweeping and closing a folder
 # Errors that the user must fix. The tier handles all others (full disk, failing disk, too many open files) itself.
@@ -43,6 +44,7 @@ _WRONG_FOLDER = frozenset(
         errno.ENOENT,
         errno.ENOTDIR,
         errno.EPERM,
+        errno.EROFS,
     }
 )
 
@@ -208,7 +210,7 @@ class CacheFolder:
             before_evicting: Called before blobs are evicted.
         """
         index, region = self.index, division.region
-        self.unlink(row.digest)  # a corrupt blob
+        _remove_damaged(self.file_of(row.digest), row.digest)
         for _ in range(ADMIT_ATTEMPTS):
             try:
                 missing = index.admit(row, limit=limit, region=region, allow_transient=False)
@@ -307,6 +309,16 @@ def _make(folder: Path, evict: Callable[[], None]) -> None:
             raise
         evict()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _remove_damaged(path: str, digest: bytes) -> None:
+    """Remove the file of a blob that could not be read. Raise OSError if it is this process that cannot read it."""
+    try:
+        blob_file.open_map(path, digest, blob_file.VerifiedSegments(), (0, 0))
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
+    remove(path)
 
 
 def _touch(path: Path) -> None:

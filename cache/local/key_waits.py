@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,16 @@ def acquire(tier: LocalTier, key: BlobKey, stack: ExitStack) -> CacheFolder | No
     """
     folder = tier.opened()
     if folder is not None:
-        with tier.fallback("locking a blob", tier.health.writes, folder):
-            if stack.enter_context(folder.locks.hold(key.digest, _patience(tier, key))):
+        with tier.fallback("locking a blob", tier.health.writes, folder), ExitStack() as own:
+            began, patience = time.monotonic(), _patience(tier, key)
+            if own.enter_context(folder.locks.hold(key.digest, patience)):
                 tier.busy.discard(key.digest)
+                stack.push(own.pop_all())
                 return folder
-            tier.busy.add(key.digest)
-            reason = f"another process has held its lock for {FILL_SECONDS:g} s; {users(tier.path)}"
-            tier.health.report("locking a blob", TimeoutError(errno.ETIMEDOUT, reason, key.name))
+            if patience:
+                tier.busy.add(key.digest)
+                reason = f"another process has held its lock for {time.monotonic() - began:.0f} s; {users(tier.path)}"
+                tier.health.report("locking a blob", TimeoutError(errno.ETIMEDOUT, reason, key.name))
     return None
 
 

@@ -93,7 +93,7 @@ class LocalTier(ForkAware, Tier):
 
     def __reduce__(self) -> tuple[object, ...]:
         make = partial(LocalTier, allow_network_filesystem=self._allow_network_filesystem)
-        return make, (self.path, self._given_limit, self.policy)
+        return make, (self.path, self._given_limit, self.policy), {"_was_open": self._was_open}
 
     def __repr__(self) -> str:
         state = "not opened" if self._folder is None else self.health.state

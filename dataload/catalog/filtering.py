@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.filters import Filter, Filters, filter_of, shown
-from dataload.catalog.footer_cache import FooterReader, get_or_make, read_footer
+from dataload.catalog.footer_cache import FooterReader, get_or_make, make_alone, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.pruning import decide
 from dataload.catalog.selection import Mask, Selection
@@ -113,7 +113,7 @@ class _Scan:
         self._groups, self._selection = manifest.row_groups, manifest.selection
         self._blocks = blocks
         self._filter = chosen
-        self._footers = FooterReader(blocks)
+        self._footers = FooterReader(blocks, manifest.chunks_of_a_file)
         self._budget = MemoryBudget(usable_memory() // MEMORY_DIVISOR)
         self._threads = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
         self._ended = threading.Event()  # The caller was interrupted, or a row group cannot be read.
@@ -143,9 +143,13 @@ class _Scan:
         content = [VERSION, chosen.digest, str(chosen.schema), *([] if tried is None else [tried.only(part).digest])]
         content += [[group.file.unsigned_path, group.number, group.constants] for group in groups]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
-        key = self._blocks.key(groups[0].footer_at.run, f"matches {digest}")
         each = partial(self._mask, tried=tried)
-        found = get_or_make(self._blocks, key, lambda: Selection.of(self._threads.map(each, part)).to_bytes())
+        found = make_alone(
+            self._blocks,
+            groups[0].footer_at.run,
+            f"matches {digest}",
+            lambda: Selection.of(self._threads.map(each, part)).to_bytes(),
+        )
         return Selection.from_bytes(found)
 
     def _mask(self, number: int, tried: Selection | None) -> Mask:

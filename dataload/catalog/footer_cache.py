@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TypeVar
@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.single_flight import make_once
 from dataload.cache.tier import BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
@@ -24,6 +25,7 @@ FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
 RUNS_AT_ONCE = 4
 FOOTERS_KEPT = 64  # parsed, by a reader
+CHUNKS_KEPT = 32 << 10  # column chunks in them, at most: a footer of 2,000 of them takes about 16 MB
 RUNS_KEPT = 1024  # mapped, by a reader
 
 T = TypeVar("T")
@@ -94,9 +96,10 @@ class FooterReader:
 
     Args:
         blocks: Reader of the files, and the cache.
+        chunks: Column chunks of a file, about.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, chunks: int) -> None:
         runs = lru_cache(RUNS_KEPT)(partial(_cached_run, blocks))
 
         def read(obj: Object, location: FooterLocation) -> Footer:
@@ -104,7 +107,7 @@ class FooterReader:
                 return parse_footer(_cut(runs(location.run), location.number), obj)
             return read_footer(obj, location, blocks)
 
-        self.read = lru_cache(FOOTERS_KEPT)(read)
+        self.read = lru_cache(max(2, min(FOOTERS_KEPT, CHUNKS_KEPT // max(1, chunks))))(read)
         """Return a file's footer, as `read_footer` does."""
 
 
@@ -123,6 +126,20 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
 def get_or_make(blocks: Blocks, key: BlobKey, make: Callable[[], bytes]) -> memoryview:
     """Return a blob of the cache. On a miss, `make` returns its bytes, which are cached."""
     return blocks.tier.get_or_fill(key, lambda allocate: copy_into(make(), allocate))
+
+
+def make_alone(blocks: Blocks, obj: Object, what: str, make: Callable[[], bytes]) -> memoryview:
+    """Return a blob of the cache that takes long to make. One process of the host makes it, as long as it runs.
+
+    `get_or_make` waits for another process for two minutes only, and then makes the blob as well.
+    """
+    key, lock, tier = blocks.key(obj, what), blocks.key(obj, f"lock of {what}"), blocks.tier
+    found = tier.get(key)
+    if found is None and (fetched := tier.fetch_from_cluster([key])):
+        [found] = fetched
+    if found is None:
+        found = make_once(tier, lock, lambda: tier.get(key), lambda: get_or_make(blocks, key, make), nullcontext)
+    return found
 
 
 def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:

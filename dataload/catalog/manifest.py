@@ -19,7 +19,7 @@ import pyarrow as pa
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
-from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
+from dataload.catalog.footer_cache import FooterLocation, make_alone, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
@@ -95,6 +95,11 @@ class Manifest:
     def num_rows(self) -> int:
         """Number of rows."""
         return int(self.block_lengths.sum())
+
+    @property
+    def chunks_of_a_file(self) -> int:
+        """Column chunks of the first file."""
+        return len(self.schema) * sum(group.file == self.row_groups[0].file for group in self.row_groups)
 
     @cached_property
     def ragged(self) -> tuple[str, ...]:
@@ -275,9 +280,9 @@ def manifest_of(
     for obj, keys in objects.items():
         digest.update(json.dumps([obj.unsigned_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
-    key = blocks.key(Object(next(iter(objects)).path, 0, fingerprint), f"manifest {VERSION}")
-    paths = [obj.path for obj in objects]
-    data = get_or_make(blocks, key, lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes(paths))
+    first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
+    read = lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes(paths)  # noqa: E731
+    data = make_alone(blocks, first, f"manifest {VERSION}", read)
     return Manifest.from_bytes(bytes(data), paths)
 
 

@@ -53,7 +53,7 @@ def preview_columns(manifest: Manifest, columns: Sequence[str], blocks: Blocks) 
 
 def _null_counts(manifest: Manifest, columns: Sequence[str], blocks: Blocks) -> dict[str, int]:
     """Return the nulls of each column by the statistics of the footers, without columns of which they are unknown."""
-    footers, counts = FooterReader(blocks), dict.fromkeys(columns, 0)
+    footers, counts = FooterReader(blocks, manifest.chunks_of_a_file), dict.fromkeys(columns, 0)
     for group in manifest.row_groups:
         constants, footer = dict(group.constants), footers.read(group.file, group.footer_at)
         for name in list(counts) if group.rows else ():

@@ -9,8 +9,9 @@ from dataload.doctor.finding import Case, Finding, ok, problem, reason
 
 # The fixes for errors of a server that answers but cannot be written.
 FIXES = {
-    "NoPermissionError": "give the user the rights ~dataload:* +get +set +eval +pexpire +hello",
-    "OutOfMemoryError": "set maxmemory-policy allkeys-lru, so that the server evicts, or give it more memory",
+    "NoPermissionError": "give the user the rights ~dataload:* +get +set +eval +pexpire +hello, and in a cluster "
+    "+cluster|slots +command",
+    "OutOfMemoryError": "give it more memory, or, if only dataload uses it, set maxmemory-policy allkeys-lru",
     "ReadOnlyError": "name a primary: this is a replica",
 }
 SECONDS = 1  # until a key of this check expires, if it cannot be deleted

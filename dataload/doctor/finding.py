@@ -52,7 +52,7 @@ class Case:
         folder: The cache folder.
         cache_bytes: Limit of the cache in bytes. None: the default limit.
         batch_size: Rows of a rank's batch.
-        local_ranks: Ranks on this host. None: as the launcher says.
+        local_world_size: Ranks on this host. None: as the launcher says.
         num_workers: Worker processes of a rank.
         prefetch: Batches that each worker prefetches.
         pin_memory: Whether batches are pinned.
@@ -68,7 +68,7 @@ class Case:
     folder: Path
     cache_bytes: int | None = None
     batch_size: int = 256
-    local_ranks: int | None = None
+    local_world_size: int | None = None
     num_workers: int = 0
     prefetch: int = 2
     pin_memory: bool = False

@@ -23,7 +23,7 @@ def shared_memory(case: Case) -> Finding:
         free = shutil.disk_usage(case.shared_memory).free
     except OSError:
         return warning(f"there is no {case.shared_memory}", "mount it: workers pass batches through it")
-    ranks, rank_bytes = _local_ranks(case), case.in_flight
+    ranks, rank_bytes = _local_world_size(case), case.in_flight
     if rank_bytes is None:
         rank_bytes = SHARED_BYTES if case.num_workers else 0
     if free < ranks * rank_bytes:
@@ -66,7 +66,7 @@ def locked_memory(case: Case) -> Finding:
 
 
 def processors(case: Case) -> Finding:
-    count, ranks = usable_cores(), _local_ranks(case)
+    count, ranks = usable_cores(), _local_world_size(case)
     needed = ranks * (case.num_workers + 1)
     if needed > count:
         fewer = f"num_workers={count // ranks - 1}"
@@ -79,9 +79,9 @@ def processors(case: Case) -> Finding:
     return ok(f"{count} processors for {needed} process{'es' * (needed != 1)}")
 
 
-def _local_ranks(case: Case) -> int:
-    if case.local_ranks is not None:
-        return case.local_ranks
+def _local_world_size(case: Case) -> int:
+    if case.local_world_size is not None:
+        return case.local_world_size
     try:
         return World.detect().local_world_size or 1
     except ConfigError:

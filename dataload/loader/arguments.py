@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def _check_group(group: Any) -> None:
     if group is None:
         return
     lists = group.values() if isinstance(group, Mapping) else [None]
-    if not all(isinstance(columns, Iterable) and not isinstance(columns, str) for columns in lists):
+    if not all(isinstance(columns, Collection) and not isinstance(columns, str) for columns in lists):
         raise ConfigError(f"group={group!r} must map names to lists of columns, such as {{'x': ['price', 'age']}}")
 
 

@@ -57,13 +57,15 @@ class DeviceCopy:
     """Copies batches to a device. On CUDA it uses a stream of its own, and the current stream waits for the copy.
 
     Args:
-        device: Device to copy to.
+        device: Device to copy to. A GPU without a number is the current one of this thread.
 
     Notes: a copy from pinned memory does not block the calling thread; a copy from other memory is done when the call
     returns. torch reuses pinned memory after the copy from it, and device memory after the current stream has used it.
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:  # It may be another one when a stream is used again.
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._stream = _stream(device) if device.type == "cuda" else None
 

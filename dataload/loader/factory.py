@@ -145,7 +145,7 @@ def make_loader(
     options |= {**cached, "null_masks": null_masks or None}
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
-    local_ranks = _share_host(dataset, here, 0 if maker.only_gathers else num_workers)
+    local_world_size = _share_host(dataset, here, 0 if maker.only_gathers else num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return Loader(
         dataset,
@@ -157,7 +157,7 @@ def make_loader(
         prefetch=prefetch or BATCHES_AHEAD,
         num_threads=num_threads,
         detected=world is None and mesh is None,
-        local_ranks=local_ranks,
+        local_world_size=local_world_size,
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
         pin_memory=pin_memory,

@@ -67,7 +67,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         prefetch: int = BATCHES_AHEAD,
         num_threads: int | None = None,
         detected: bool = False,
-        local_ranks: int = 1,
+        local_world_size: int = 1,
         mesh: DeviceMesh | None = None,
         stats_dir: Path | None = None,
         **dataloader_kwargs: Any,
@@ -87,7 +87,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.prefetch = prefetch
         self.num_threads = num_threads
         self.detected = detected
-        self.local_ranks = local_ranks
+        self.local_world_size = local_world_size
         self.mesh = mesh
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
@@ -98,7 +98,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
         self._capacity = Capacity(dataset, self.rank_sampler)
         if self.num_workers and not maker.only_gathers:
-            in_flight = local_ranks * self.num_workers * (self.prefetch_factor or 1) * self.rank_sampler.batch_size
+            in_flight = local_world_size * self.num_workers * (self.prefetch_factor or 1) * self.rank_sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
             # The workers' dataset is the batch maker, and its sampler yields requests: torch batches nothing itself.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _identity}

@@ -82,7 +82,8 @@ def _missing_argument() -> str | None:
         if peers > 1:
             mesh = state.AcceleratorState().device_mesh
             if mesh is None:  # DeepSpeed has the groups
-                return f"world=World(rank // {peers}, world_size // {peers})"
+                numbers = ("rank", "world_size", "local_rank", "local_world_size")
+                return f"world=World({', '.join(f'{number} // {peers}' for number in numbers)})"
             return data_parallel_argument(mesh, "accelerator.torch_device_mesh")
     if not _model_parallel_meshes():
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import islice
 
 import numpy as np
@@ -70,8 +71,9 @@ class Plan:
         first_epoch_cost: Cost of the first epoch, footers included.
         later_epoch_cost: Cost of a later epoch, on average.
         shuffle: "block", "full", or False for file order. In file order, each node reads the whole dataset.
-        trade: Quality and cost of the window of a "block" shuffle, in stored bytes; None with another order.
+        trade: Quality and cost of the window of a "block" shuffle; None with another order.
         held_bytes: Decoded bytes of the row groups that are in use at a time: of two windows, or all of them.
+        stored_bytes: Stored bytes of these row groups.
         memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
         advice: Recommendations, a line each.
     """
@@ -100,6 +102,7 @@ class Plan:
     shuffle: Shuffle
     trade: WindowTrade | None
     held_bytes: int
+    stored_bytes: int
     memory_bytes: int
     advice: tuple[str, ...] = ()
 
@@ -112,7 +115,7 @@ def plan(
     bandwidth: int = BANDWIDTH,
     latency: float = LATENCY,
     price: float | None = None,
-    host_ranks: int = 1,
+    local_world_size: int = 1,
     nodes: int | None = None,
 ) -> Plan:
     """Return the plan for epochs of this order.
@@ -124,12 +127,12 @@ def plan(
         bandwidth: Bytes a second from the origin, for each node.
         latency: Seconds that a request waits.
         price: Price of 10**9 bytes.
-        host_ranks: Ranks of a host, which share its memory.
+        local_world_size: Ranks of a host, which share its memory.
         nodes: Nodes, each of which fetches; None: one for each stream of the order.
     """
     nodes = nodes or order.num_streams
     for blobs in sources:
-        blobs.memory.share(host_ranks)
+        blobs.memory.share(local_world_size)
     row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
     lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
     sizes = [group.bytes for group in row_groups]
@@ -139,12 +142,12 @@ def plan(
     costs = Costs(sources)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
-    decoded_bytes = sum(blobs.num_bytes for blobs in sources)
-    needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded_bytes / FITS / order.num_streams))
+    decoded = sum(blobs.num_bytes for blobs in sources)
+    needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded / FITS / order.num_streams))
     fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
-    all_footers = footers(sources)
+    all_footers, by_source = footers(sources), list(zip(order.orders, sources, strict=True))
     result = Plan(
         nodes=nodes,
         objects=len(objects),
@@ -152,7 +155,7 @@ def plan(
         rows=sum(lengths),
         epoch_rows=order.n,
         row_groups=len(lengths),
-        decoded_bytes=decoded_bytes,
+        decoded_bytes=decoded,
         is_estimate=any(blobs.is_estimate for blobs in sources),
         cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
@@ -169,12 +172,19 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price, nodes),
         shuffle=order.shuffle,
         trade=weigh_window(order.window, lengths, sizes, batch_size) if order.shuffle == "block" else None,
-        held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in zip(order.orders, sources, strict=True)),
-        memory_bytes=host_ranks * max(blobs.memory.limit for blobs in sources),
+        held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in by_source),
+        stored_bytes=sum(_stored(*each) for each in by_source),
+        memory_bytes=local_world_size * max(blobs.memory.limit for blobs in sources),
     )
     usual = weigh_window(sum(usual_window(blobs.manifest) for blobs in sources), lengths, sizes, batch_size)
     read = [group.bytes for group in row_groups if group.rows]
-    return replace(result, advice=(*too_small, *advice(result, read, usual)))
+    return replace(result, advice=(*too_small, *advice(result, read, usual, is_mixture=len(sources) > 1)))
+
+
+def _stored(order: Order, blobs: RowGroupCache) -> int:
+    """Return the stored bytes of the row groups that a node needs at a time, the largest ones."""
+    groups, _ = needed(order, blobs, 1 / order.num_streams)
+    return sum(nlargest(groups, (group.bytes for group in blobs.manifest.row_groups)))
 
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:
@@ -193,13 +203,14 @@ def _epochs(
     return first, later, []
 
 
-def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
+def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool = False) -> Iterator[str]:
     """Yield recommendations, a line each.
 
     Args:
         plan: The plan without advice.
         sizes: Stored bytes of the row groups that have rows.
         usual: Quality and cost of the default window.
+        is_mixture: Whether each of several sources has a window of its own.
     """
     if plan.later_epoch and plan.later_epoch.bytes:
         yield f"with cache_bytes='{at_least(plan.cache_bytes_needed)}' or more, later epochs fetch nothing"
@@ -208,7 +219,8 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
     if max(sizes, default=0) > LARGE_BYTES:
         yield f"a row group of {decimal(max(sizes))} delays every batch that needs it: write row groups of 10 to 100 MB"
     if plan.trade and plan.trade != replace(usual, window=plan.trade.window):
-        yield f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
+        default = "no --window, so that each source has its own," if is_mixture else f"window={usual.window}"
+        yield f"{default} is the default, and the cheapest window with good shuffle quality"
     elif plan.trade and plan.trade.variance_ratio > TWICE * GOAL:
         yield 'are the rows sorted by label? No window mixes them well: use shuffle="full", or shuffle while writing'
     if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:

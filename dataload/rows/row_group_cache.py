@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.filemap import is_file_map
 from dataload.runtime.redact import redacted
 from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
@@ -71,6 +73,7 @@ class RowGroupCache(SizeForecast):
         self.blocks = blocks
         self._fill_null = fill_null
         self._null_masks = null_masks
+        self._unkept = set[int]()  # row groups that the cache did not keep when this process made them
         self.plan = self._new_plan()
         self.maker = self._new_maker()
 
@@ -222,17 +225,17 @@ class RowGroupCache(SizeForecast):
             self.discard_source_blocks(number)
             return made
 
-        lock = self.lock_key(number)
         found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         if found is None:
-            found = make_once(
-                tier, lock, find, make, lambda: self.memory.hold(self.maker.reservation(number), life.is_cancelled)
-            )
+            hold = partial(self.memory.hold, self.maker.reservation(number), life.is_cancelled)
+            found = make_once(tier, self.lock_key(number), find, make, hold, alone=number in self._unkept)
+            is_kept = not tier.shared or all(map(is_file_map, found))
+            (self._unkept.discard if is_kept else self._unkept.add)(number)
         life.enter(State.CACHED)
         return found
 
     def discard_source_blocks(self, number: int) -> None:
-        """Discard the blocks of files that a row group was made of, once no other row group needs them."""
+        """Discard the blocks of files that a row group was made of, once no other row group needs them. Best effort."""
         if self._shared_blocks is not None:
             self._shared_blocks.discard(number, self.keys)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from dataload.cache.tier import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import CODE, SPAN, Layout, fields_of, is_flat
 from dataload.rows import row_block
+from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Array
 
 # Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
@@ -33,7 +34,7 @@ class RowGroupPlan:
         made_by: Keys of what makes the rows, if it is not the decoding of files.
 
     Raises:
-        ConfigError: `fill_null` names a column that is not in the dataset, or cannot be filled.
+        ConfigError: `fill_null` names a column that is not in the dataset, cannot be filled, or cannot hold the value.
         DataError: A column has an unsupported type.
 
     Attributes:
@@ -144,16 +145,23 @@ class RowGroupPlan:
         return np.append(starts, firsts[-1])
 
 
-def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
+def _check_filled(manifest: Manifest, fill_null: Mapping[str, Any]) -> None:
     try:
-        manifest.check_columns(names)
+        manifest.check_columns(fill_null)
     except ConfigError as error:
         raise ConfigError(f"fill_null: {error}") from None
-    for name in names:
+    for name in fill_null:
         if name not in manifest.schema.names:
             raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
         if not is_flat(field := manifest.schema.field(name)):
             raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
+    # A replacement of the wrong type would otherwise fail at the first null, which may be far into an epoch.
+    schema = pa.schema([manifest.schema.field(name) for name, value in fill_null.items() if value is not None])
+    a_null = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
+    try:
+        decode(a_null, fields_of(schema), fill_null, "the dataset's", schema)
+    except DataError as error:
+        raise ConfigError(f"fill_null: {error}") from None
 
 
 def digest_of(fill_null: Any, *content: Any) -> str:

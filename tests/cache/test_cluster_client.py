@@ -27,6 +27,12 @@ def clients(clock: Clock) -> Clients:
     return lambda url: Client(ClusterUrl.parse(url), Counters(), clock)
 
 
+def test_a_sentinel_is_told_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_hello", lambda *_: {b"server": b"redis", b"mode": b"sentinel"})
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:26379 is a Sentinel: name the primary that it watches"):
+        client.connect(ClusterUrl.parse("valkey://127.0.0.1:26379"))
+
+
 def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     three_primaries: ServerCluster, clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

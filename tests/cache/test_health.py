@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ import lmdb
 import pytest
 from clusters import until
 from maps import no_more_maps
-from tiers import LIMIT, data_of, key, put
+from tiers import LIMIT, data_of, fill_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
 from dataload.cache.local import fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
+from dataload.cache.local.key_waits import acquire
 from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
 from dataload.cache.local.setup import default_limit, recovery
 from dataload.cache.local.tier import LocalTier
+from dataload.errors import ConfigError
 
 
 class Clock:
@@ -106,7 +108,7 @@ CALLS = (
     *((os, name) for name in ("mkdir", "stat", "fstat", "listdir", "chmod")),
     *((fcntl, "fcntl"), (fcntl, "flock"), (mmap, "mmap"), (Index, "_ready")),
 )
-ERRNOS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT)
+ERRNOS = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EDQUOT)
 
 
 @contextmanager
@@ -239,6 +241,52 @@ def test_the_limit_of_memory_maps_is_no_failing_disk(tmp_path: Path, caplog: pyt
     assert tier.stats()["health"]["state"] == "normal"
     assert sum("raise vm.max_map_count" in record.getMessage() for record in caplog.records) == 1
     assert tier.get(key("x/0")) == data_of("x/0")
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_process_without_maps_removes_no_blob(tmp_path: Path, *, is_small: bool) -> None:
+    """The other processes of the host can still read it."""
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", Clock())
+    put(tier, "x/0")
+    file = tier.folder.path_of(key("x/0").digest)
+    before = file.stat()
+    with no_more_maps():
+        for _ in range(3):
+            if is_small:
+                [found] = tier.bulk.put_together([(key("x/0"), memoryview(data_of("x/0")))])
+            else:
+                found = tier.get_or_fill(key("x/0"), fill_of("x/0"))
+            assert found == data_of("x/0")
+    assert file.stat().st_ino == before.st_ino
+    assert LocalTier(tmp_path / "cache", LIMIT, "lru").get(key("x/0")) == data_of("x/0")
+
+
+def test_a_trial_that_meets_a_maker_at_work_reports_no_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After errors, a process tries to write without waiting."""
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    with tier.folder.locks.hold(key("x/0").digest, 0):
+        tier.health.writes.failed(for_good=True)
+        clock.now += FIRST_PAUSE
+        put(tier, "x/0")
+    assert "held its lock" not in caplog.text
+    assert not tier.busy
+
+
+def test_a_lock_that_an_eviction_holds_up_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that evicts was stopped. A fetch without caching must not make others wait."""
+    monkeypatch.setattr("dataload.cache.local.key_locks.EVICTION_SECONDS", 0.01)
+    monkeypatch.setattr("dataload.cache.local.key_locks.SILENCE_SECONDS", 0.01)
+    tier, digest = LocalTier(tmp_path / "cache", LIMIT, "lru"), key("x/0").digest
+    with KeyLocks(str(tier.folder.path / "locks")).hold_to_evict(digest) as evicts, ExitStack() as stack:
+        assert evicts
+        assert acquire(tier, key("x/0"), stack) is None
+        assert tier.folder.locks.is_running(digest)  # True if no process holds the lock.
+
+
+def test_a_cache_on_a_read_only_disk_is_an_error_at_once(tmp_path: Path) -> None:
+    with failing(lambda _: True, errno.EROFS), pytest.raises(ConfigError, match=r"Read-only file system.*cache=False"):
+        LocalTier(tmp_path / "cache", LIMIT).get(key("x/0"))
 
 
 def test_off_passes_the_tier_over(tmp_path: Path) -> None:

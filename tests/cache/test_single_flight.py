@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,13 @@ from dataload.cache.memory import MemoryTier
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import Tier
 from dataload.runtime.memory_budget import MemoryBudget
+
+
+def test_a_result_that_the_cache_will_not_keep_is_made_beside_another_one(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT)
+    with tier.key_lock(key("lock")) as waits:
+        assert waits is None
+        assert make_once(tier, key("lock"), lambda: None, lambda: 1, nullcontext, alone=True) == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

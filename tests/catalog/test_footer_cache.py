@@ -17,9 +17,11 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.cache.local.tier import LocalTier
+from dataload.catalog import footer_cache
 from dataload.catalog.footer_cache import (
     RUN,
     RUNS_AT_ONCE,
+    FooterReader,
     _name,
     _runs,
     read_footer,
@@ -62,6 +64,23 @@ def test_a_run_has_a_few_dozen_files_and_all_have_one() -> None:
     assert [obj for run in runs for obj in run] == many
     assert RUN / 1.3 < len(many) / len(runs) < RUN * 1.3
     assert list(_runs([])) == []
+
+
+@pytest.mark.parametrize(("chunks", "parsed"), [(12, 3), (8, 4), (1, 4)])
+def test_a_reader_keeps_footers_by_the_size_of_what_they_describe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, parsed: int
+) -> None:
+    """Here they have four chunks: two row groups of two columns. Footers of thousands of chunks take much memory."""
+    for number in range(3):
+        pq.write_table(pa.table({"a": [1, 2], "b": [3, 4]}), tmp_path / f"{number}.parquet", row_group_size=1)
+    dataset, calls = make_dataset(tmp_path, cache=False), list[str]()
+    monkeypatch.setattr("dataload.catalog.footer_cache.CHUNKS_KEPT", chunks)
+    parse = footer_cache.parse_footer
+    monkeypatch.setattr(footer_cache, "parse_footer", lambda data, obj: [calls.append(obj.name), parse(data, obj)][1])
+    reader = FooterReader(dataset.blocks, 4)
+    for group in [*dataset.row_groups, *dataset.row_groups[1::-1]]:  # files 0, 1, 2 and 0, each twice
+        reader.read(group.file, group.footer_at)
+    assert len(calls) == parsed
 
 
 def test_one_file_more_or_less_changes_one_run() -> None:

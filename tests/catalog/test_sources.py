@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from attempts import fail_at_once
 
 from dataload import make_dataset, make_loader
-from dataload.errors import ConfigError, DataError, OriginNotFound
+from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 
 
 @pytest.fixture
@@ -58,6 +61,43 @@ def test_links_to_files_and_folders_are_followed(linked: Path) -> None:
     assert read(f"{linked}/**/*.parquet") == [0, 1, 2, 3, 4]
     (linked.parent / "all").symlink_to(linked)
     assert read(linked.parent / "all") == [0, 1, 2, 3, 4]
+
+
+# Folders that cannot be listed
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that makes the listing of a folder fail with an error number. Another folder has a file."""
+    fail_at_once(monkeypatch)
+    write(tmp_path / "good" / "0.parquet", 0)
+    write(tmp_path / "bad" / "1.parquet", 1)
+    scan = os.scandir
+
+    def fail(number: int) -> None:
+        def scandir(path: str) -> Any:
+            if path == str(tmp_path / "bad"):
+                raise OSError(number, os.strerror(number), path)
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+
+    return fail
+
+
+@pytest.mark.parametrize("pattern", ["", "/*/*.parquet", "/**/*.parquet"])
+def test_a_folder_of_a_failing_mount_raises(failing: Callable[[int], None], tmp_path: Path, pattern: str) -> None:
+    failing(errno.ESTALE)
+    with pytest.raises(OriginError, match=rf"Stale file handle.*{tmp_path}/bad"):
+        read(f"{tmp_path}{pattern}")
+
+
+def test_a_folder_of_someone_else_is_left_out(
+    failing: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(errno.EACCES)
+    assert read(tmp_path) == [0]
+    assert f"Permission denied: '{tmp_path}/bad': this folder is left out" in caplog.text
 
 
 def test_a_link_to_a_folder_that_contains_it_is_not_followed(linked: Path) -> None:

@@ -331,7 +331,7 @@ def test_few_processors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         found = line(limits.processors(Case(case.folder, num_workers=3)))
         set_ranks(monkeypatch, 2)
         too_many = line(limits.processors(Case(case.folder)))
-        planned = line(limits.processors(Case(case.folder, local_ranks=3)))
+        planned = line(limits.processors(Case(case.folder, local_world_size=3)))
     finally:
         os.sched_setaffinity(0, before)
     assert "1 processors for 1 ranks of 3 workers each: 4 processes -> num_workers=0, or" in found

@@ -63,6 +63,7 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"stats_dir": 3}, "stats_dir=3 must be a path"),
         ({"group": ["a", "b"]}, r"group=\['a', 'b'\] must map names to lists of columns"),
         ({"group": {"x": "a"}}, "must map names to lists of columns"),
+        ({"group": {"x": iter(["a"])}}, "must map names to lists of columns"),
     ],
 )
 def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:

@@ -337,12 +337,24 @@ def test_what_is_held_at_a_time_is_decoded(origin: Origin, tmp_path: Path) -> No
     warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
     sizes = [sum(map(len, dataset.rowstore.blobs.find(group))) for group in range(30)]
     assert found.held_bytes == pytest.approx(4 * np.mean(sizes), rel=0.05)
-    assert found.held_bytes > 10 * found.trade.bytes
+    assert found.held_bytes > 10 * found.stored_bytes
+
+
+def test_what_is_in_use_at_a_time_is_that_of_a_node(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": range(8000)}), tmp_path / "x.parquet", row_group_size=100)
+    dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    one, four = (
+        foretell([dataset.rowstore.blobs], order_of(dataset.manifest, window=8, num_streams=streams), 8)
+        for streams in (1, 4)
+    )
+    sizes = sorted(group.bytes for group in dataset.row_groups)
+    assert (one.stored_bytes, four.stored_bytes) == (sum(sizes[-16:]), sum(sizes[-4:]))
+    assert one.held_bytes == pytest.approx(4 * four.held_bytes)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_memory_is_that_of_all_ranks_of_a_host(origin: Origin, tmp_path: Path, ranks: int) -> None:
-    found, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"), host_ranks=ranks)
+    found, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"), local_world_size=ranks)
     loader = make_loader(dataset, 8, world=World(0, ranks, 0, ranks))
     next(iter(loader))
     assert found.memory_bytes == ranks * loader.stats().memory_bytes > UNSHARED_MEMORY
@@ -371,7 +383,7 @@ def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
     printed = said(plan)
     assert printed["decoded"] == "about 111.0 MB"
     assert printed["cache"].startswith("about 222.0 MB hold all of it; the limit is 1.0 GB")
-    assert f"{decimal(found.trade.bytes)} as stored and about 333.0 MB decoded" in printed["window"]
+    assert f"{decimal(found.stored_bytes)} as stored and about 333.0 MB decoded" in printed["window"]
     assert printed["memory"].startswith("444.0 MB at most for row groups")
     assert printed["footers"] == "44.0 kB in 4 requests"
     assert printed["first batch"] == "waits for 55.0 kB in 1 request, 6.6 s with the footers"
@@ -406,6 +418,8 @@ def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
     narrow = replace(calm, trade=replace(mixed, window=1, variance_ratio=9.0))
     other = f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
     assert list(advice(narrow, sizes, mixed)) == [other]
+    of_each = other.replace(f"window={usual.window}", "no --window, so that each source has its own,")
+    assert list(advice(narrow, sizes, mixed, is_mixture=True)) == [of_each]
     [sorted_rows] = advice(
         replace(calm, trade=replace(mixed, variance_ratio=4.1)), sizes, replace(mixed, variance_ratio=4.1)
     )

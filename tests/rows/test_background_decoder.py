@@ -98,12 +98,14 @@ def test_an_error_of_the_process_is_raised_by_the_caller(
     decoder.end()
 
 
+@pytest.mark.parametrize("panics", [False, True])
 def test_after_an_error_that_only_the_process_has_the_caller_decodes(
-    tmp_path: Path, table_of: Callable[[int, int], pa.Table], cache: CacheConfig
+    tmp_path: Path, table_of: Callable[[int, int], pa.Table], cache: CacheConfig, *, panics: bool
 ) -> None:
     fsspec.register_implementation("scarce", ScarceMemory, clobber=True)
     pq.write_table(table_of(0, 10), tmp_path / "x.parquet", row_group_size=5)
-    dataset = make_dataset(f"scarce://{tmp_path}/x.parquet", storage_options={"owner": os.getpid()}, cache=cache)
+    options = {"owner": os.getpid(), "panics": panics}
+    dataset = make_dataset(f"scarce://{tmp_path}/x.parquet", storage_options=options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     make_in_background(decoder, 0)
     assert decoder._process.ready.wait(60)

@@ -156,6 +156,14 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
     assert maker.memory.decoding.idle
 
 
+def test_a_list_of_structs_is_streamed_as_several_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has pieces in flight, for which the least budget must have room."""
+    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1)
+    rows = pa.array([[{"a": 1, "b": [2]}]], pa.list_(pa.struct({"a": pa.int8(), "b": pa.list_(pa.int8())})))
+    pq.write_table(pa.table({"x": [1], "y": rows}), tmp_path / "x.parquet")
+    assert make_dataset(tmp_path / "x.parquet", cache=False).rowstore.blobs.maker.need.held == 3
+
+
 @pytest.mark.parametrize("sources", [1, 2])
 def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sources: int) -> None:
     for name, rows in (("small", 10), ("large", 1000)):

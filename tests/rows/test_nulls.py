@@ -229,6 +229,27 @@ def test_replacements_of_columns_that_cannot_be_filled(name: str, says: str, tmp
     assert dataset.__getitems__([0, 1]).columns == {"text": ["a", "?"], "tags": [["a"], None]}
 
 
+@pytest.mark.parametrize(
+    ("name", "filling", "kind"),
+    [
+        *(("text", 1, "large_string"), ("flag", 0, "bool"), ("s.x", "?", "int64")),
+        *(("list", "?", "list<"), ("fixed", [7], "fixed_size_list<")),
+    ],
+)
+def test_replacements_of_the_wrong_type_are_refused_before_data_is_read(
+    name: str, filling: Any, kind: str, tmp_path: Path
+) -> None:
+    """The first null may be far into an epoch."""
+    columns = {"text": pa.array(["a"]), "flag": pa.array([True]), "list": pa.array([[1]], pa.list_(pa.int32()))}
+    members = {"fixed": pa.array([[1, 2]], pa.list_(pa.int8(), 2)), "s": pa.array([{"x": 1}])}
+    pq.write_table(pa.table(columns | members), tmp_path / "x.parquet")
+    says = re.escape(f"the dataset's column {name!r}: fill_null={filling!r} is no {kind}")
+    for chosen in (None, ["text"]):  # Row groups of some columns are made of cached ones of all columns.
+        with pytest.raises(ConfigError, match=says):
+            make_dataset(tmp_path / "x.parquet", columns=chosen, fill_null={name: filling}, cache=False)
+    make_dataset(tmp_path / "x.parquet", fill_null={name: None}, cache=False)
+
+
 def test_a_null_replacement_of_another_type() -> None:
     with pytest.raises(DataError, match="'c': fill_null='text' is no int64"):
         whole(pa.table({"c": pa.array([None], pa.int64())}), "text")

@@ -18,9 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from clusters import until
+from row_groups import load
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.local.tier import LocalTier
+from dataload.cache.tier import Waited
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
 from dataload.rows import open_row_groups, row_group_plan, row_store, scheduler
@@ -452,6 +454,27 @@ def test_a_loader_stops_waiting_before_it_cancels_its_loads(
         assert all(load.is_cancelled() for load in store.scheduler._lives.values())
     finally:
         go.set()
+
+
+def test_what_the_cache_does_not_keep_is_made_without_waiting_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a full cache, the ranks of a host would make such a row group one after the other, in each epoch."""
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
+    blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"))).rowstore.blobs
+    tier = blobs.tier
+    with monkeypatch.context() as full:
+        full.setattr(tier, "reserve", lambda *_: False)
+        load(blobs, 0)
+        full.setattr("dataload.cache.local.tier.wait_for_holder", lambda *_: pytest.fail("it waits"))
+        with tier.key_lock(blobs.lock_key(0)):
+            load(blobs, 0)
+    load(blobs, 0)  # It is kept now, so others are waited for again.
+    blobs.tier.discard(blobs.keys(0), [])
+    monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *_: Waited.IN_VAIN)
+    with tier.key_lock(blobs.lock_key(0)):
+        assert 0 not in blobs._unkept
+        load(blobs, 0)
 
 
 def test_null_replacements_that_differ_in_one_element_have_separate_blobs(tmp_path: Any) -> None:

@@ -8,14 +8,19 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 
+class PanicException(BaseException):
+    """The error of a library in Rust that panics. It is no Exception."""
+
+
 class ScarceMemory(LocalFileSystem):
-    """Local files that raise MemoryError in each other process than `owner`."""
+    """Local files that raise MemoryError in each other process than `owner`, or a panic, as libraries in Rust do."""
 
     protocol = "scarce"
 
-    def __init__(self, owner: int, **options: Any) -> None:
+    def __init__(self, owner: int, *, panics: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.owner = owner
+        self.panics = panics
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -23,5 +28,5 @@ class ScarceMemory(LocalFileSystem):
 
     def _open(self, *args: Any, **options: Any) -> Any:
         if os.getpid() != self.owner:
-            raise MemoryError
+            raise PanicException if self.panics else MemoryError
         return super()._open(*args, **options)

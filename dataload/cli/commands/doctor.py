@@ -79,7 +79,7 @@ def doctor(
         cache_config.folder,
         cache_config.limit,
         batch_size=batch_size,
-        local_ranks=None if world_size is None else math.ceil(world_size / nodes),
+        local_world_size=None if world_size is None else math.ceil(world_size / nodes),
         num_workers=num_workers,
         prefetch=prefetch,
         pin_memory=pin_memory,

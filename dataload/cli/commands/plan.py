@@ -96,8 +96,8 @@ def plan(
     ]
     options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
     order = _order(urls, sources, shares, window=window, **options)
-    host_ranks = math.ceil(world_size / num_streams)
-    ranks = {"batch_size": batch_size * world_size, "host_ranks": host_ranks, "nodes": num_streams}
+    local_world_size = math.ceil(world_size / num_streams)
+    ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
@@ -169,7 +169,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
 def _window(plan: Plan, decoded: str) -> list[tuple[str, str]]:
     if plan.trade is None:
         return [] if plan.shuffle is False else [("in use", f"all row groups at a time, {decoded}")]
-    windows = f"two windows, {decimal(plan.trade.bytes)} as stored and {decoded}, are in use at a time"
+    windows = f"two windows, {decimal(plan.stored_bytes)} as stored and {decoded}, are in use at a time"
     return [("window", f"of {plan.trade.window:,} row groups; {windows}")]
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from dataload.errors import as_sent
+from dataload.errors import DataloadError, as_sent
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
@@ -30,7 +30,7 @@ class Done(NamedTuple):
     Attributes:
         group: The row group.
         cached: Whether the cache has its blobs.
-        error: The error of the worker, if it can be pickled.
+        error: The error of the worker, or its text if it cannot be pickled.
         making: Timeline of the thread that made the blobs.
         account: The entries to add to the row group's account, see `Ledger`.
     """
@@ -62,8 +62,9 @@ def run(descriptor: int) -> None:
         try:
             with life.charged():
                 cached = blobs.make(group, life)
-        except Exception as caught:  # noqa: BLE001 (the client raises it)
-            error = as_sent(caught)
+        except BaseException as caught:  # noqa: BLE001 (the client raises it, or makes the row group itself)
+            sent = as_sent(caught) if isinstance(caught, Exception) else None
+            error = sent or DataloadError(repr(caught))
         with sending, suppress(OSError):
             connection.send(Done(group, cached, error, life.timeline.end(), life.account.snapshot()))
 

@@ -59,7 +59,7 @@ class RowGroupMaker:
         self._blocks = blocks
         self._fill_null = fill_null
         self._growth = 1.0  # the largest ratio of the bytes of a row group to their estimate
-        self._footers = FooterReader(blocks)
+        self._footers = FooterReader(blocks, manifest.chunks_of_a_file)
         self.memory = RowGroupMemory(self.need)
 
     def share(self, memory: RowGroupMemory) -> None:
@@ -68,9 +68,10 @@ class RowGroupMaker:
 
     @property
     def need(self) -> MemoryNeed:
-        """The memory that these row groups need: one of them at a time, or `COLUMN_BYTES` of each of its columns."""
+        """The memory that these row groups need: one of them at a time, or `COLUMN_BYTES` of each stored column."""
         largest = max((group.bytes for group in self._manifest.row_groups), default=0)
-        return MemoryNeed(min(largest, COLUMN_BYTES * len(self._schema)), largest, DECODED_COPIES * BLOB_BYTES)
+        streamed = COLUMN_BYTES * sum(_leaves(field.type) for field in self._schema)
+        return MemoryNeed(min(largest, streamed), largest, DECODED_COPIES * BLOB_BYTES)
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
@@ -199,3 +200,8 @@ class RowGroupMaker:
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
         return self._footers.read(group.file, group.footer_at)
+
+
+def _leaves(kind: pa.DataType) -> int:
+    """Return the number of columns in which Parquet stores values of a type."""
+    return sum(_leaves(kind.field(number).type) for number in range(kind.num_fields)) or 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import BlobKey
 from dataload.catalog.manifest import Manifest
+from dataload.errors import DataloadError
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.runtime.cached_property import cached_property
 
@@ -38,8 +40,9 @@ class SharedBlocks:
         if not self._blocks.retains_blocks or len(self._numbers[file]) == 1:
             return
         if number not in self._blocks_of:
-            self._look_up(file)
-        for block in self._blocks_of[number]:
+            with suppress(DataloadError):  # A footer that was evicted may have to be fetched.
+                self._look_up(file)
+        for block in self._blocks_of.get(number, ()):
             # The last one first: it is usually made last.
             made = (key for user in reversed(self._users[file, block]) for key in keys(user))
             self._blocks.discard(file, block, made)
