@@ -44,8 +44,6 @@ class World:
         >>> world = World(rank=5, world_size=8, local_rank=1, local_world_size=4)
         >>> world.num_nodes
         2
-        >>> World.detect(world) is world
-        True
     """
 
     rank: int = 0
@@ -121,14 +119,12 @@ class World:
         return self.rank % size == self.local_rank
 
     @classmethod
-    def detect(cls, world: World | None = None) -> World:
-        """Return the argument, else the world of an initialised torch.distributed, else that of the launcher.
+    def detect(cls) -> World:
+        """Return the world of an initialised torch.distributed, else that of the launcher.
 
         Raises:
             ConfigError: There is more than one rank, and the rank of this process cannot be determined.
         """
-        if world is not None:
-            return world
         group = _process_group()
         if group is None:
             return read_environment(os.environ)

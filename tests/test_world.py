@@ -87,13 +87,6 @@ def test_ranks_are_numbered_host_by_host(world: World, host_by_host: bool) -> No
     assert world.host_by_host == host_by_host
 
 
-def test_the_argument_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert World.detect(World(1, 2)) == World(1, 2)
-    assert World.detect() == World(5, 8, 1, 4)
-
-
 def test_a_process_group_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -106,6 +106,7 @@ def _by_pillow(encoded: Any) -> Pixels:
     with opened as picture:
         if picture.width * picture.height > MOST_PIXELS:
             raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
+        picture.load()  # which turns a TIFF upright, and removes its orientation
         orientation = picture.getexif().get(TAG, UPRIGHT)
         if picture.mode[0] in "IF":  # 16 bits or more, which `convert` would clip
             if picture.mode == "F" or (picture.mode == "I" and picture.format not in _OF_16_BITS):

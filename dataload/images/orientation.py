@@ -24,6 +24,9 @@ def jpeg_orientation(jpeg: Any) -> int:
     """
     at = 2
     while at + 4 <= len(jpeg) and jpeg[at] == 0xFF and jpeg[at + 1] != _START_OF_SCAN:
+        if jpeg[at + 1] == 0xFF:  # It fills the space before a marker.
+            at += 1
+            continue
         length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
         if jpeg[at + 1] == _APP1 and bytes(jpeg[at + 4 : at + 10]) == _EXIF:
             return _tag_of(bytes(jpeg[at + 10 : at + 2 + length]))

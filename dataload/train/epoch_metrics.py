@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dataload.errors import ConfigError
-from dataload.telemetry.loader_stats import PLACE
+from dataload.telemetry.loader_stats import PLACE, summed
 from dataload.train.ranks.collectives import gather
 
 T = TypeVar("T")
@@ -105,11 +105,7 @@ def first_of_each(everyone: Iterable[tuple[int, T]]) -> list[T]:
 
 def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """Return the sum over ranks of each number. A number that a rank lacks counts as 0."""
-    total: dict[str, Counter[str]] = {kind: Counter() for kind in ranks[0]}
-    for rank in ranks:
-        for kind, numbers in rank.items():
-            total[kind].update(numbers)
-    return {kind: dict(numbers) for kind, numbers in total.items()}
+    return {kind: summed(rank[kind] for rank in ranks) for kind in ranks[0]}
 
 
 def reserved_names(loader: Any) -> set[str]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from dataload.errors import ConfigError
+from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import on_device
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
@@ -44,7 +45,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
 
     Raises:
         ConfigError: A metric has another shape than [B] or is named "rows", metrics have different numbers of rows,
-            there are no rows, or other ranks share the rows of the loader and there is no process group of them.
+            there are no rows, or other ranks share the rows of the loader and there is no process group of them. Or a
+            transform changes the number of rows, and a rank has rows that repeat others.
 
     Example:
         >>> import torch
@@ -66,7 +68,14 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)
-        ranks = gather({name: metric.total() for name, metric in own.items()}, getattr(loader, "mesh", None))
+        totals = {name: metric.total() for name, metric in own.items()}
+        gathered = gather((totals, _repeats_unknown_rows(loader, padding, totals)), getattr(loader, "mesh", None))
+    if any(is_unknown for _, is_unknown in gathered):
+        raise ConfigError(
+            "the transform or metric_fn changes the number of rows, so it is unknown which of them repeat others at "
+            "the end: keep all rows, and return metrics that count a bad row as 0"
+        )
+    ranks = [totals for totals, _ in gathered]
     names = {name: None for rank in ranks for name in rank}
     sums = {name: [rank[name] for rank in ranks if name in rank] for name in names}
     rows = {name: sum(count for _, count in parts) for name, parts in sums.items()}
@@ -85,6 +94,13 @@ def _padding(loader: Any) -> int:
         return getattr(loader, "padding", 0)
     repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
     return int(sampler.rank >= sampler.num_replicas - repeated)
+
+
+def _repeats_unknown_rows(loader: Any, padding: int, totals: Mapping[str, tuple[float, int]]) -> bool:
+    """Return whether this rank repeats rows, and its metrics have another number of values than it read rows."""
+    if not padding or not isinstance(loader, Loader):
+        return False
+    return any(count != loader.stats().rows - padding for _, count in totals.values())
 
 
 def _device_of(parameter: Tensor) -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
 from dataload.train.ranks.exchange import Exchange
@@ -31,8 +32,7 @@ def check_options(precision: str, accumulate: int, clip_grad_norm: float | None)
     """Raise ConfigError unless an `OptimizerStep` can have these arguments."""
     if precision not in ("auto", *PRECISIONS):
         raise ConfigError(f"precision={precision!r} is not one of auto, {', '.join(PRECISIONS)}")
-    if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate}: an optimizer step needs at least 1 batch")
+    whole_number("accumulate", accumulate, least=1)
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise ConfigError(f"clip_grad_norm={clip_grad_norm}: a bound of gradients must be above 0")
 

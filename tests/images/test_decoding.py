@@ -112,6 +112,7 @@ def test_pixels_of_an_unknown_range_are_an_error() -> None:
 def test_photographs_are_upright(orientation: int, order: str) -> None:
     data = with_orientation(orientation, order)
     assert jpeg_orientation(data) == orientation
+    assert jpeg_orientation(data[:2] + b"\xff\xff" + data[2:]) == orientation  # Bytes may fill the space between parts.
     [pixels] = images.decode([data])
     assert np.array_equal(pixels, by_pillow(data))
     assert pixels.shape == ((HEIGHT, WIDTH, 3) if orientation < 5 else (WIDTH, HEIGHT, 3))
@@ -121,9 +122,11 @@ def test_photographs_are_upright(orientation: int, order: str) -> None:
     assert np.array_equal(cropped, by_pillow(data)[:, part] if orientation < 5 else by_pillow(data)[part])
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_other_formats_have_an_orientation(kind: str) -> None:
-    data = with_orientation(6, kind=kind)
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_other_formats_have_an_orientation(kind: str, orientation: int) -> None:
+    """Pillow itself turns a TIFF."""
+    data = with_orientation(orientation, kind=kind)
     assert np.array_equal(images.decode([data])[0], by_pillow(data))
 
 

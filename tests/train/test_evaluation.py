@@ -151,6 +151,25 @@ def test_fewer_rows_than_ranks(ranks, tmp_path):
     assert [found for *_, found in answers] == [{"x": 7.0, "rows": 2}] * 3
 
 
+def of_kept_rows(path, least):
+    """Evaluate over three rows on two ranks, without those whose x is less than `least`."""
+
+    def keep(batch):
+        return {"x": batch["x"][batch["x"] >= least]}
+
+    with process_group(World.detect(), torch.device("cpu")):
+        loader = make_loader(path, 4, shuffle=False, cache=False, transform=keep)
+        return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch["x"]})
+
+
+def test_a_transform_that_drops_rows_beside_rows_that_repeat_others(ranks, tmp_path):
+    """It may have dropped the row that repeats another one, so it is unknown which one to leave out."""
+    pq.write_table(pa.table({"x": [1, 2, 6]}), tmp_path / "a.parquet")
+    assert ranks(2, of_kept_rows, str(tmp_path), 0) == [{"x": 3.0, "rows": 3}] * 2
+    for error in ranks(2, of_kept_rows, str(tmp_path), 2):
+        assert "changes the number of rows" in str(error)
+
+
 def unevenly(batches):
     with process_group(World.detect(), torch.device("cpu")):
         own = [torch.ones(4)] * batches[World.detect().rank]

@@ -366,6 +366,14 @@ def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):
     assert stalls == [pytest.approx(1.25 / 4.25), pytest.approx(0.25)]
 
 
+def test_the_home_of_the_user_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    train_in_order(4, log_dir="~/run", log_every=1)
+    assert [path.name.split(".")[0] for path in (tmp_path / "run").iterdir()] == ["events"]
+    assert not (tmp_path / "~").exists()
+
+
 def logged_by(folder):
     train_in_order(4, log_dir=folder / World.detect().__repr__().replace(" ", ""))
 
