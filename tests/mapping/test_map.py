@@ -133,8 +133,8 @@ def test_the_order_of_rows_does_not_depend_on_the_function(file: Path) -> None:
 
 def test_the_ranks_of_a_host_share_its_cores(file: Path) -> None:
     mapped = make_dataset(file, cache=False).map(plus, columns=["id"])
-    mapped.rowstore.blobs.memory.use(RankShare(1 << 30, 2))
-    assert mapped.rowstore.blobs.maker._calls == 2
+    mapped.rowstore.blobs.memory.use(RankShare(1 << 30, 5))
+    assert mapped.rowstore.blobs.maker._calls == 5
 
 
 def test_a_mixture_of_maps_can_be_warmed(file: Path, tmp_path: Path) -> None:
