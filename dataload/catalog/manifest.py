@@ -96,7 +96,7 @@ class Manifest:
         """Number of rows."""
         return int(self.block_lengths.sum())
 
-    @property
+    @cached_property
     def chunks_of_a_file(self) -> int:
         """Column chunks of the first file."""
         return len(self.schema) * sum(group.file == self.row_groups[0].file for group in self.row_groups)
@@ -281,8 +281,8 @@ def manifest_of(
         digest.update(json.dumps([obj.unsigned_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
-    read = lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes(paths)  # noqa: E731
-    data = make_alone(blocks, first, f"manifest {VERSION}", read)
+    what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)
+    data = make_alone(blocks, first, what, lambda: _read_footers(*args).to_bytes(paths))
     return Manifest.from_bytes(bytes(data), paths)
 
 
