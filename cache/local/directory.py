@@ -315,6 +315,8 @@ def _remove_damaged(path: str, digest: bytes) -> None:
     """Remove the file of a blob that could not be read. Raise OSError if it is this process that cannot read it."""
     try:
         blob_file.open_map(path, digest, blob_file.VerifiedSegments(), (0, 0))
+    except FileNotFoundError:
+        return
     except OSError as error:
         if error.errno in EXHAUSTED:
             raise

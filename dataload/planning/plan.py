@@ -137,8 +137,7 @@ def plan(
     lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
     sizes = [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
-    tier = sources[0].blocks.tier
-    limit = tier.limit if tier.shared else 0
+    limit = sources[0].tier.limit if sources[0].shared else 0
     costs = Costs(sources)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
@@ -147,7 +146,8 @@ def plan(
     fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
-    all_footers, by_source = footers(sources), list(zip(order.orders, sources, strict=True))
+    all_footers = footers(sources)
+    held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
     result = Plan(
         nodes=nodes,
         objects=len(objects),
@@ -172,8 +172,8 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price, nodes),
         shuffle=order.shuffle,
         trade=weigh_window(order.window, lengths, sizes, batch_size) if order.shuffle == "block" else None,
-        held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in by_source),
-        stored_bytes=sum(_stored(*each) for each in by_source),
+        held_bytes=held,
+        stored_bytes=stored,
         memory_bytes=local_world_size * max(blobs.memory.limit for blobs in sources),
     )
     usual = weigh_window(sum(usual_window(blobs.manifest) for blobs in sources), lengths, sizes, batch_size)
@@ -181,10 +181,10 @@ def plan(
     return replace(result, advice=(*too_small, *advice(result, read, usual, is_mixture=len(sources) > 1)))
 
 
-def _stored(order: Order, blobs: RowGroupCache) -> int:
-    """Return the stored bytes of the row groups that a node needs at a time, the largest ones."""
-    groups, _ = needed(order, blobs, 1 / order.num_streams)
-    return sum(nlargest(groups, (group.bytes for group in blobs.manifest.row_groups)))
+def _in_use(order: Order, blobs: RowGroupCache) -> tuple[int, int]:
+    """Return the decoded and the stored bytes of the row groups that a node needs at a time, the largest ones."""
+    groups, decoded = needed(order, blobs, 1 / order.num_streams)
+    return decoded, sum(nlargest(groups, (group.bytes for group in blobs.manifest.row_groups)))
 
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:

@@ -191,8 +191,7 @@ def _recorded(
     """Record the loop for TensorBoard and the profiler during the block."""
     with ExitStack() as stack:
         if log_dir is not None and is_first():
-            folder = log_dir if is_url(log_dir) else local_folder("log_dir", log_dir)
-            writer = TensorBoardWriter(folder, log_every, device, loop.step)
+            writer = TensorBoardWriter(loop.stats_dir or log_dir, log_every, device, loop.step)
             loop.tensorboard = stack.enter_context(closing(writer))
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         yield
