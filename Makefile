@@ -31,7 +31,8 @@ LOWEST := .venv-lowest/bin/python -m
 LOWEST_TESTS := samplers catalog formats/test_range_stream.py formats/test_hive_partitions.py \
 	rows/test_arrow_decode.py rows/test_decoded_rows.py rows/test_row_store.py rows/test_mmap_arena.py \
 	cache/test_blob_file.py cache/test_local_tier.py cache/test_tier_contract.py cache/test_memory.py \
-	cache/test_block_file.py cache/test_filesystem.py cache/test_origin_engine.py loader/test_worker_transport.py
+	cache/test_block_file.py cache/test_filesystem.py cache/test_origin_engine.py cache/test_s3_names.py \
+	cache/test_replaced_objects.py loader/test_worker_transport.py
 
 lowest: .venv-lowest/.ready
 	$(LOWEST) pytest $(LOWEST_TESTS:%=tests/%)

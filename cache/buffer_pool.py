@@ -96,3 +96,6 @@ def _new(size: int) -> mmap.mmap:
     with suppress(AttributeError, OSError):  # other systems, and kernels without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
+
+
+blob_buffers = BufferPool()  # of this process: the blobs that its tiers fill or send

@@ -152,8 +152,8 @@ class TierCacheFileSystem(MetadataFileSystem):
 
         found = read_ranges(self.blocks, map(cut, paths, *bounds))
         for path, result in zip(paths, found, strict=True):
-            if isinstance(result, ObjectChanged):
-                self._known.pop(self._path(path), None)
+            if isinstance(result, ObjectChanged) and isinstance(obj := objects[path], Object):
+                self._forget(obj)
             if isinstance(result, Exception) and on_error != "return":
                 raise result
         return found

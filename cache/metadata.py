@@ -14,7 +14,7 @@ from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.s3_names import VERSION, complete
 from dataload.cache.origin.version import VERSION_FIELDS, version_of
-from dataload.cache.tier import copy_into
+from dataload.cache.tier import BlobKey, copy_into
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
@@ -61,7 +61,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
 
     def _cached_info(self, path: str) -> dict[str, Any]:
         """Return the first info that the origin gave of an object, from the cache if it is there."""
-        key = self.blocks.key(Object(path, 0, "immutable"), "info")
+        key = self._info_key(path)
         cached = self.blocks.tier.get(key)
         if cached is not None:
             return {**json.loads(bytes(cached)), "name": path}
@@ -157,7 +157,13 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         self._known.update((info["name"], info) for info in files if any(map(info.get, VERSION_FIELDS)))
 
     def _forget(self, obj: Object) -> None:
+        """Forget the version of an object that has another one now."""
         self._known.pop(obj.path, None)
+        if self._consistency == "immutable":
+            self.blocks.tier.discard([self._info_key(obj.path)], [])
+
+    def _info_key(self, path: str) -> BlobKey:
+        return self.blocks.key(Object(path, 0, "immutable"), "info")
 
     def _type_of(self, path: str) -> str | None:
         """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""

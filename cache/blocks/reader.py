@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeVar
 
-from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.config import CacheConfig
 from dataload.cache.local.tier import LocalTier
@@ -102,7 +101,7 @@ class Blocks(ForkAware):
             return cls.uncached(Origin(filesystem))
         folder = config.folder
         local = LocalTier(folder, config.limit, config.policy, allow_network_filesystem=config.allow_network_filesystem)
-        tier = local if config.cluster is None else ClusterTier(local, Cluster(config.cluster))
+        tier = local if config.cluster is None else ClusterTier.of(local, config.cluster)
         limiter = limiter_of(str(folder), config.in_flight)
         return cls(Origin(filesystem, config.origin_id, config.engine, limiter), tier, config.block)
 
@@ -145,7 +144,11 @@ class Blocks(ForkAware):
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
         pending = [self.submit(copy, number) for number in numbers]
-        wait_for_origin(pending)
+        try:
+            wait_for_origin(pending)
+        finally:
+            for future in pending:  # If one has failed, the others would need as long to fail.
+                future.cancel()
         return whole.toreadonly()
 
     def _interruptibly(self, obj: Object, number: int, span: Span) -> memoryview:
@@ -265,9 +268,10 @@ class Blocks(ForkAware):
 
 
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
-    """Wait until all of these fetches are done. Raise the exception of the first that failed."""
+    """Wait until all of these fetches are done, or one has failed. Raise the exception of the first that failed."""
     if not all(future.done() for future in pending):
         with doing("origin"):
-            wait(pending)
+            wait(pending, return_when=FIRST_EXCEPTION)
     for future in pending:
-        future.result()
+        if future.done():
+            future.result()

@@ -24,7 +24,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
-from dataload.cache.buffer_pool import BufferPool
+from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.leases import Leases
 from dataload.cache.cluster.url import ClusterUrl
@@ -34,6 +34,7 @@ from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.instances import Instances
 from dataload.runtime.turns import in_turn
 from dataload.telemetry.wait_timeline import doing
 
@@ -69,15 +70,11 @@ class Cluster(ForkAware):
         self.health = self._client.health
         self._leases = Leases(self._client, self._clock)
         self._reading = threading.BoundedSemaphore(TRANSFERS)
-        self._buffers = BufferPool()
         self._queue_changed = threading.Condition()
         self._queued_bytes = 0
         self._exit_registered = False
         # One thread: a lease must end after the blobs made under it are written.
         self._writer = DaemonExecutor(1, "dataload-blocks-cluster")
-
-    def __reduce__(self) -> tuple[type[Cluster], tuple[str]]:
-        return Cluster, (self.url,)
 
     def __repr__(self) -> str:
         return f"Cluster({str(self.address)!r}, {self.health.state})"
@@ -182,7 +179,7 @@ class Cluster(ForkAware):
         except ClusterUnavailable:
             self.counters.add(unkept=1)
         finally:
-            self._buffers.give_back(sealed)
+            blob_buffers.give_back(sealed)
             with self._queue_changed:
                 self._queued_bytes -= size
                 self._queue_changed.notify_all()
@@ -197,7 +194,7 @@ class Cluster(ForkAware):
             ):
                 return None
             try:
-                sealed = self._buffers.take(size)
+                sealed = blob_buffers.take(size)
             except OSError:
                 return None
             self._queued_bytes += size
@@ -233,3 +230,19 @@ def _flush_at_exit(reference: weakref.ref[Cluster]) -> None:
 
 def _name(key: BlobKey) -> str:
     return f"dataload:{blob_file.VERSION}:{key.digest.hex()}"
+
+
+_clusters: Instances[tuple[str, str], Cluster] = Instances(inherited=True)
+
+
+def shared_cluster(url: str, cache: str) -> Cluster:
+    """Return this process's view of the store at a URL, for all datasets of a cache: they share connections and queue.
+
+    Args:
+        url: URL of the store; see `Cluster`.
+        cache: The location of the cache of this host; see `Tier`.
+
+    Raises:
+        ConfigError: As for `Cluster`.
+    """
+    return _clusters.get((url, cache), lambda: Cluster(url))

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from dataload.cache.cluster.store import Cluster
+from dataload.cache.cluster.store import Cluster, shared_cluster
 from dataload.cache.division import Division, Need
 from dataload.cache.tier import RECORDS, Allocate, BlobKey, Fill, Span, Tier, copy_into
 
@@ -28,6 +28,18 @@ class ClusterTier(Tier):
     def __init__(self, local: Tier, cluster: Cluster) -> None:
         self.local = local
         self.cluster = cluster
+
+    @classmethod
+    def of(cls, local: Tier, url: str) -> ClusterTier:
+        """Return a tier with the shared view that this process has of the store at a URL.
+
+        Raises:
+            ConfigError: As for `Cluster`.
+        """
+        return cls(local, shared_cluster(url, local.location))
+
+    def __reduce__(self) -> tuple[Any, tuple[Tier, str]]:
+        return ClusterTier.of, (self.local, self.cluster.url)
 
     @property
     def limit(self) -> int:

@@ -190,7 +190,8 @@ class CacheFolder:
             step("discard: unlinked")
         else:
             remove(draft)
-        self.index.drop(digest, timeout=timeout)
+        if draft is None or not os.path.exists(self.file_of(digest)):  # noqa: PTH110 (a str)
+            self.index.drop(digest, timeout=timeout)  # The row of a file that is there belongs to that file.
         remove(mark)
 
     def reserve(

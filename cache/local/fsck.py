@@ -17,6 +17,7 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.errors import ConfigError
+from dataload.runtime.redact import redacted
 
 EVICTED_BYTES = 1 << 30  # at once, between two calls of `progress`
 
@@ -138,7 +139,8 @@ def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
     Raises:
         ConfigError: `path` is not a valid glob.
     """
-    below = (f"{path.rstrip('/')}/", f"{path}#")
+    named = redacted(path)  # as in `blob_name`
+    below = (f"{named.rstrip('/')}/", f"{named}#")
     if not has_magic(path) or any(row.name.startswith(below) for row in folder.index.rows()):
         return lambda name: name.startswith(below)
     try:

@@ -16,7 +16,6 @@ from typing import Any
 
 import lmdb
 
-from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.division import Division, Need
 from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local import blob_file
@@ -85,7 +84,6 @@ class LocalTier(ForkAware, Tier):
         self.needs = needs_of(self.path)
         self.health = Health(str(self.path), self.clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
-        self.buffers = BufferPool()
         self.uses = RecentUses()
         self.busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`
         self._folder: CacheFolder | None = None

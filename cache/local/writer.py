@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import FULL, CacheFolder
 from dataload.cache.local.failpoints import step
@@ -78,7 +79,7 @@ class BlobWriter(Draft):
             with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
                 in_memory.release()
                 payload.release()
-                tier.buffers.give_back(buffer)
+                blob_buffers.give_back(buffer)
             return found
         return in_memory
 
@@ -97,7 +98,7 @@ class BlobWriter(Draft):
             # A full disk raises here, before anything is fetched.
             self._giving_way(folder, descriptor, lambda: os.posix_fallocate(descriptor, 0, self._size))
             step("fill: allocated")
-            return self._tier.buffers.take(self._size)
+            return blob_buffers.take(self._size)
         finally:
             os.close(descriptor)
 

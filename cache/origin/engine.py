@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from fsspec.asyn import sync
@@ -16,7 +17,7 @@ from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once
-from dataload.cache.origin.version import CHANGED, version_of
+from dataload.cache.origin.version import CHANGED, is_other, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.instances import Instances
 from dataload.runtime.redact import redacted
@@ -126,20 +127,29 @@ class Fsspec:
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         filesystem = self._filesystem
         if not hasattr(filesystem, "call_s3"):
-            if _speaks_http(filesystem):
-                data = sync(filesystem.loop, _http_range, filesystem, path, start, stop)
-            else:
-                data = _range(filesystem, path, start, stop)
+            tag = None
+            try:
+                if _speaks_http(filesystem):
+                    data, tag = sync(filesystem.loop, _http_range, filesystem, path, start, stop)
+                else:
+                    data = _range(filesystem, path, start, stop)
+            except WrongBodyError:  # The object may be shorter now.
+                self._check_version(path, version)
+                raise
             if len(data) > stop - start:  # Raise now: the next range would read the whole object again.
                 raise _ignores_ranges(path, start, stop)
-            filesystem.invalidate_cache(path)
-            if version_of(dict(filesystem.info(path))) != version:  # the best check without If-Match
-                raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+            if tag != version:
+                self._check_version(path, version)
             return data
         bucket, key, version_id = filesystem.split_path(path)
         requested = f"bytes={start}-{stop - 1}"
         condition = {"VersionId": version_id} if version_id else {"IfMatch": version}
+        if getattr(filesystem, "local_expiry_check", False):  # The store rejects If-Match.
+            condition.pop("IfMatch", None)
         response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=requested, **condition)
+        if not version_id and is_other(response.get("ETag"), version):
+            sync(filesystem.loop, _close, response["Body"])
+            raise ObjectChanged(f"{redacted(path)} {CHANGED}")
         sent = response.get("ContentRange")
         whole = not sent and response["ResponseMetadata"]["HTTPStatusCode"] == 200
         data = sync(filesystem.loop, _body, response["Body"], path, (start, stop) if whole else None)
@@ -148,6 +158,12 @@ class Fsspec:
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
         yield self.get(path, start, stop, version)
+
+    def _check_version(self, path: str, version: str) -> None:
+        """Raise ObjectChanged if the object has another version now. Without If-Match, no check is better."""
+        self._filesystem.invalidate_cache(path)
+        if version_of(dict(self._filesystem.info(path))) != version:
+            raise ObjectChanged(f"{redacted(path)} {CHANGED}")
 
 
 def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
@@ -171,21 +187,26 @@ def _speaks_http(filesystem: Any) -> bool:
     return hasattr(filesystem, "encode_url") and hasattr(filesystem, "set_session")
 
 
-async def _http_range(filesystem: Any, url: str, start: int, stop: int) -> bytes:
-    """Fetch the bytes [start, stop) with the filesystem's own session and headers."""
+async def _http_range(filesystem: Any, url: str, start: int, stop: int) -> tuple[bytes, str | None]:
+    """Fetch the bytes [start, stop) with the filesystem's own session and headers. Return them and their ETag."""
     session, options = await filesystem.set_session(), filesystem.kwargs
     requested = f"bytes={start}-{stop - 1}"
     headers = {**options.get("headers", {}), "Range": requested}
     async with session.get(filesystem.encode_url(url), **{**options, "headers": headers}) as answer:
         filesystem._raise_not_found_for_status(answer, url)  # noqa: SLF001 (as its own requests do)
-        sent = answer.headers.get("Content-Range")
+        sent, tag = answer.headers.get("Content-Range"), answer.headers.get("ETag")
         _check_range(sent, requested)
-        if sent or answer.status != 200:
-            return bytes(await answer.read())
+        if sent or answer.status != HTTPStatus.OK:
+            return bytes(await answer.read()), tag
         try:
-            return await _cut(answer.content.read, url, start, stop)
+            return await _cut(answer.content.read, url, start, stop), tag
         finally:
             answer.close()  # else aiohttp would read the rest of the object before it reuses the connection
+
+
+async def _close(stream: Any) -> None:
+    async with stream:
+        pass
 
 
 async def _body(stream: Any, path: str, cut: tuple[int, int] | None) -> bytes:

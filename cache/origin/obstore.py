@@ -17,7 +17,10 @@ from fsspec.asyn import sync
 from dataload.cache.origin.errors import UnsuitableError, is_transient
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3
 from dataload.cache.origin.s3_names import VERSION, S3Names
+from dataload.cache.origin.version import CHANGED, is_other
+from dataload.errors import ObjectChanged
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.redact import redacted
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -157,13 +160,16 @@ class Obstore(ForkAware):
         options: dict[str, Any] = {"version": version_id} if version_id else {"if_match": version}
         options["range"] = (start, stop)
         try:
-            return obstore.get(self._store(bucket), key, options=options)  # type: ignore[arg-type] # a TypedDict
+            found = obstore.get(self._store(bucket), key, options=options)  # type: ignore[arg-type] # a TypedDict
         except obstore.exceptions.GenericError as error:
             if NOT_PARTIAL in str(error):
                 raise UnsuitableError(
                     "the store answers a range with the whole object, which obstore rejects"
                 ) from error
             raise
+        if not version_id and is_other(found.meta["e_tag"], version):  # The store ignores If-Match.
+            raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+        return found
 
     def _split(self, path: str) -> tuple[str, str, str | None]:
         """Return bucket, key and version of a path."""

@@ -191,9 +191,17 @@ class _Complete(AbstractFileSystem):  # type: ignore[misc]
         """Return the files and folders that match a pattern, by name."""
         if VERSION in path:
             return {path: self.info(path)}
-        if has_magic(path):  # The names of its first wild part begin so.
+        if has_magic(path) and _lists_prefixes():  # The names of its first wild part begin so.
             kwargs["prefix"] = MAGIC.split(path, maxsplit=1)[0].rpartition("/")[2] if "/" in path else ""
         return super().glob(path, **kwargs)  # type: ignore[no-any-return]
+
+
+def _lists_prefixes() -> bool:
+    """Return whether s3fs can list a part of a folder. Before 2026.7, it took such a listing for the whole folder."""
+    import s3fs
+
+    found = re.match(r"(\d+)\.(\d+)", s3fs.__version__)
+    return found is None or tuple(map(int, found.groups())) >= (2026, 7)
 
 
 def complete(filesystem: Any) -> Any:

@@ -28,6 +28,15 @@ def version_of(info: dict[str, Any]) -> str:
     return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
 
 
+def is_other(tag: str | None, version: str) -> bool:
+    """Return whether the ETag of an answer is not that of the version. None: the answer has no ETag."""
+    return bool(tag) and _opaque(str(tag)) != _opaque(version)
+
+
+def _opaque(tag: str) -> str:
+    return tag.removeprefix("W/").strip('"')  # Some stores leave out the quotes in listings.
+
+
 def _text(value: Any) -> str:
     # fsspec's memory filesystem has a time as seconds in listings, and as a datetime in the metadata of one object.
     is_moment = isinstance(value, datetime) and value.tzinfo is not None

@@ -76,8 +76,8 @@ class Store:
         """
         return next(iter(self.objects))
 
-    def get(self, **condition: str) -> int:
-        """Request the first byte of the first object from S3. Return the HTTP status.
+    def get(self, **condition: str) -> dict[str, Any]:
+        """Request the first byte of the first object from S3. Return the answer without the body.
 
         Args:
             condition: More arguments of GetObject, such as IfMatch.
@@ -87,8 +87,8 @@ class Store:
         """
         bucket, key, _ = self.filesystem.split_path(self.first.path)
         answer = self.filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range="bytes=0-0", **condition)
-        answer["Body"].close()
-        return int(answer["ResponseMetadata"]["HTTPStatusCode"])
+        answer.pop("Body").close()
+        return answer  # type: ignore[no-any-return]
 
 
 def endpoint(store: Store) -> Finding:
@@ -157,7 +157,7 @@ def ranges(store: Store) -> Finding:
     try:
         with store.origin.map_errors(first.path):
             if store.is_s3:
-                served = store.get() == 206
+                served = store.get()["ResponseMetadata"]["HTTPStatusCode"] == 206
             elif store.endpoint:
                 served = sync(store.filesystem.loop, _status, store.filesystem, first.path, timeout=TIMEOUT) == 206
             else:
@@ -189,15 +189,18 @@ def if_match(store: Store) -> Finding:
         return ok("this kind of store is not sent If-Match: versions are compared after each read")
     try:
         with store.origin.map_errors(store.first.path):
-            store.get(IfMatch='"no such version"')
+            answer = store.get(IfMatch='"no such version"')
     except ObjectChanged:
         return ok("the store rejects a request for another version")
     except DataloadError as error:
         return warning(
             f"the store answers If-Match with an error: {reason(error)}", "do not replace objects while they are read"
         )
+    if answer.get("ETag"):
+        return ok("the store ignores If-Match: the ETag of each answer is compared")
     return warning(
-        "the store ignores If-Match: an object that is replaced during a read may mix with the old one",
+        "the store ignores If-Match, and its answers have no ETag: an object that is replaced during a read may mix "
+        "with the old one",
         "write new objects under new names, and do not replace any while they are read",
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 
 class ForkAware:
@@ -48,21 +49,22 @@ class _Registry:
 
     def _before(self) -> None:
         self._gate.acquire()
-        self._notified = list(self._live)
-        for member in self._notified:
+        for member in list(self._live):
+            # Python forks after an exception of this hook, such as that of Ctrl-C, and calls the other ones.
+            self._notified.append(member)
             member.before_fork()
 
     def _after_in_parent(self) -> None:
-        for member in self._notified:
-            member.after_fork_in_parent()
-        self._notified = []
-        self._gate.release()
+        self._notify(lambda member: member.after_fork_in_parent())
 
     def _after_in_child(self) -> None:
-        for member in self._notified:
-            member.after_fork_in_child()
-        self._notified = []
-        self._gate.release()
+        self._notify(lambda member: member.after_fork_in_child())
+
+    def _notify(self, hook: Callable[[ForkAware], None]) -> None:
+        with ExitStack() as stack:  # calls all of them, whatever one raises
+            stack.callback(self._gate.release)
+            while self._notified:
+                stack.callback(hook, self._notified.pop())
 
 
 _registry = _Registry()

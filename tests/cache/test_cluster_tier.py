@@ -20,6 +20,7 @@ from clusters import Clock, Server, ServerCluster, running_cluster, running_serv
 from tiers import Filler
 
 from dataload import CacheConfig
+from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
@@ -415,7 +416,7 @@ def test_what_there_is_no_memory_to_write_from_is_not_written(
         raise OSError(12, "Cannot allocate memory")
 
     tier = hosts(cluster_server.url)
-    monkeypatch.setattr(tier.cluster._buffers, "take", full)
+    monkeypatch.setattr(blob_buffers, "take", full)
     assert shares(tier) == 1
     assert (tier.stats()["cluster"]["unkept"], tier.cluster._queued_bytes) == (1, 0)
 

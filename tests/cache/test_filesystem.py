@@ -535,3 +535,22 @@ def test_threads_share_one_fetch(fs: TierCacheFileSystem, bucket: Any) -> None:
         thread.join()
     assert found == [DATA] * 8
     assert bucket.server.stats()["get_bytes"] == len(DATA)
+
+
+def test_what_was_immutable_and_is_replaced_is_read_again(bucket: Any, tmp_path: Path) -> None:
+    """The error says: start the program again."""
+    bucket.put("x.bin", DATA)
+    path, fs = f"{bucket.name}/x.bin", open_fs(bucket, tmp_path, consistency="immutable")
+    assert fs.cat_file(path, end=10) == DATA[:10]
+    bucket.put("x.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        fs.cat_file(path)
+    assert open_fs(bucket, tmp_path, consistency="immutable").cat_file(path) == DATA[::-1]
+    bucket.put("x.bin", DATA)
+    fs = open_fs(bucket, tmp_path, consistency="immutable", cache_dir=str(tmp_path / "other"))
+    assert fs.cat_file(path, end=10) == DATA[:10]
+    bucket.put("x.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        fs.cat_ranges([path], [2 * BLOCK], [3 * BLOCK], on_error="raise")
+    fs = open_fs(bucket, tmp_path, consistency="immutable", cache_dir=str(tmp_path / "other"))
+    assert fs.cat_file(path) == DATA[::-1]

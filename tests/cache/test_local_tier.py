@@ -18,6 +18,7 @@ from typing import Any
 import lmdb
 import pytest
 
+from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.local import blob_file, failpoints, fsck
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index
@@ -26,7 +27,7 @@ from dataload.cache.local.registry import _open_folders, open_folder
 from dataload.cache.local.setup import recovery
 from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, copy_into
 from dataload.errors import ConfigError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -816,6 +817,28 @@ def test_evict_by_path(tmp_path: Path) -> None:
     assert_sound(tier, {"xy/1"})
     assert fsck.evict(tier.folder) == row_bytes("xy/1")
     assert_sound(tier, set())
+
+
+def test_evict_a_url_with_a_query(tmp_path: Path) -> None:
+    """Blobs are named without it."""
+    tier, url = LocalTier(tmp_path / "c"), "https://host/x?id=7"
+    tier.get_or_fill(BlobKey("origin", url, "version", "all"), lambda allocate: copy_into(b"1", allocate))
+    assert fsck.evict(tier.folder, path=url) > 0
+    assert_sound(tier, set())
+
+
+def test_a_dead_process_pins_nothing(tmp_path: Path) -> None:
+    folder = LocalTier(tmp_path / "c").folder
+    started = folder.oldest_process()
+    (folder.path / "tmp" / f"{1:020d}-99@host-0").mkdir()
+    assert folder.oldest_process() == started > 1
+
+
+def test_the_caches_of_a_process_share_buffers(tmp_path: Path) -> None:
+    blob_buffers.clear()
+    for number in range(8):
+        put(LocalTier(tmp_path / str(number)), "a")
+    assert len(blob_buffers._free) == 1
 
 
 def test_evict_counts_its_own_bytes_beside_a_process_that_fills(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ import pyarrow.parquet as pq
 import pytest
 from attempts import fail_at_once
 from botocore.exceptions import CredentialRetrievalError
+from clusters import until
 from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import serving
 
@@ -499,6 +501,29 @@ def test_a_block_that_fails_keeps_nothing_and_is_asked_for_again(
     assert fs.cat_file(bucket.url("x")) == DATA
 
 
+def test_one_block_that_fails_ends_the_read_of_many(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the others may take a minute to fail."""
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, block_bytes=4096)
+    started, others = list[int](), threading.Event()
+
+    def fails(_memory: memoryview, _path: str, start: int, _version: str) -> None:
+        started.append(start)
+        if start:
+            others.wait(60)
+        raise OriginError("down")
+
+    monkeypatch.setattr(fs.blocks.origin, "read_into", fails)
+    with pytest.raises(OriginError, match="down"):
+        fs.cat_file(bucket.url("x"))
+    assert not others.is_set()
+    others.set()
+    until(lambda: fs.blocks._reads.idle)
+    assert len(started) <= IN_FLIGHT + 1 < len(DATA) // 4096
+
+
 def test_no_more_requests_are_under_way_than_agreed(slow_store: Server, tmp_path: Path) -> None:
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), block_bytes=4096, engine="fsspec")
     origin, busy, most = fs.blocks.origin, [], []
@@ -656,12 +681,12 @@ class _Role(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_store_has_decided_is_not_asked_for_again(tmp_path: Path, engine: str) -> None:
-    _Refusing.asked = 0
-    with serving(_Refusing) as url:
+    refusing = type("Refusing", (_Refusing,), {})
+    with serving(refusing) as url:
         fs = open_fs(tmp_path, s3.storage_options(url), engine=engine)
-        with pytest.raises(OriginError, match=r"bucket/x bytes 0-65535: .*Bad Request"):
+        with pytest.raises(OriginError, match=r"bucket/x bytes [0-9-]+: .*Bad Request"):
             fs.cat_file("bucket/x")
-    assert _Refusing.asked == 4  # once for each block
+    assert 1 <= refusing.asked <= 4  # at most once for each block
 
 
 def test_who_is_not_let_in_is_told_so_and_not_that_nothing_is_there() -> None:

@@ -25,6 +25,7 @@ from dataload.cache.origin import obstore
 from dataload.cache.origin.deferred_s3 import DeferredS3, deferred_s3
 from dataload.cache.origin.known_s3 import KnownS3
 from dataload.cache.origin.origin import Origin
+from dataload.cache.origin.s3_names import _lists_prefixes
 from dataload.cache.origin.version import version_of
 from dataload.errors import OriginError
 
@@ -384,3 +385,11 @@ def test_a_forked_child_lists_through_s3fs(server: Any, tree: str) -> None:
         said = answer.read()
     os.waitpid(pid, 0)
     assert said == b"True fsspec"
+
+
+@pytest.mark.parametrize(("version", "lists"), [("2025.10.0", False), ("2026.6.1", False), ("2026.7.0", True)])
+def test_an_s3fs_that_takes_a_part_of_a_folder_for_all_of_it_lists_whole_folders(
+    monkeypatch: pytest.MonkeyPatch, version: str, *, lists: bool
+) -> None:
+    monkeypatch.setattr("s3fs.__version__", version)
+    assert _lists_prefixes() is lists

@@ -6,6 +6,8 @@ import os
 import threading
 import weakref
 
+import pytest
+
 from dataload.runtime.forks import ForkAware
 
 
@@ -52,3 +54,43 @@ def test_a_child_neither_leaks_objects_nor_blocks_new_ones() -> None:
         thread.join(20)
         os._exit(int(thread.is_alive() or kept() is not None))
     assert os.waitpid(child, 0)[1] == 0
+
+
+class Interrupted(Notified):
+    """Ctrl-C arrives before a fork."""
+
+    def before_fork(self) -> None:
+        super().before_fork()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_before_a_fork_leaves_no_lock_held() -> None:
+    """Python forks all the same. Hooks are called in pairs."""
+    members = [*(Notified() for _ in range(20)), Interrupted(), *(Notified() for _ in range(20))]
+    child = os.fork()
+    if child == 0:
+        os._exit(any(member.events not in ([], ["before", "child"]) for member in members))
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(member.events in ([], ["before", "parent"]) for member in members)
+
+
+class Unbalanced(Notified):
+    """Releases a lock that it did not acquire."""
+
+    def after_fork_in_parent(self) -> None:
+        raise RuntimeError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_after_a_fork_keeps_no_other_object_waiting() -> None:
+    members = [*(Notified() for _ in range(20)), Unbalanced(), *(Notified() for _ in range(20))]
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [len(member.events) for member in members] == [*[2] * 20, 1, *[2] * 20]
+    thread = threading.Thread(target=Notified, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -1,0 +1,121 @@
+"""Objects that are replaced while they are read, in stores that do not know If-Match: no versions mix."""
+
+from __future__ import annotations
+
+import http.server
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import s3fs
+from http_servers import serving
+
+from dataload.benchmarks.origin import s3
+from dataload.benchmarks.origin.s3 import resolve_range
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.errors import ObjectChanged
+
+BLOCK = 4096
+OLD, NEW = np.random.default_rng(5).bytes(3 * BLOCK), np.random.default_rng(6).bytes(4 * BLOCK)
+
+
+class _Store(http.server.BaseHTTPRequestHandler):
+    """A store with one object. It ignores If-Match, or rejects it."""
+
+    protocol_version = "HTTP/1.1"
+    data = OLD
+    tag = '"old"'
+    rejects = False
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        self.requests.append(self.command)
+        if self.rejects and "If-Match" in self.headers:
+            self._answer(501, b"")
+            return
+        try:
+            span = resolve_range(self.headers.get("Range", ""), len(self.data))
+        except ValueError:
+            self._answer(416, b"")
+            return
+        if span is None:
+            self._answer(200, self.data)
+        else:
+            self._answer(206, self.data[span.start : span.stop], f"{span.start}-{span.stop - 1}/{len(self.data)}")
+
+    do_HEAD = do_GET  # noqa: N815 (http.server finds the method by this name)
+
+    def _answer(self, status: int, body: bytes, sent: str | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"ETag": self.tag, "Content-Length": str(len(body)), "Accept-Ranges": "bytes"}.items():
+            self.send_header(name, value)
+        if sent is not None:
+            self.send_header("Content-Range", f"bytes {sent}")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[str, type[_Store]]]:
+    kind = type("Store", (_Store,), {"requests": []})
+    with serving(kind) as url:
+        yield url, kind
+
+
+def open_fs(cache_dir: Path, kind: str, url: str, **options: Any) -> tuple[TierCacheFileSystem, str]:
+    """Return a filesystem of the store, read by "obstore", "fsspec" or "http", and the path of its object."""
+    given = {"cache_dir": str(cache_dir), "block_bytes": BLOCK, "skip_instance_cache": True}
+    if kind == "http":
+        return TierCacheFileSystem(fs=fsspec.filesystem("http", skip_instance_cache=True), **given), f"{url}/x"
+    origin = s3fs.S3FileSystem(**s3.storage_options(url), **options, skip_instance_cache=True)
+    return TierCacheFileSystem(fs=origin, engine=kind, **given), "bucket/x"
+
+
+def close(fs: TierCacheFileSystem) -> None:
+    target = fs.fs
+    if hasattr(target, "call_s3"):
+        target.close_session(target.loop, target.s3)
+    else:
+        target.close_session(target.loop, target._session)
+
+
+@pytest.mark.parametrize("kind", ["obstore", "fsspec", "http"])
+@pytest.mark.parametrize("new", [NEW, NEW[: 2 * BLOCK - 1]], ids=["longer", "shorter"])
+def test_versions_do_not_mix(store: tuple[str, type[_Store]], tmp_path: Path, kind: str, new: bytes) -> None:
+    url, its = store
+    fs, path = open_fs(tmp_path, kind, url)
+    assert fs.cat_file(path, end=BLOCK) == OLD[:BLOCK]
+    its.data, its.tag = new, '"new"'
+    for _ in range(2):
+        with pytest.raises(ObjectChanged, match=r"x.* was replaced after it was listed"):
+            fs.blocks.read(fs.object(path), BLOCK, 3 * BLOCK)
+    fs.invalidate_cache()
+    assert fs.cat_file(path) == new
+    close(fs)
+
+
+def test_an_object_over_http_takes_a_request_for_each_block(store: tuple[str, type[_Store]], tmp_path: Path) -> None:
+    fs, path = open_fs(tmp_path, "http", store[0])
+    assert fs.cat_file(path) == OLD
+    assert store[1].requests == ["HEAD", "GET", "GET", "GET"]
+    close(fs)
+
+
+@pytest.mark.skipif(
+    "local_expiry_check" not in inspect.signature(s3fs.S3FileSystem).parameters,
+    reason="this s3fs sends If-Match to all stores",
+)
+def test_a_store_that_rejects_if_match(store: tuple[str, type[_Store]], tmp_path: Path) -> None:
+    url, its = store
+    its.rejects = True
+    fs, path = open_fs(tmp_path, "fsspec", url, local_expiry_check=True)
+    assert fs.cat_file(path, end=BLOCK) == OLD[:BLOCK]
+    its.data, its.tag = NEW, '"new"'
+    with pytest.raises(ObjectChanged):
+        fs.blocks.read(fs.object(path), BLOCK, 2 * BLOCK)
+    close(fs)
