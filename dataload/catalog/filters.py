@@ -23,6 +23,7 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
+from dataload.formats.arrow_arrays import plain
 from dataload.formats.arrow_types import NO_VALUE, has_members, is_bytes, number, storage, unsupported
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -74,13 +75,20 @@ class Filter:
             ConfigError: The expression cannot be evaluated, such as a division by zero.
         """
         try:
-            columns = [table.column(field.name).cast(field.type) for field in self.schema]
+            columns = [_plain(table.column(field.name)).cast(field.type) for field in self.schema]
             known = pads.InMemoryDataset(pa.table(columns, schema=self.schema))
             found = known.scanner(columns={"matches": self.expression}, use_threads=False).to_table().column(0)
         except (pa.ArrowException, KeyError) as error:
             raise ConfigError(f"filters={self} cannot be evaluated: {shown(error)}") from error
         parts = [chunk.to_numpy(zero_copy_only=False) for chunk in found.fill_null(False).chunks]
         return np.concatenate([np.empty(0, np.bool_), *parts])
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column without runs, which Arrow cannot cast."""
+    if not pa.types.is_run_end_encoded(column.type):
+        return column
+    return pa.chunked_array([plain(chunk) for chunk in column.chunks], column.type.value_type)
 
 
 def shown(filters: object) -> str:

@@ -97,6 +97,12 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     _check_listing(redacted(path), listed.values())
     found = {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
+    if listed and not found:
+        skipped = min(obj.name for obj in listed)
+        raise OriginNotFound(
+            f"{redacted(path)} has only files of metadata, such as {skipped}, which are skipped: names that begin with "
+            "_ or . are theirs, so name such data file by file"
+        )
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))

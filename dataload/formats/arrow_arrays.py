@@ -131,10 +131,12 @@ def _plain_struct(array: pa.Array) -> pa.Array:
 
 
 def _plain_list(array: pa.Array) -> pa.Array:
-    kind, values = array.type, plain(array.values)
-    field = kind.field(0).with_type(values.type)
+    kind = array.type
+    field = kind.field(0).with_type(plain(pa.nulls(0, kind.field(0).type)).type)
     if field == kind.field(0):
         return array
+    array = pa.concat_arrays([array, array[:0]])  # without the values of rows that are cut off
+    values = plain(array.values)
     own = array.buffers()[: kind.num_buffers]
     return pa.Array.from_buffers(with_members(kind, [field]), len(array), own, offset=array.offset, children=[values])
 

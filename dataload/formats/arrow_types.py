@@ -166,10 +166,17 @@ def canonical(kind: pa.DataType) -> pa.DataType:
 
 
 def portable(kind: pa.DataType) -> pa.DataType:
-    """Return a type without extension types that only some processes know, at any depth."""
+    """Return a type without extension types that only some processes know, and whose parts may be null, at any depth.
+
+    Only some files may say that a part is never null.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return kind if kind.extension_name.startswith("arrow.") else portable(kind.storage_type)
-    fields = [child.with_type(portable(child.type)) for child in children(kind)]
+    if pa.types.is_map(kind):
+        parts = portable(kind.key_type), portable(kind.item_type)
+        is_same = parts == (kind.key_type, kind.item_type) and kind.item_field.nullable
+        return kind if is_same else pa.map_(*parts)
+    fields = [child.with_type(portable(child.type)).with_nullable(True) for child in children(kind)]
     return kind if fields == children(kind) or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
 
 

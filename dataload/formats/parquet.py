@@ -41,6 +41,7 @@ SCHEMAS_KEPT = 16
 MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row group
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
+UNCODED_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}  # of other writers, once a dictionary is full
 PREFIX_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_BINARY_PACKED"}  # the latter of numbers inside nested values
 
 
@@ -131,7 +132,7 @@ class ParquetFooter:
             stream = RangeStream(bytes_of, obj, ranges, ahead, blocks.free_requests)
         with as_data_error(f"{obj.name} row group {number}{self._columns.likely_cause(columns)} cannot be decoded"):
             texts = [name for name in columns if name in self._columns.texts]
-            coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
+            coded = [name for name in texts if _keeps_codes(self._chunks(number, [name]))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
             own = self._columns.own(columns)
@@ -254,6 +255,11 @@ def _is_ns(kind: pa.DataType) -> bool:
 def _is_larger_decoded(chunk: pq.ColumnChunkMetaData) -> bool:
     """Return whether the values of a chunk may take far more bytes than its uncompressed pages."""
     return _has_codes(chunk) or not PREFIX_ENCODINGS.isdisjoint(chunk.encodings)
+
+
+def _keeps_codes(chunks: Sequence[pq.ColumnChunkMetaData]) -> bool:
+    """Return whether to read a column of text with its dictionary. Arrow cannot if it has pages of other encodings."""
+    return any(map(_has_codes, chunks)) and all(UNCODED_ENCODINGS.isdisjoint(chunk.encodings) for chunk in chunks)
 
 
 def _has_codes(chunk: pq.ColumnChunkMetaData) -> bool:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from dataload.errors import DataError
 from dataload.formats.arrow_arrays import bounds, numbers, plain, unwrapped, valid
-from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
+from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, portable, storage
 from dataload.formats.exact_values import array_of
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
@@ -85,7 +85,7 @@ class _Decoder:
                 chunks = _cast(chunks, kind)
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
-                common = whole.type if kind is None else plain(pa.nulls(0, kind)).type
+                common = plain(pa.nulls(0, self._field.type)).type
                 return Nested(whole if whole.type == common else whole.cast(common)), None
             return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
         except pa.ArrowException as error:
@@ -237,7 +237,7 @@ class _Decoder:
 def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Return a column without values with the type that it has in the dataset."""
     is_null = pa.types.is_null(chunks.type)
-    return pa.chunked_array([pa.nulls(len(chunks), kind)]) if is_null else chunks.cast(kind)
+    return pa.chunked_array([pa.nulls(len(chunks), kind)]) if is_null else chunks.cast(portable(kind))
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

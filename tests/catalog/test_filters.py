@@ -615,3 +615,11 @@ def test_filters_that_cannot_work(filters: Any, says: str, stored: Stored) -> No
     with pytest.raises(ConfigError, match=says) as caught:
         narrow(*stored([group]), filters)
     assert "\n" not in str(caught.value)
+
+
+def test_runs(tmp_path: Path) -> None:
+    table = pa.table({"r": pc.run_end_encode(pa.array([1, 1, 2])), "id": [0, 1, 2]})
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as file:
+        file.write_table(table)
+    dataset = make_dataset(tmp_path / "x.arrow", filters=[("r", "=", 1)], cache=False)
+    assert [dataset[number]["id"] for number in range(len(dataset))] == [0, 1]

@@ -502,6 +502,15 @@ def test_a_glob_below_a_hidden_folder(bucket: Any, cache: CacheConfig) -> None:
         assert len(make_dataset(url, storage_options=bucket.options, cache=cache)) == 1
 
 
+def test_data_with_the_names_of_metadata(tmp_path: Path) -> None:
+    for name in ("_part-0.parquet", "_part-1.parquet"):
+        write(tmp_path / name, pa.table({"a": [1]}))
+    for source in (tmp_path, f"{tmp_path}/_part*.parquet"):
+        with pytest.raises(OriginNotFound, match=r"such as .*_part-0.parquet, which are skipped: .*file by file"):
+            make_dataset(source, cache=False)
+    assert len(make_dataset([tmp_path / "_part-0.parquet", tmp_path / "_part-1.parquet"], cache=False)) == 2
+
+
 def test_nullability_does_not_matter(bucket: Any, cache: CacheConfig) -> None:
     bucket.put_table("data/0.parquet", pa.table({"a": [1]}))
     bucket.put_table("data/1.parquet", pa.table({"a": [2]}, pa.schema([pa.field("a", pa.int64(), nullable=False)])))

@@ -512,6 +512,28 @@ def test_runs_are_decoded() -> None:
     assert whole(pa.table({"l": lists}))["l"] == [["a", None], [None]]
 
 
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+@pytest.mark.parametrize("wrap", [lambda kind: kind, lambda kind: pa.map_(pa.string(), kind)], ids=["list", "map"])
+def test_some_files_say_that_members_are_never_null(tmp_path: Path, order: tuple[bool, bool], wrap: Any) -> None:
+    values: dict[bool, Any] = {False: 1, True: None}
+    for number, nullable in enumerate(order):
+        kind = wrap(pa.list_(pa.struct([pa.field("a", pa.int32(), nullable)])))
+        value: Any = [{"a": values[nullable]}]
+        rows = pa.array([[("k", value)] if pa.types.is_map(kind) else value], kind)
+        pq.write_table(pa.table({"c": rows}), tmp_path / f"{number}.parquet")
+    batch = make_loader(str(tmp_path), 2, shuffle=False, cache=False)
+    [found] = [batch["c"] for batch in batch]
+    assert [str(values[nullable]) in str(row) for nullable, row in zip(order, found, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_part_of_lists_is_converted_alone(kind: pa.DataType) -> None:
+    """Record batches are cut into blobs."""
+    lists = pa.array([["some text"] * 3] * 1000, pa.list_(kind))
+    part = plain_array(lists[5:6])
+    assert (part.to_pylist(), len(part.values)) == ([["some text"] * 3], 3)
+
+
 def test_nested_rows_have_a_size(tmp_path: Path) -> None:
     """The estimate for the plan of the cache is measured where dictionary codes hide the sizes."""
     rows = [["a long tag that repeats" * 20] * 3] * 2000

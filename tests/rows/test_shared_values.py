@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_groups import load
 
-from dataload import CacheConfig, make_dataset
+from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import DataError
+from dataload.formats import parquet
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_group_plan
 from dataload.rows.collate import to_batch
@@ -234,3 +235,14 @@ def test_a_shared_value_that_is_not_utf8_spoils_its_own_rows_only() -> None:
 def test_a_record_is_padded_to_its_largest_element(kinds: list[pa.DataType], size: int) -> None:
     layout = Layout(fields_of(pa.schema([(str(number), kind) for number, kind in enumerate(kinds)])))
     assert layout.dtype.itemsize == size
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_codes_that_end_in_other_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """Spark and parquet-rs can go on so once a dictionary is full. Arrow does not read such pages as codes."""
+    texts = [f"text {number % 7}" for number in range(100)]
+    table, written = pa.table({"c": texts}), {"use_dictionary": False, "column_encoding": {"c": encoding}}
+    pq.write_table(table, tmp_path / "x.parquet", **written)
+    monkeypatch.setattr(parquet, "_has_codes", lambda _: True)
+    [batch] = make_loader(tmp_path / "x.parquet", 100, shuffle=False, cache=False)
+    assert batch["c"] == texts

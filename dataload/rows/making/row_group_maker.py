@@ -126,8 +126,7 @@ class RowGroupMaker:
         if not stored:
             yield self.decoded_table(pa.table({}), group.rows, group), group.rows
             return
-        held_limit = COLUMN_BYTES * len(stored)
-        with self.footer(group).open_row_group(group.file, group.number, stored, aside, held_limit) as reader:
+        with self.footer(group).open_row_group(group.file, group.number, stored, aside, self.need.held) as reader:
             for table in reader.tables(rows):
                 yield self.decoded_table(table, len(table), group), len(table)
 
