@@ -257,7 +257,7 @@ class RankSampler(DistributedSampler[int]):
         if state.get("dataset") != self.order.digest:
             raise ConfigError(
                 f"the state is of another dataset ({state.get('dataset')!r}, this is {self.order.digest!r}): "
-                "other files, filters or maps, or row groups of other sizes. Use those of the state, or "
+                "other files or filters, or row groups of other sizes. Use those of the state, or "
                 "begin an epoch with set_epoch instead of load_state_dict"
             )
         if missing := self.state_dict().keys() - state.keys():

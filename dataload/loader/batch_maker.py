@@ -153,7 +153,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             ConfigError: The transform takes `rng`, which only the loader has.
         """
         if self._transform.wants_rng:
-            raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")
+            raise ConfigError(
+                "transform(batch, rng) needs the loader itself: skip batches by its load_state_dict, not by "
+                "skip_first_batches (which a Hugging Face Trainer calls unless ignore_data_skip=True)"
+            )
         return self._checked(rows.shaped(**self._shape), None, self._made, "this batch")[0]
 
     def _numbered(self, records: Records, numbers: Array) -> NumberedRows:

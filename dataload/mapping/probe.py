@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.footer_cache import get_or_make
+from dataload.catalog.footer_cache import make_alone
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of
@@ -67,10 +67,9 @@ def stage_of(
         raise ConfigError("map needs at least one row, and the dataset has none")
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
-    key = blocks.key(first, f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}")
-    found = json.loads(
-        bytes(get_or_make(blocks, key, lambda: _sampled(user, source, manifest, schema, blocks, chosen)))
-    )
+    what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
+    sample = make_alone(blocks, first, what, lambda: _sampled(user, source, manifest, schema, blocks, chosen))
+    found = json.loads(bytes(sample))
     user.sources.forget()
     if processes is not None:
         pickle.dumps(user)  # Now, the error costs no time. The calls in the sample may have made what it names.

@@ -17,6 +17,8 @@ from dataload.telemetry.wait_timeline import CAUSES
 class Run(Collector):
     """A collector of each rank's counters over the whole run and gauges of its latest epoch.
 
+    Ranks that the latest world does not have keep their counters only: their gauges would raise alerts for ever.
+
     Args:
         name: The label `run` of all metrics.
         passes: The passes of the run.
@@ -24,6 +26,7 @@ class Run(Collector):
 
     def __init__(self, name: str, passes: Sequence[Pass]) -> None:
         self._name = name
+        self._world_size = max(passes, key=lambda record: record.began).world_size if passes else 0
         self._by_rank: dict[str, list[Pass]] = {}
         for record in sorted(passes, key=lambda record: record.rank):
             self._by_rank.setdefault(str(record.rank), []).append(record)
@@ -54,6 +57,8 @@ class Run(Collector):
                 read.add_metric([*labels, tier], sum(getattr(stats, f"bytes_{tier}") for stats in all_stats))
             for result, name in (("hit", "hits"), ("miss", "misses")):
                 reads.add_metric([*labels, result], sum(getattr(stats, name) for stats in all_stats))
+            if self._world_size and int(rank) >= self._world_size:
+                continue
             epoch.add_metric(labels, latest.stats.epoch)
             rate.add_metric(labels, latest.stats.rows_per_second)
             stall.add_metric(labels, latest.stats.stall_fraction)

@@ -62,8 +62,8 @@ def find_batch_size(
         device: As in `fit`.
 
     Raises:
-        ConfigError: `start` rows do not fit, it is not from 1 to `limit`, `batch` has no rows, or several ranks share a
-            sharded model.
+        ConfigError: `start` rows do not fit, it is not from 1 to `limit`, `batch` has no rows, or the ranks of the
+            model wait for each other in each step: it is sharded, or has SyncBatchNorm.
         Exception: Any exception of a step that does not mean full memory.
     """
     if not 1 <= start <= limit:
@@ -71,8 +71,12 @@ def find_batch_size(
     world = World.detect()
     device = device_of(world, device)
     best, fastest, size = 0, 0.0, start
-    if world.world_size > 1 and is_sharded(model):
-        raise ConfigError("find_batch_size of a sharded model would hang once the memory of one rank is full: use fit")
+    waits = is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if world.world_size > 1 and waits:
+        raise ConfigError(
+            "find_batch_size would hang once the memory of one rank is full, because the ranks of this model, sharded "
+            "or with SyncBatchNorm, wait for each other in each step: call it on one rank, or choose the size yourself"
+        )
     move(model, optimizer, device)
     with process_group(world, device), _restored(model, optimizer):
         begin_training(model)

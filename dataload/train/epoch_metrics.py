@@ -25,6 +25,9 @@ MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
 # Counts that are averaged over processes: each makes every step. The other counts are summed.
 AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 
+# Fields of a loader's stats() that have seconds of each process, by cause.
+OF_SECONDS = {"waits", "waits_by_source"}
+
 # Fields of counts of rows: processes with the same rank count the same rows.
 OF_ROWS = {"skipped_rows", "rows_by_source"}
 
@@ -90,7 +93,7 @@ class EpochMetrics:
             **mean,
             "rows_per_second": rows / mean["seconds"],
             "stall_fraction": mean["wait_seconds"] / mean["seconds"],
-            **every["traffic"],
+            **{name: _mean_if_seconds(name, n, len(everyone)) for name, n in every["traffic"].items()},
             **{name: rows for name, rows in total["traffic"].items() if name.partition(".")[0] in OF_ROWS},
         }
 
@@ -111,6 +114,10 @@ def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, d
 def reserved_names(loader: Any) -> set[str]:
     """Return the names in an epoch's dict that no logged scalar may have."""
     return {*FIGURES, *_loader_counts(loader)}
+
+
+def _mean_if_seconds(name: str, total: float, processes: int) -> float:
+    return total / processes if name.partition(".")[0] in OF_SECONDS else total
 
 
 def _loader_counts(loader: Any) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -24,7 +25,7 @@ from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import ModuleSelector, begin_training, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
-from dataload.train.ranks.collectives import agree, gather, is_first
+from dataload.train.ranks.collectives import agree, gather, is_first, on_first
 from dataload.train.ranks.exchange import exchange_between
 from dataload.train.ranks.process_group import check_ranks_run, device_of, process_group
 from dataload.train.ranks.replica import COMM_HOOKS
@@ -97,7 +98,9 @@ def fit(
             three ranks or more, a resumed run may then differ in the last bits from an uninterrupted one.
         compile: True, or the arguments of torch.compile.
         evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode, without
-            gradients and in the precision of the training. See `evaluate_over`.
+            gradients and in the precision of the training. See `evaluate_over`. If it has state_dict and
+            load_state_dict, as an object with the moving average of the weights may, checkpoints have its state, which
+            is the same on all ranks.
         checkpoint_dir: A mounted folder that all ranks see, not a URL. It gets a checkpoint at the end of each epoch,
             before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
@@ -127,7 +130,8 @@ def fit(
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
         the rows of all ranks; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for batches), averaged over
         processes; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the counts in the loader's
-        stats, summed over processes, tensor-parallel peers included, and only since the last resume; and the scalars of
+        stats, summed over processes, tensor-parallel peers included, and its waits by cause, averaged over them, both
+        only since the last resume; and the scalars of
         `evaluate` on this rank (before a resume: on rank 0), named `evaluate.name` if the name is taken.
 
     Raises:
@@ -190,9 +194,11 @@ def _recorded(
 ) -> Iterator[None]:
     """Record the loop for TensorBoard and the profiler during the block."""
     with ExitStack() as stack:
-        if log_dir is not None and is_first():
-            writer = TensorBoardWriter(loop.stats_dir or log_dir, log_every, device, loop.step)
-            loop.tensorboard = stack.enter_context(closing(writer))
+        if log_dir is not None:
+            folder, writers = loop.stats_dir or log_dir, list[TensorBoardWriter]()
+            on_first(lambda: writers.append(TensorBoardWriter(folder, log_every, device, loop.step)))
+            for writer in writers:
+                loop.tensorboard = stack.enter_context(closing(writer))
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         yield
 
@@ -215,7 +221,8 @@ def _check_arguments(
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau follows a metric, but fit steps its scheduler after each optimizer step: step it in "
-            "evaluate, with the metric, and leave scheduler out"
+            "evaluate, with the metric, and leave scheduler out. fit saves the state of an evaluate that has "
+            "state_dict and load_state_dict"
         )
     for name, steps in (("checkpoint_every", checkpoint_every), ("log_every", log_every)):
         if steps is not None:
@@ -274,3 +281,6 @@ def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
                 f"{sampler.num_replicas}: write make_loader(..., mesh=mesh) with the mesh of the data-parallel ranks"
             )
         agree("the order of the loader's rows", (sampler.num_replicas, sampler.num_nodes, sampler.order.num_streams))
+        if sampler.num_replicas > 1:
+            agree("batch_size and drop_last of the loader", (sampler.batch_size, sampler.drop_last))
+            agree("the shuffle of the loader", json.dumps(sampler.order.options, sort_keys=True, default=str))

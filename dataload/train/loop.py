@@ -97,6 +97,7 @@ class TrainingLoop:
             "optimizer": self.steps.optimizer,
             "scheduler": self.steps.scheduler,
             "scaler": scaler if scaler.is_enabled() else None,
+            "evaluate": self.evaluate if hasattr(self.evaluate, "load_state_dict") else None,
         }
         self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         self._stateful = hasattr(self.loader, "load_state_dict")
@@ -144,9 +145,9 @@ class TrainingLoop:
         if self._is_of_other_data(own):
             if own["cursor"]:
                 raise ConfigError(
-                    f"{path} was saved within an epoch of another dataset: use the files, filters and maps of that "
-                    "run until this epoch ends, or pass resume= a checkpoint from the end of an epoch, where data may "
-                    "change"
+                    f"{path} was saved within an epoch of another dataset: use the files and filters of that run "
+                    "until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is kept: "
+                    "there data may change"
                 )
             if self.world.rank == 0:
                 log.warning("%s is of another dataset: epoch %d begins with this one", path, len(self.history))
@@ -164,6 +165,12 @@ class TrainingLoop:
         if self.checkpoints.enabled:  # An error now is better than one at the end of the first epoch.
             states = map_leaves(self._states(), to_meta)
             on_first(lambda: check_plain(states))
+        if len(self.history) >= epochs > 0 and self.world.rank == 0:
+            log.warning(
+                "the checkpoint has all %d epochs, so nothing is trained: for another run, pass resume=None or a "
+                "checkpoint_dir of its own",
+                len(self.history),
+            )
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             target: Any = self.loader if hasattr(self.loader, "set_epoch") else getattr(self.loader, "sampler", None)

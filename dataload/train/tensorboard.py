@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from dataload.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class TensorBoardWriter:
@@ -32,6 +36,8 @@ class TensorBoardWriter:
         except ImportError as error:
             raise ConfigError("log_dir needs TensorBoard: pip install 'dataload[tensorboard]'") from error
         self._writer = SummaryWriter(os.fspath(folder), purge_step=after + 1 if after else None)
+        self._folder = folder
+        self._has_failed = False
         self._every = every
         self._device = device
         self._rows = 0  # since the last point
@@ -64,15 +70,25 @@ class TensorBoardWriter:
     def epoch(self, record: Mapping[str, Any], step: int) -> None:
         """Write the metrics of an epoch that ended with optimizer step `step`."""
         self._add({f"epoch/{name}": value for name, value in record.items() if name != "epoch"}, step)
-        self._writer.flush()
+        self._try(self._writer.flush)
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        self._try(self._writer.close)
 
     def _add(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._try(partial(self._writer.add_scalar, name, value, step))
+
+    def _try(self, write: Callable[[], object]) -> None:
+        """Call `write`. An error of the disk ends the metrics, not the run: the other ranks would wait."""
+        if self._has_failed:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._has_failed = True
+            log.warning("%s gets no more metrics: %s", self._folder, error)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -10,6 +11,7 @@ import socket
 import sys
 import tracemalloc
 from base64 import b64decode
+from collections import defaultdict
 from html.parser import HTMLParser
 
 import numpy as np
@@ -711,6 +713,18 @@ def test_metrics(tmp_path):
         ("cache_reads_total", "1", "hit"): 0,
         ("cache_reads_total", "1", "miss"): 0,
     }
+
+
+def test_ranks_of_an_earlier_start_keep_counters_only(tmp_path):
+    """Their last gauges would raise alerts for ever."""
+    write_two(tmp_path)
+    later = [dataclasses.replace(found, began=BEGAN + 99, world_size=1) for found in read(tmp_path) if found.rank == 0]
+    prometheus.write([*read(tmp_path), *later], tmp_path / "run.prom")
+    ranks = defaultdict(set)
+    for family in text_string_to_metric_families((tmp_path / "run.prom").read_text()):
+        for sample in family.samples:
+            ranks[family.type].add(sample.labels["rank"])
+    assert ranks == {"counter": {"0", "1"}, "gauge": {"0"}}
 
 
 def test_no_series_is_in_the_files_of_two_runs(tmp_path):

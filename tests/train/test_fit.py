@@ -313,6 +313,62 @@ def test_ranks_that_map_the_rows_in_other_ways_do_not_train_together(ranks, tmp_
         assert "ranks do not agree on the functions of map" in str(error)
 
 
+def fit_loader_of_this_rank(folder, batch_sizes, options):
+    rank = World.detect().rank
+    model, optimizer = build()
+    columns = {"x": ["a", "b", "c"], "y": ["d"]}
+    loader = make_loader(folder, batch_sizes[rank], group=columns, cache=False, **options[rank])
+    fit(model, optimizer, loader, squared_error, epochs=1, precision="fp32", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("batch_sizes", "options", "what"),
+    [
+        ((4, 2), ({}, {}), "batch_size and drop_last"),
+        ((4, 4), ({"seed": 1}, {"seed": 2}), "the shuffle"),
+        ((4, 4), ({}, {"shuffle": False}), "the shuffle"),
+        ((4, 4), ({}, {"drop_last": True}), "batch_size and drop_last"),
+    ],
+)
+def test_ranks_whose_loaders_share_rows_in_other_ways_do_not_train_together(
+    ranks, tmp_path, batch_sizes, options, what
+):
+    """Rows would come twice or never."""
+    pq.write_table(pa.table(dict.fromkeys("abcd", np.ones(96))), tmp_path / "rows.parquet")
+    for error in ranks(2, fit_loader_of_this_rank, tmp_path, batch_sizes, options):
+        assert isinstance(error, ConfigError)
+        assert f"ranks do not agree on {what} of the loader" in str(error)
+
+
+def fit_sparse():
+    torch.manual_seed(1)
+    model = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = [torch.tensor([World.detect().rank])] * 2
+    fit(model, optimizer, batches, lambda model, batch: model(batch).sum(), epochs=1, precision="fp32", progress=False)
+    return model.weight.detach()
+
+
+def test_sparse_gradients(ranks):
+    torch.manual_seed(1)
+    expected = nn.Embedding(8, 2).weight.detach()
+    expected[:2] -= 2 * 0.1 / 2
+    for weight in ranks(2, fit_sparse):
+        torch.testing.assert_close(weight, expected)
+
+
+def fit_counting_waits():
+    model, optimizer = build()
+    loader = Remembering({"hits": 3, "waits": {"disk": 1.0}, "waits_by_source": {"a": 2.0}})
+    return fit(model, optimizer, loader, squared_error, epochs=1, progress=False)[0]
+
+
+def test_waits_are_those_of_one_process(ranks):
+    """As the seconds beside them are."""
+    for record in ranks(2, fit_counting_waits):
+        assert (record["hits"], record["waits.disk"], record["waits_by_source.a"]) == (6, 1.0, 2.0)
+
+
 def fit_mixture(folder, weights):
     rank = World.detect().rank
     mixture = mix([folder, folder], weights[rank], num_rows=16, cache=False)

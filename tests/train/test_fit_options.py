@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pyarrow as pa
@@ -265,6 +265,32 @@ def test_tensorboard_gets_the_figures(tmp_path):
     assert points["epoch/rows"] == [(10, 40), (20, 40)]
     for name in ("loss", "rows per second", "stall fraction", "memory"):
         assert [step for step, value in points[f"step/{name}"] if value >= 0] == list(range(2, 21, 2)), name
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+def test_a_full_disk_ends_the_metrics_and_not_the_run(small_disk, caplog):
+    (small_disk / "tb").mkdir()
+    model, optimizer = build()
+
+    def loss(model, batch):
+        with suppress(OSError), (small_disk / "other").open("ab") as file:
+            file.write(bytes(2 << 20))
+        return squared_error(model, batch)
+
+    history = fit(model, optimizer, in_order(4), loss, epochs=3, log_dir=small_disk / "tb", log_every=1, progress=False)
+    assert len(history) == 3
+    assert caplog.text.count("gets no more metrics") == 1
+
+
+def fit_logging_into(folder):
+    model, optimizer = build()
+    fit(model, optimizer, in_order(4), squared_error, epochs=1, log_dir=folder / "tb", progress=False)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    for error in ranks(2, fit_logging_into, tmp_path / "file"):
+        assert isinstance(error, OSError)
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):

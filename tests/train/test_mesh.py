@@ -383,6 +383,18 @@ def search_batch_size():
     return group_ended(run)
 
 
+def search_batch_size_of_ranks_that_wait():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    find_batch_size(model, optimizer, torch.zeros(1, 2), lambda model, batch: model(batch).mean())
+
+
+def test_the_batch_size_of_ranks_that_wait_for_each_other_is_not_searched(ranks):
+    for error in ranks(2, search_batch_size_of_ranks_that_wait):
+        assert isinstance(error, ConfigError)
+        assert "SyncBatchNorm" in str(error)
+
+
 @NEEDS_FSDP
 def test_the_batch_size_of_a_sharded_model_is_not_searched(ranks):
     for error in ranks(2, search_batch_size):

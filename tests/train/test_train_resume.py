@@ -638,3 +638,57 @@ def test_ranks_may_have_paths_of_their_own(ranks, tmp_path):
     for _ in range(2):
         for figures in ranks(2, resumed_by_own_paths, folders):
             assert len(figures) == 2
+
+
+class Plateau:
+    """An evaluation with a state: the metric that the learning rate follows."""
+
+    def __init__(self, optimizer):
+        self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        self.average = torch.zeros(2)
+
+    def __call__(self, model):
+        self.average += 1
+        self._scheduler.step(1.0)
+        return {"average": self.average[0]}
+
+    def state_dict(self):
+        return {"scheduler": self._scheduler.state_dict(), "average": self.average}
+
+    def load_state_dict(self, state):
+        self._scheduler.load_state_dict(state["scheduler"])
+        self.average = state["average"]
+
+
+def rates_of(folder, *epochs):
+    """Train for each number of epochs in turn, as after a kill. Return the final learning rate and averages."""
+    for total in epochs:
+        model, optimizer = build()
+        evaluate = Plateau(optimizer)
+        history = fit(
+            model,
+            optimizer,
+            in_order(8),
+            squared_error,
+            epochs=total,
+            evaluate=evaluate,
+            checkpoint_dir=folder,
+            progress=False,
+        )
+    return optimizer.param_groups[0]["lr"], [record["average"] for record in history]
+
+
+def test_the_state_of_an_evaluation_is_resumed(tmp_path):
+    expected = rates_of(tmp_path / "at once", 6)
+    assert expected == (pytest.approx(0.05 * 0.01), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert rates_of(tmp_path / "resumed", 2, 4, 6) == expected
+
+
+def test_a_run_that_is_done_says_so(tmp_path, caplog):
+    logged = []
+    for epochs in (1, 1, 2):
+        caplog.clear()
+        model, optimizer = build()
+        fit(model, optimizer, in_order(8), squared_error, epochs=epochs, checkpoint_dir=tmp_path, progress=False)
+        logged.append("the checkpoint has all 1 epochs, so nothing is trained" in caplog.text)
+    assert logged == [False, True, False]

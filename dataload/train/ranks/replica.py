@@ -48,7 +48,8 @@ def replicate(
         static_graph=static_graph,
     )
     replica.training = model.training
-    if not static_graph:  # DDP would take the graph of this backward for the static one.
+    # DDP would take the graph of this backward for the static one, and expects sparse gradients of such modules.
+    if not static_graph and not any(map(_has_sparse_gradients, model.modules())):
         _settle_buckets(replica)
     if comm_hook == "powersgd":
         replica.register_comm_hook(powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook)
@@ -71,6 +72,10 @@ def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
             "fully_shard(model, mesh=mesh) before fit, or use a mesh with one data-parallel dimension"
         )
     return mesh.get_group()
+
+
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def _settle_buckets(replica: DistributedDataParallel) -> None:
