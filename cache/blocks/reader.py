@@ -144,11 +144,7 @@ class Blocks(ForkAware):
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
         pending = [self.submit(copy, number) for number in numbers]
-        try:
-            wait_for_origin(pending)
-        finally:
-            for future in pending:  # If one has failed, the others would need as long to fail.
-                future.cancel()
+        wait_for_origin(pending)
         return whole.toreadonly()
 
     def _interruptibly(self, obj: Object, number: int, span: Span) -> memoryview:
@@ -268,10 +264,14 @@ class Blocks(ForkAware):
 
 
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
-    """Wait until all of these fetches are done, or one has failed. Raise the exception of the first that failed."""
+    """Wait until all of these fetches are done. Raise the exception of the first that failed.
+
+    Once one has failed, those that have not begun are cancelled: each might take as long to fail.
+    """
     if not all(future.done() for future in pending):
         with doing("origin"):
-            wait(pending, return_when=FIRST_EXCEPTION)
-    for future in pending:
-        if future.done():
-            future.result()
+            if wait(pending, return_when=FIRST_EXCEPTION).not_done:
+                wait([future for future in pending if not future.cancel()])
+    failed = [future for future in pending if not future.cancelled() and future.exception() is not None]
+    for future in failed or pending:
+        future.result()

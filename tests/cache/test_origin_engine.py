@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
@@ -29,7 +29,6 @@ import pyarrow.parquet as pq
 import pytest
 from attempts import fail_at_once
 from botocore.exceptions import CredentialRetrievalError
-from clusters import until
 from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import serving
 
@@ -507,20 +506,24 @@ def test_one_block_that_fails_ends_the_read_of_many(
     """Each of the others may take a minute to fail."""
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options, block_bytes=4096)
-    started, others = list[int](), threading.Event()
+    started, waits, are_cancelled = list[int](), list[str](), threading.Event()
 
     def fails(_memory: memoryview, _path: str, start: int, _version: str) -> None:
         started.append(start)
         if start:
-            others.wait(60)
+            are_cancelled.wait(60)
         raise OriginError("down")
 
+    def waiting(futures: Any, return_when: str = ALL_COMPLETED) -> Any:
+        if waits:
+            are_cancelled.set()
+        waits.append(return_when)
+        return wait(futures, return_when=return_when)
+
     monkeypatch.setattr(fs.blocks.origin, "read_into", fails)
+    monkeypatch.setattr("dataload.cache.blocks.reader.wait", waiting)
     with pytest.raises(OriginError, match="down"):
         fs.cat_file(bucket.url("x"))
-    assert not others.is_set()
-    others.set()
-    until(lambda: fs.blocks._reads.idle)
     assert len(started) <= IN_FLIGHT + 1 < len(DATA) // 4096
 
 
