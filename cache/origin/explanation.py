@@ -93,7 +93,7 @@ def origin_error(
         return ConfigError(rejected_options(where, error))
     if not is_store_error(error):
         return None
-    if status(error) in (412, 416):  # The latter: it is shorter now.
+    if status(error) == 412 or (listed and status(error) == 416):  # The latter: it is shorter now.
         return ObjectChanged(f"{where} {CHANGED}")
     text = explained(error, in_s3=in_s3)
     if status(error) in (400, 401, 403) and without_signature(what) != what:

@@ -168,6 +168,7 @@ class Obstore(ForkAware):
                 ) from error
             raise
         if not version_id and is_other(found.meta["e_tag"], version):  # The store ignores If-Match.
+            del found  # An error's traceback refers to this frame, which would keep the connection.
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
         return found
 

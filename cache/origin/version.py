@@ -29,8 +29,13 @@ def version_of(info: dict[str, Any]) -> str:
 
 
 def is_other(tag: str | None, version: str) -> bool:
-    """Return whether the ETag of an answer is not that of the version. None: the answer has no ETag."""
-    return bool(tag) and _opaque(str(tag)) != _opaque(version)
+    """Return whether the ETag of an answer is not that of the version, as far as both are known.
+
+    Args:
+        tag: The ETag; None if the answer has none.
+        version: The version. One without quotes may be a digest of other metadata.
+    """
+    return bool(tag) and '"' in version and _opaque(str(tag)) != _opaque(version)
 
 
 def _opaque(tag: str) -> str:

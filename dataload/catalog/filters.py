@@ -23,7 +23,6 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.formats.arrow_arrays import plain
 from dataload.formats.arrow_types import NO_VALUE, has_members, is_bytes, number, storage, unsupported
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -88,7 +87,7 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return a column without runs, which Arrow cannot cast."""
     if not pa.types.is_run_end_encoded(column.type):
         return column
-    return pa.chunked_array([plain(chunk) for chunk in column.chunks], column.type.value_type)
+    return pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type)
 
 
 def shown(filters: object) -> str:

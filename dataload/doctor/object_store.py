@@ -186,7 +186,7 @@ def etag(store: Store) -> Finding:
 
 def if_match(store: Store) -> Finding:
     if not store.is_s3:
-        return ok("this kind of store is not sent If-Match: versions are compared after each read")
+        return ok("this kind of store is not sent If-Match: versions are compared with each answer, or after it")
     try:
         with store.origin.map_errors(store.first.path):
             answer = store.get(IfMatch='"no such version"')

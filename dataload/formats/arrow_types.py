@@ -176,7 +176,11 @@ def portable(kind: pa.DataType) -> pa.DataType:
         parts = portable(kind.key_type), portable(kind.item_type)
         is_same = parts == (kind.key_type, kind.item_type) and kind.item_field.nullable
         return kind if is_same else pa.map_(*parts)
-    fields = [child.with_type(portable(child.type)).with_nullable(True) for child in children(kind)]
+    # Arrow cannot cast to list views.
+    is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+    fields = [
+        child.with_type(portable(child.type)).with_nullable(child.nullable or not is_view) for child in children(kind)
+    ]
     return kind if fields == children(kind) or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
 
 

@@ -49,10 +49,12 @@ class _Registry:
 
     def _before(self) -> None:
         self._gate.acquire()
-        for member in list(self._live):
-            # Python forks after an exception of this hook, such as that of Ctrl-C, and calls the other ones.
-            self._notified.append(member)
-            member.before_fork()
+        self._notified = list(self._live)
+        with (
+            ExitStack() as stack
+        ):  # Python forks after an exception, such as that of Ctrl-C, and calls the other hooks.
+            for member in self._notified:
+                stack.callback(member.before_fork)
 
     def _after_in_parent(self) -> None:
         self._notify(lambda member: member.after_fork_in_parent())

@@ -131,8 +131,8 @@ def fit(
         the rows of all ranks; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for batches), averaged over
         processes; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the counts in the loader's
         stats, summed over processes, tensor-parallel peers included, and its waits by cause, averaged over them, both
-        only since the last resume; and the scalars of
-        `evaluate` on this rank (before a resume: on rank 0), named `evaluate.name` if the name is taken.
+        only since the last resume; and the scalars of `evaluate` on this rank (before a resume: on rank 0), named
+        `evaluate.name` if the name is taken.
 
     Raises:
         ConfigError: An argument is invalid, ranks see different data or checkpoints, or a state is not plain data.
@@ -194,11 +194,15 @@ def _recorded(
 ) -> Iterator[None]:
     """Record the loop for TensorBoard and the profiler during the block."""
     with ExitStack() as stack:
-        if log_dir is not None:
-            folder, writers = loop.stats_dir or log_dir, list[TensorBoardWriter]()
-            on_first(lambda: writers.append(TensorBoardWriter(folder, log_every, device, loop.step)))
-            for writer in writers:
-                loop.tensorboard = stack.enter_context(closing(writer))
+        writers = list[TensorBoardWriter]()
+
+        def log_to() -> None:
+            if log_dir is not None:
+                writers.append(TensorBoardWriter(loop.stats_dir or log_dir, log_every, device, loop.step))
+
+        on_first(log_to)
+        for writer in writers:
+            loop.tensorboard = stack.enter_context(closing(writer))
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         yield
 

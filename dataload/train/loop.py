@@ -48,6 +48,10 @@ class Resumed:
     begin: Callable[[], None] = lambda: None
 
 
+def _has_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
 @dataclass
 class TrainingLoop:
     """The state of a training run, and its epochs.
@@ -97,7 +101,7 @@ class TrainingLoop:
             "optimizer": self.steps.optimizer,
             "scheduler": self.steps.scheduler,
             "scaler": scaler if scaler.is_enabled() else None,
-            "evaluate": self.evaluate if hasattr(self.evaluate, "load_state_dict") else None,
+            "evaluate": self.evaluate if _has_state(self.evaluate) else None,
         }
         self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         self._stateful = hasattr(self.loader, "load_state_dict")

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -74,7 +75,8 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Close the event file."""
-        self._try(self._writer.close)
+        with suppress(OSError):
+            self._writer.close()
 
     def _add(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -61,25 +61,27 @@ class Interrupted(Notified):
 
     def before_fork(self) -> None:
         super().before_fork()
-        raise KeyboardInterrupt
+        if len(self.events) == 1:  # only once: pytest may keep it alive
+            raise KeyboardInterrupt
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exception_before_a_fork_leaves_no_lock_held() -> None:
+def test_an_exception_before_a_fork_leaves_out_no_object() -> None:
     """Python forks all the same. Hooks are called in pairs."""
     members = [*(Notified() for _ in range(20)), Interrupted(), *(Notified() for _ in range(20))]
     child = os.fork()
     if child == 0:
-        os._exit(any(member.events not in ([], ["before", "child"]) for member in members))
+        os._exit(any(member.events != ["before", "child"] for member in members))
     assert os.waitpid(child, 0)[1] == 0
-    assert all(member.events in ([], ["before", "parent"]) for member in members)
+    assert all(member.events == ["before", "parent"] for member in members)
 
 
 class Unbalanced(Notified):
     """Releases a lock that it did not acquire."""
 
     def after_fork_in_parent(self) -> None:
-        raise RuntimeError
+        if len(self.events) == 1:
+            raise RuntimeError
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -293,6 +293,17 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(ranks, tmp_path):
         assert isinstance(error, OSError)
 
 
+def fit_logging_on_rank_0(folder):
+    model, optimizer = build()
+    log_dir = folder if World.detect().rank == 0 else None
+    fit(model, optimizer, in_order(4), squared_error, epochs=1, log_dir=log_dir, progress=False)
+
+
+def test_only_rank_0_needs_to_know_where_to_log(ranks, tmp_path):
+    assert ranks(2, fit_logging_on_rank_0, tmp_path) == [None, None]
+    assert list(tmp_path.iterdir())
+
+
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     """The steps after the checkpoint, which the resumed run repeats, are hidden."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
