@@ -28,6 +28,7 @@ from dataload.catalog.preview import first_rows
 from dataload.errors import DataError
 from dataload.formats import parquet
 from dataload.formats.arrow_arrays import plain as plain_array
+from dataload.formats.arrow_types import portable
 from dataload.formats.schema import Layout, fields_of
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows import row_group_plan
@@ -524,6 +525,11 @@ def test_some_files_say_that_members_are_never_null(tmp_path: Path, order: tuple
     batch = make_loader(str(tmp_path), 2, shuffle=False, cache=False)
     [found] = [batch["c"] for batch in batch]
     assert [str(values[nullable]) in str(row) for nullable, row in zip(order, found, strict=True)] == [True, True]
+
+
+def test_the_values_of_maps_may_be_null() -> None:
+    kind = pa.map_(pa.string(), pa.field("value", pa.int32(), nullable=False))
+    assert portable(kind).item_field.nullable
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
