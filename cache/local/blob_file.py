@@ -112,10 +112,11 @@ def write_small(descriptor: int, payload: memoryview, digest: bytes, name: str) 
     Raises:
         OSError: The file cannot be written.
     """
-    content = memoryview(b"".join([payload, _end(payload, digest, name)]))
-    done = 0
-    while done < len(content):
-        done += os.write(descriptor, content[done:])
+    parts: list[bytes | memoryview] = [payload, _end(payload, digest, name)]
+    size = sum(map(len, parts))
+    done = os.writev(descriptor, parts)
+    while done < size:  # The disk is full, or a signal came.
+        done += os.write(descriptor, b"".join(parts)[done:])
     return done
 
 

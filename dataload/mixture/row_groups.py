@@ -70,9 +70,9 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.load(own, life)
 
-    def is_bunched(self, number: int) -> bool:
+    def bunched_bytes(self, number: int) -> int:
         blobs, own = self._of(number)
-        return blobs.is_bunched(own)
+        return blobs.bunched_bytes(own)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
         by_cache: dict[tuple[str, int], dict[int, Member]] = {}

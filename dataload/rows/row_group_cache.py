@@ -21,7 +21,7 @@ from dataload.errors import DataError
 from dataload.formats.base import SHARED_BYTES
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
-from dataload.rows.making.bunches import Member, is_small, make_together
+from dataload.rows.making.bunches import Member, bunched_bytes, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
 from dataload.rows.making.shared_blocks import SharedBlocks
@@ -102,12 +102,12 @@ class RowGroupCache(SizeForecast):
         """Return the blobs of a row group that `find` did not find. See `RowGroups.load`."""
         return self._made_once(number, self.keys(number), None, life)
 
-    def is_bunched(self, number: int) -> bool:
-        """Return whether `load_together` is faster than `load`."""
-        return is_small(self, number)
+    def bunched_bytes(self, number: int) -> int:
+        """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
+        return bunched_bytes(self, number)
 
     def member(self, number: int, life: RowGroupLife) -> Member:
-        """Return a row group for which `is_bunched` is true, to be made together with others."""
+        """Return a row group that is made together with others."""
         return Member(self, number, life)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:

@@ -84,8 +84,8 @@ class RowGroups(Protocol):
             ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
         """
 
-    def is_bunched(self, number: int) -> bool:
-        """Return whether `load_together` is faster than `load`."""
+    def bunched_bytes(self, number: int) -> int:
+        """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
         """Return the blobs or the error of row groups, except those that other processes make. See `load`."""

@@ -62,7 +62,7 @@ class RowGroupScheduler:
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
         # Guards the small row groups and the memory of uncached ones. A call may be cancelled while it is submitted.
         self._mutex = threading.RLock()
-        self._small: deque[tuple[int, RowGroupLife]] = deque()  # no thread has begun to load them
+        self._small: deque[tuple[int, RowGroupLife, int]] = deque()  # and the bytes of each; no thread has begun
         self._small_loaders = 0  # threads that load them, or soon will
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
@@ -160,27 +160,33 @@ class RowGroupScheduler:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
                 DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
                 return
-        if not self._blobs.is_bunched(group):
+        size = self._blobs.bunched_bytes(group)
+        if not 0 < size <= self._bunch_bytes:
             self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
             return
         with self._mutex:
             if self._small_loaders < BUNCHES_AT_ONCE:
                 self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
                 self._small_loaders += 1
-            self._small.append((group, life))
+            self._small.append((group, life, size))
+
+    @property
+    def _bunch_bytes(self) -> int:
+        """The bytes of a bunch, at most: the memory has room for all that are made at once."""
+        return self._blobs.memory.held.total // BUNCHES_AT_ONCE
 
     def _cancel_small(self, call: Future[None]) -> None:
         """Cancel the small row groups whose threads do not come, because the program exits."""
         with self._mutex:
             while call.cancelled() and self._small:
-                _, life = self._small.popleft()
+                _, life, _ = self._small.popleft()
                 life.finish_with(call)
 
     def _load_next(self) -> None:
         """Load a bunch of small row groups, those that were requested first. Then let a thread load the next bunch."""
         with self._mutex:
             most = min(MOST_IN_A_BUNCH, -(-len(self._small) // BUNCHES_AT_ONCE))
-            bunch = [self._small.popleft() for _ in range(most) if self._small]
+            bunch = _next_bunch(self._small, most, self._bunch_bytes)
         try:
             self._load_bunch({group: life for group, life in bunch if life.begin()})
         finally:
@@ -277,6 +283,18 @@ class RowGroupScheduler:
         # user may hold the interpreter lock, and the other process has one of its own.
         is_useful = self._blobs.is_mapped or not self._demand.mostly_waiting
         return self.decoder is not None and (self.decoder.started or is_useful)
+
+
+def _next_bunch(
+    small: deque[tuple[int, RowGroupLife, int]], most: int, num_bytes: int
+) -> list[tuple[int, RowGroupLife]]:
+    """Take the row groups that were requested first: at most `most`, and at most `num_bytes` unless it is one."""
+    bunch: list[tuple[int, RowGroupLife]] = []
+    while small and len(bunch) < most and (small[0][2] <= num_bytes or not bunch):
+        group, life, size = small.popleft()
+        num_bytes -= size
+        bunch.append((group, life))
+    return bunch
 
 
 def _log_wait(what: str, state: State, seconds: float) -> None:

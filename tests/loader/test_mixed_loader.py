@@ -512,7 +512,7 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
         return load(self, number, life)
 
     monkeypatch.setattr(RowGroupCache, "load", late)
-    monkeypatch.setattr(RowGroupCache, "is_bunched", lambda *_: False)
+    monkeypatch.setattr(RowGroupCache, "bunched_bytes", lambda *_: 0)
     ended, end = set(), store.scheduler._finish
 
     def noted(group: int, *rest: Any, **how: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, mix
-from dataload.cache.local import failpoints
+from dataload.cache.local import blob_file, failpoints
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
-from dataload.rows import scheduler
-from dataload.rows.making import bunches
+from dataload.rows import row_group_cache, scheduler
+from dataload.rows.making import bunches, row_group_memory
 from dataload.rows.row_group_life import RowGroupLife, State
 
 FILES, ROWS = 40, 7
@@ -376,3 +377,82 @@ def test_a_failed_transaction_leaves_the_rows_of_files_that_stay(
     assert tier.bulk.put_together(blobs[:1]) == [blobs[0][1]]
     assert len(list(tier.folder.index.rows())) == len(list(tier.path.glob("blobs/*/*"))) == 4
     assert not list(tier.path.glob("tmp/*/*"))
+
+
+GROUPS, LARGE_ROWS = 40, 40
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, list[Any]]:
+    """A file whose row groups take 0.7 MB each, and its rows as `rows_of` returns them."""
+    rng = np.random.default_rng(0)
+    images = [np.frombuffer(rng.bytes(int(rng.integers(16_000, 19_000))), np.uint8) for _ in range(GROUPS * LARGE_ROWS)]
+    table = pa.table({"image": [image.tobytes() for image in images], "id": np.arange(len(images))})
+    (tmp_path / "large").mkdir()
+    pq.write_table(table, tmp_path / "large" / "0.parquet", row_group_size=LARGE_ROWS, use_dictionary=False)
+    return tmp_path / "large", images
+
+
+def is_equal(dataset: Dataset, images: list[Any], **options: Any) -> bool:
+    """Return whether a shuffled epoch has each row once, with its own values."""
+    seen = []
+    for batch in make_loader(dataset, 64, **options):
+        for image, number in zip(batch["image"], batch["id"].tolist(), strict=True):
+            seen.append(number)
+            assert np.array_equal(np.asarray(image), images[number])
+    return sorted(seen) == list(range(len(images)))
+
+
+def test_row_groups_of_a_megabyte_are_made_together(tmp_path: Path, large: Any, made: Counter[int]) -> None:
+    folder, images = large
+    dataset = opened(folder, tmp_path / "cache")
+    request_all(dataset)
+    assert is_equal(dataset, images)
+    assert set(made.values()) == {1}
+    assert len(made) > GROUPS // 2  # The last one of the queue is made alone.
+    made.clear()
+    assert is_equal(opened(folder, tmp_path / "cache"), images)
+    assert not made
+
+
+def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(
+    tmp_path: Path, large: Any, made: Counter[int]
+) -> None:
+    folder, images = large
+    dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache"), 8 << 20))
+    request_all(dataset)
+    for _ in range(2):
+        assert is_equal(dataset, images, window=4)
+    assert made
+
+
+@pytest.mark.parametrize(("host", "most"), [(3 << 30, 4), (2 << 30, 3), (1 << 30, 0)])
+def test_bunches_fit_into_the_memory(
+    tmp_path: Path, large: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch, host: int, most: int
+) -> None:
+    """Row groups that leave no room for others are made alone."""
+    monkeypatch.setattr(row_group_memory, "usable_memory", lambda: host)
+    folder, images = large
+    blobs = (dataset := opened(folder, tmp_path / "cache")).rowstore.blobs
+    blobs.memory.share(1)
+    request_all(dataset)
+    sizes, together = list[int](), bunches.make_together
+    monkeypatch.setattr(
+        row_group_cache, "make_together", lambda members: (sizes.append(len(members)), together(members))
+    )
+    assert is_equal(dataset, images)
+    assert max(sizes, default=0) == most
+
+
+@pytest.mark.parametrize("at_once", [0, 1, 1000, 300_000])
+def test_a_blob_is_whole_when_the_system_writes_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    payload = memoryview(np.random.default_rng(0).bytes(300_001))
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:at_once]))
+    descriptor = blob_file.create(tmp_path / "blob")
+    size = blob_file.write_small(descriptor, payload, b"d" * 32, "name")
+    os.close(descriptor)
+    content = (tmp_path / "blob").read_bytes()
+    assert len(content) == size
+    assert blob_file.payload_of(memoryview(content), b"d" * 32, "blob") == payload

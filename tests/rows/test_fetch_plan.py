@@ -115,7 +115,7 @@ def test_a_thread_that_computes_has_the_baton(
     """The thread that loads a small row group has the baton while it decodes, and during no request."""
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
     monkeypatch.setattr(row_group_maker, "INLINE_BYTES", most_bytes)
-    monkeypatch.setattr(bunches, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(bunches, "INLINE_BYTES", most_bytes)
     seen: set[tuple[str, str, bool]] = set()
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,20 +1,22 @@
-"""Makes many small row groups at once: one reservation, concurrent requests, one decoding, one index transaction."""
+"""Makes many small row groups at once: one reservation of memory, concurrent requests, one index transaction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dataload.cache.tier import BulkTier, Draft
+from dataload.cache.buffer_pool import blob_buffers
+from dataload.cache.tier import BlobKey, BulkTier, Draft
 from dataload.errors import DataError, DataloadError
-from dataload.formats.base import SHARED_BYTES, RowGroupReader
+from dataload.formats.base import RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
-from dataload.rows.making.row_group_maker import DECODED_COPIES
+from dataload.rows.making.row_group_maker import DECODED_COPIES, INLINE_BYTES
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.runtime.baton import computing
 from dataload.runtime.counters import charged_to
@@ -23,8 +25,9 @@ from dataload.telemetry.wait_timeline import doing
 if TYPE_CHECKING:
     from dataload.rows.row_group_cache import RowGroupCache
 
-MOST_ROWS = 4096  # Footers may hide the size of values.
-MOST_BYTES = 64 << 10  # of the records of a row group; decoding more takes longer than all that a bunch saves
+MOST_ROWS = 16384  # of a row group with values of varying size, which footers may hide
+JOINED_BYTES = 64 << 10  # of the records of a row group; decoding more takes longer than joining them saves
+POOLED_BYTES = 128 << 10  # of a blob; malloc keeps less without a map of its own
 
 
 class Member:
@@ -40,18 +43,18 @@ class Member:
         key: The key of its only blob.
         opened: Holds it open until it is decoded.
         reader: Decodes it.
-        table: Its rows.
+        table: Its rows, if it is decoded together with others.
         made: Its blob, or why it cannot be made. None: another process makes it, or it should be made by itself.
     """
 
     reader: RowGroupReader
-    table: pa.Table
 
     def __init__(self, blobs: RowGroupCache, number: int, life: RowGroupLife) -> None:
         self.blobs, self.number, self.life = blobs, number, life
         self.group = blobs.manifest.row_groups[number]
         self.key = blobs.keys(number)[0]
         self.opened = ExitStack()
+        self.table: pa.Table | None = None
         self.made: list[memoryview] | Exception | None = None
 
     @property
@@ -61,10 +64,18 @@ class Member:
         assert tier is not None
         return tier
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of memory that making it takes."""
-        return DECODED_COPIES * self.blobs.bytes_of(self.number) + self.group.bytes
+    def read(self) -> pa.Table:
+        """Return its rows, once it is fetched."""
+        with self.opened:
+            self.life.account.add(decoded=1)
+            [table] = self.reader.tables(self.group.rows)
+            return table
+
+    def decoded(self) -> dict[str, Column]:
+        """Return its columns, once it is fetched."""
+        table = self.read() if self.table is None else self.table
+        self.table = None
+        return self.blobs.maker.decoded_table(table, self.group.rows, self.group)
 
     @contextmanager
     def catching(self) -> Iterator[None]:
@@ -76,16 +87,40 @@ class Member:
             self.made = error
 
 
-def is_small(blobs: RowGroupCache, number: int) -> bool:
-    """Return whether a row group is so small that it is worth a bunch. Arguments are those of `Member`."""
+class _PooledDraft(Draft):
+    """A blob in memory that is used again. See `Draft`."""
+
+    def __init__(self, key: BlobKey) -> None:
+        super().__init__(key)
+        self._buffer: mmap.mmap | None = None
+
+    def memory_for(self, size: int) -> memoryview:
+        if size < POOLED_BYTES:
+            return super().memory_for(size)
+        self._buffer = blob_buffers.take(size)
+        return memoryview(self._buffer)[:size]
+
+    def give_back(self) -> None:
+        """Let other blobs use the memory, unless a view of it remains because the blob is not cached."""
+        self.payload = None
+        if self._buffer is not None:
+            blob_buffers.give_back(self._buffer)
+
+
+def bunched_bytes(blobs: RowGroupCache, number: int) -> int:
+    """Return the bytes that a row group takes in a bunch, or 0 if it is too large. Arguments are those of `Member`."""
     plan, group = blobs.plan, blobs.manifest.row_groups[number]
-    return (
+    most_rows = int(plan.blob_rows[number])
+    if plan.layout.ragged:
+        most_rows = min(most_rows, MOST_ROWS)
+    is_worth_it = (
         blobs.blocks.tier.bulk is not None
         and not blobs.is_mapped
-        and 0 < group.rows <= min(MOST_ROWS, int(plan.blob_rows[number]))
-        and group.bytes < SHARED_BYTES
-        and plan.bytes_of(number) <= MOST_BYTES
+        and 0 < group.rows <= most_rows
+        and group.bytes <= INLINE_BYTES
+        and plan.bytes_of(number) <= INLINE_BYTES
     )
+    return DECODED_COPIES * plan.bytes_of(number) + group.bytes if is_worth_it else 0
 
 
 def make_together(members: Sequence[Member]) -> None:
@@ -98,7 +133,7 @@ def make_together(members: Sequence[Member]) -> None:
         ReservationCancelled: All lives were cancelled before the memory was reserved.
     """
     tier = members[0].tier
-    size = sum(member.reserved_bytes for member in members)
+    size = sum(bunched_bytes(member.blobs, member.number) for member in members)
     with (
         members[0].blobs.memory.hold(size, lambda: all(member.life.is_cancelled() for member in members)),
         tier.lock_together([member.blobs.lock_key(member.number) for member in members]) as locked,
@@ -144,7 +179,7 @@ def _open(member: Member) -> None:
     with member.catching():
         group, columns = member.group, member.blobs.plan.stored(member.group)
         opening = member.blobs.maker.footer(group).open_row_group(
-            group.file, group.number, columns, member.blobs.blocks, SHARED_BYTES
+            group.file, group.number, columns, member.blobs.blocks, member.group.bytes
         )
         member.reader = member.opened.enter_context(opening)
 
@@ -157,44 +192,36 @@ def _wait(members: Sequence[Member]) -> None:
                 member.reader.wait()
 
 
-def _packed(members: Sequence[Member]) -> list[tuple[Member, memoryview]]:
+def _packed(members: Sequence[Member]) -> list[tuple[Member, _PooledDraft]]:
     """Decode the row groups that are fetched. Return the blob of each that can be decoded."""
-    for member in members:
-        if member.made is None:
-            with member.catching(), member.opened:
-                member.life.account.add(decoded=1)
-                with doing("decode"):
-                    [member.table] = member.reader.tables(member.group.rows)
-    for member in members:
-        member.life.enter(State.DECODING)
-    readable, packed = [member for member in members if member.made is None], []
+    packed = []
     with doing("decode"):
-        every = _decoded_together(readable) if len(readable) > 1 else None
-        for position, member in enumerate(readable):
-            with member.catching():
-                columns = every[position] if every else _decoded(member)
-                packed.append((member, _pack(member, columns)))
+        for member in members:
+            member.life.enter(State.DECODING)
+        together = _decoded_together([member for member in members if member.made is None])
+        for member in members:
+            if member.made is None:
+                with member.catching():
+                    columns = together.get(member) or member.decoded()
+                    packed.append((member, _pack(member, columns)))
     return packed
 
 
-def _decoded(member: Member) -> dict[str, Column]:
-    return member.blobs.maker.decoded_table(member.table, member.group.rows, member.group)
-
-
-def _cache(packed: Sequence[tuple[Member, memoryview]]) -> None:
+def _cache(packed: Sequence[tuple[Member, _PooledDraft]]) -> None:
     """Cache the blob of each row group. The tier of its own dataset does it, and counts the miss."""
     for tier in dict.fromkeys(member.tier for member, _ in packed):
-        own = [(member, blob) for member, blob in packed if member.tier == tier]
-        found = tier.put_together([(member.key, blob) for member, blob in own])
-        for (member, _), blob in zip(own, found, strict=True):
+        own = [(member, draft) for member, draft in packed if member.tier == tier]
+        found = tier.put_together([(member.key, draft.publish()) for member, draft in own])
+        for (member, draft), blob in zip(own, found, strict=True):
             member.made = [blob]
             member.life.enter(State.CACHED)
+            draft.give_back()
 
 
-def _pack(member: Member, columns: dict[str, Column]) -> memoryview:
-    draft, layout = Draft(member.key), member.blobs.plan.layout
+def _pack(member: Member, columns: dict[str, Column]) -> _PooledDraft:
+    draft, layout = _PooledDraft(member.key), member.blobs.plan.layout
     row_block.pack(columns, member.group.rows, layout, member.group.name, draft.allocate)
-    return draft.publish()
+    return draft
 
 
 def _is_joinable(members: Sequence[Member]) -> bool:
@@ -203,24 +230,31 @@ def _is_joinable(members: Sequence[Member]) -> bool:
         # Files have dictionaries of text of their own.
         all(field.kind in ("dense", "mask", "list") for field in members[0].blobs.plan.layout.fields)
         and len({(member.blobs.plan.digest, member.group.constants) for member in members}) == 1
-        and all(member.group.rows == len(member.table) for member in members)
     )
 
 
-def _decoded_together(members: Sequence[Member]) -> list[dict[str, Column]] | None:
-    """Return the columns of each row group, decoded as one table. Return None if each needs its own decoding."""
-    if not _is_joinable(members):
-        return None
-    first, maker = members[0].group, members[0].blobs.maker
+def _decoded_together(members: Sequence[Member]) -> Mapping[Member, dict[str, Column]]:
+    """Return the columns of those row groups that are decoded as one table, which takes less time if they are tiny."""
+    tiny = [member for member in members if member.blobs.plan.bytes_of(member.number) <= JOINED_BYTES]
+    if len(tiny) < 2 or not _is_joinable(tiny):
+        return {}
+    for member in tiny:
+        with member.catching():
+            member.table = member.read()
+    read = [(member, member.table) for member in tiny if member.table is not None]
+    if not read or any(member.group.rows != len(table) for member, table in read):
+        return {}
+    first, maker = read[0][0].group, read[0][0].blobs.maker
     try:
-        table = pa.concat_tables([member.table for member in members])
+        table = pa.concat_tables([table for _, table in read])
         columns = maker.decoded_table(table, len(table), first, "small row groups")
     except (DataError, pa.ArrowException):  # One has nulls, or their schemas differ: decode each alone.
-        return None
-    starts = list(accumulate((member.group.rows for member in members), initial=0))
-    return [
-        {name: _rows_of(column, start, stop) for name, column in columns.items()} for start, stop in pairwise(starts)
-    ]
+        return {}
+    starts = list(accumulate((member.group.rows for member, _ in read), initial=0))
+    return {
+        member: {name: _rows_of(column, start, stop) for name, column in columns.items()}
+        for (member, _), (start, stop) in zip(read, pairwise(starts), strict=True)
+    }
 
 
 def _rows_of(column: Column, start: int, stop: int) -> Column:
