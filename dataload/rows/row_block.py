@@ -66,6 +66,9 @@ def pack(
         end = _aligned(end + heap.nbytes)
     memory = np.frombuffer(allocate(end + len(starts) * _HEAP_START.itemsize), np.uint8)
     records = memory[: rows * layout.dtype.itemsize].view(layout.dtype)
+    memory[records.nbytes : _aligned(records.nbytes)] = 0  # Equal rows make equal blobs.
+    if sum(field.in_record.itemsize for field in layout.fields) < layout.dtype.itemsize:
+        records.view(np.uint8)[:] = 0
     for field in layout.fields:
         column = columns[field.name]
         if isinstance(column, Dense):
@@ -78,17 +81,12 @@ def pack(
             records[field.name] = spans_of(column)
     for (start, _), heap in zip(starts, heaps, strict=True):
         heap.write(memory[start : start + heap.nbytes])
+        memory[start + heap.nbytes : _aligned(start + heap.nbytes)] = 0
     memory[end:].view(np.int64)[:] = np.array(starts, np.int64).reshape(-1)
 
 
 def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
-    """Return the size of a blob in bytes.
-
-    Args:
-        rows: Number of rows.
-        heaps: Bytes of the values and the table of each ragged column.
-        layout: Layout of a record.
-    """
+    """Return the bytes of a blob of `rows` records. heaps: bytes of the values and the table of each ragged column."""
     sizes = [_aligned(size) for size in heaps]
     return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _HEAP_START.itemsize
 
