@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, Self
+from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
 
 from dataload.benchmarks.machine.usage import cpu_seconds
@@ -25,7 +23,6 @@ from dataload.benchmarks.systems.floors import RANGE_BYTES
 
 IN_FLIGHT = 32  # as many as a process may have that is alone on its host
 LEAST_BYTES = 1 << 20  # of a bare GET
-SAMPLE_SECONDS = 0.05  # between two samples of memory
 
 
 @dataclass(frozen=True)
@@ -124,53 +121,10 @@ def epoch(system: str, task: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()  # until the other ranks are ready
-    peak = _Peak()
-    with peak:
-        started, first, rows, cpu = time.perf_counter(), None, 0, cpu_seconds()
-        for count in SYSTEMS[system](Task(**json.loads(task))):
-            first = first or time.perf_counter() - started
-            rows += count
-        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu - peak.cpu_seconds
-    figures = {"seconds": seconds, "first": first, "rows": rows, "cpu": cpu, "memory": peak.num_bytes}
+    started, first, rows, cpu = time.perf_counter(), None, 0, cpu_seconds()
+    for count in SYSTEMS[system](Task(**json.loads(task))):
+        first = first or time.perf_counter() - started
+        rows += count
+    seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
+    figures = {"seconds": seconds, "first": first, "rows": rows, "cpu": cpu}
     sys.stdout.write(json.dumps(figures))
-
-
-class _Peak:
-    """Samples the anonymous memory of this process and its children.
-
-    Attributes:
-        num_bytes: The most seen.
-        cpu_seconds: Processor time that the samples took. It is no part of the epoch's.
-    """
-
-    def __enter__(self) -> Self:
-        self.num_bytes, self.cpu_seconds, self._end = 0, 0.0, Event()
-        self._thread = Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        start = _anonymous()
-        while not self._end.wait(SAMPLE_SECONDS):
-            self.num_bytes = max(self.num_bytes, _anonymous() - start)
-            self.cpu_seconds = time.thread_time()
-
-
-def _anonymous() -> int:
-    total = 0
-    for process in _processes():
-        try:
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-    return total
-
-
-def _processes() -> list[psutil.Process]:
-    this = psutil.Process()
-    return [this, *this.children(recursive=True)]

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from dataload.benchmarks.cold.epoch import IN_FLIGHT, Task
+from dataload.benchmarks.cold.peak import PeakGrowth
 from dataload.benchmarks.machine.hot_memory import touch_huge_pages
 from dataload.benchmarks.origin import Origin
 
@@ -66,7 +67,7 @@ def measure(
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]
         try:
-            found = _figures(system, running)
+            found, memory = _figures(system, running)
         finally:
             for process in running:
                 process.kill()
@@ -78,7 +79,7 @@ def measure(
         "first": max(figures["first"] for figures in found),
         "rows": sum(figures["rows"] for figures in found),
         "cpu": sum(figures["cpu"] for figures in found),
-        "memory": sum(figures["memory"] for figures in found),
+        "memory": memory,
         "bytes": stats["get_bytes"] / num_bytes,
         "requests": stats["get_requests"],
         "duplicates": stats["duplicate_gets"],
@@ -89,26 +90,27 @@ def measure(
     }
 
 
-def _figures(system: str, running: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Start the epoch in all processes together. Return what they print."""
+def _figures(system: str, running: list[subprocess.Popen[str]]) -> tuple[list[dict[str, Any]], int]:
+    """Start the epoch in all processes together. Return what they print, and the most memory that they gain in all."""
     for process in running:
         assert process.stdout is not None
         process.stdout.readline()
     touch_huge_pages(HUGE_PAGES)
-    for process in running:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
     found, end = [], time.monotonic() + MOST_SECONDS
-    for process in running:
-        try:
-            shown, _ = process.communicate(timeout=max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{system} took more than {MOST_SECONDS} s") from error
-        if process.returncode:
-            raise RuntimeError(f"{system} failed with exit status {process.returncode}")
-        found.append(json.loads(shown))
-    return found
+    with PeakGrowth([process.pid for process in running]) as peak:
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in running:
+            try:
+                shown, _ = process.communicate(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired as error:
+                raise RuntimeError(f"{system} took more than {MOST_SECONDS} s") from error
+            if process.returncode:
+                raise RuntimeError(f"{system} failed with exit status {process.returncode}")
+            found.append(json.loads(shown))
+    return found, peak.num_bytes
 
 
 def busy(changes: list[tuple[float, int]], latency: float) -> float:
