@@ -147,15 +147,16 @@ def burn(bench: Bench) -> Table:
     for _ in range(3):
         with bench.dataset() as dataset:
             decoder = BackgroundDecoder(dataset.rowstore.blobs)
-            make = partial(decoder.make, demand=DemandSignal(), account=Counters())
+            account = Counters()
+            make = partial(decoder.make, demand=DemandSignal(), account=account)
             while not make(0):
                 time.sleep(0.05)
             requests = [Thread(target=make, args=(group,)) for group in range(1, len(dataset.row_groups))]
-            alone, before = _steps(2.0), decoder.counts()["bytes_origin"]
+            alone, before = _steps(2.0), account.snapshot()["bytes_origin"]
             for request in requests:
                 request.start()
             beside = _steps(2.0)
-            rate = (decoder.counts()["bytes_origin"] - before) / 2.0
+            rate = (account.snapshot()["bytes_origin"] - before) / 2.0
             for request in requests:
                 request.join()
             decoder.end()

@@ -98,4 +98,4 @@ def _new(size: int) -> mmap.mmap:
     return buffer
 
 
-blob_buffers = BufferPool()  # of this process: the blobs that its tiers fill or send
+blob_buffers = BufferPool()  # of this process: the blobs that it makes or sends

@@ -110,7 +110,7 @@ class Tier(Protocol):
 
     @property
     def bulk(self) -> BulkTier | None:
-        """This tier for many small blobs at a time; None: it has no faster way for these."""
+        """This tier for many blobs at a time; None: it has no faster way for these."""
         return None
 
     @property
@@ -200,7 +200,7 @@ class Tier(Protocol):
 
 
 class BulkTier(Protocol):
-    """A tier that caches many small blobs at a time, such as 16 of a few KiB."""
+    """A tier that caches many blobs at a time, such as those of 16 row groups."""
 
     def lock_together(self, keys: Sequence[BlobKey]) -> AbstractContextManager[list[bool]]:
         """Lock those keys that are free for the duration of the block. The value tells which of them are locked."""

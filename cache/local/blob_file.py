@@ -106,7 +106,7 @@ def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
         whole[payload:] = _end(whole[:payload], digest, name)
 
 
-def write_small(descriptor: int, payload: memoryview, digest: bytes, name: str) -> int:
+def write_whole(descriptor: int, payload: memoryview, digest: bytes, name: str) -> int:
     """Write a whole sealed blob into an empty open file. Return its size in bytes.
 
     Raises:

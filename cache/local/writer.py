@@ -1,4 +1,4 @@
-"""The writers of blobs on the local disk: one blob, or many small ones at a time."""
+"""The writers of blobs on the local disk: one blob, or many at a time."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ class BlobWriter(Draft):
             folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)
 
 
-class SmallBlobWriter(BlobWriter):
-    """A small blob in memory that is written to disk together with others. It is discarded unless it is published.
+class BunchedBlobWriter(BlobWriter):
+    """A blob in memory that is written to disk together with others. It is discarded unless it is published.
 
     Args:
         tier: The tier that caches the blob.
@@ -168,7 +168,7 @@ class SmallBlobWriter(BlobWriter):
     def write(self) -> memoryview:
         """Write the blob, whose row is in the index, and return a read-only map of it. Raises OSError."""
         descriptor, digest = self._descriptor, self.key.digest
-        write = partial(blob_file.write_small, descriptor, self._content, digest, self.key.name)
+        write = partial(blob_file.write_whole, descriptor, self._content, digest, self.key.name)
         size = self._giving_way(self._target, descriptor, write)
         step("fill: sealed")
         self._target.publish(self.draft, digest)
@@ -187,7 +187,7 @@ class SmallBlobWriter(BlobWriter):
 
 @dataclass(frozen=True)
 class BulkWriter:
-    """Caches many small blobs at a time in a local tier, with one transaction of the index."""
+    """Caches many blobs at a time in a local tier, with one transaction of the index."""
 
     tier: LocalTier
 
@@ -205,7 +205,7 @@ class BulkWriter:
             yield held
 
     def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:
-        """Cache small blobs that are missing, as far as they fit. Return a read-only view of each."""
+        """Cache blobs that are missing, as far as they fit. Return a read-only view of each."""
         found, tier = [payload.toreadonly() for _, payload in blobs], self.tier
         step("fill: filled")
         folder = tier.opened() if tier.can_write() else None
@@ -217,7 +217,7 @@ class BulkWriter:
             held = stack.enter_context(folder.locks.hold_free([key.digest for key, _ in blobs]))
             step("fill: locked")
             writers = {
-                number: stack.enter_context(SmallBlobWriter(tier, *blobs[number], folder))
+                number: stack.enter_context(BunchedBlobWriter(tier, *blobs[number], folder))
                 for number in range(len(blobs))
                 if held[number]
             }
@@ -233,7 +233,7 @@ class BulkWriter:
                 tier.health.writes.worked()
         return found
 
-    def _reserved(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:
+    def _reserved(self, folder: CacheFolder, writers: Sequence[BunchedBlobWriter]) -> list[bool]:
         """Enter the blobs of these writers in the index. Return which of them fit."""
         tier = self.tier
         rows, region = [writer.row for writer in writers], tier.division().region

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,11 +18,19 @@ if TYPE_CHECKING:
     import pyarrow.dataset as pads
 
 SHARED_BYTES = 512 << 10  # row groups with fewer bytes are not worth a request each
+TINY_BYTES = 64 << 10  # of a row group that takes less time than handing it to another thread
 GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
 
 
 class RowGroupReader(Protocol):
-    """Decodes some columns of one row group."""
+    """Decodes some columns of one row group.
+
+    Attributes:
+        fetches: The requests that `wait` waits for.
+    """
+
+    @property
+    def fetches(self) -> Sequence[Future[None]]: ...
 
     def wait(self) -> None:
         """Wait for the bytes that are held in memory.

@@ -18,7 +18,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.formats.arrow_types import children, has_elements, has_part, is_bytes, is_list, number, storage
-from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
+from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import flatten
@@ -121,7 +121,8 @@ class ParquetFooter:
         if blocks.retains_blocks and self._shares_blocks(number):
             fetch = _from_blocks
         else:
-            fetch = _from_origin if is_small and blocks.origin.is_local else _from_pool
+            is_tiny = self.stored_bytes(number) <= TINY_BYTES
+            fetch = _from_origin if is_tiny and blocks.origin.is_local else _from_pool
         bytes_of = partial(fetch, blocks, obj)
         stream: HeldBeginning | RangeStream
         buffer = _buffer_bytes(ranges, capacity)
@@ -141,12 +142,12 @@ class ParquetFooter:
             opened = partial(pq.ParquetFile, stream.source, metadata=self._metadata, **arguments)
             with stream, opened(coerce_int96_timestamp_unit="us" if times else None) as file:
                 at_once = None if coded else self._rows_at_once(number, columns)
-                reader = ParquetReader(file, number, None if every else own, stream.wait, at_once)
+                reader = ParquetReader(file, number, None if every else own, stream, at_once)
                 if not times:
                     yield reader
                     return
                 with opened(coerce_int96_timestamp_unit="ns") as in_ns:
-                    yield LongTimesReader(reader, ParquetReader(in_ns, number, times, stream.wait))
+                    yield LongTimesReader(reader, ParquetReader(in_ns, number, times, stream))
 
     @cached_property
     def _long_times(self) -> frozenset[str]:
@@ -319,7 +320,7 @@ def _from_pool(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> F
 
 
 def _from_origin(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
-    """Fetch the range in this thread, which need not wait for it."""
+    """Fetch the range in this thread, because another one would take longer to begin."""
     blocks.fetch_into(obj, start, memory)
     return _DONE
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.formats.int96 import with_nanoseconds
+from dataload.formats.range_stream import HeldBeginning, RangeStream
 
 
 class ParquetReader:
@@ -17,7 +19,7 @@ class ParquetReader:
         file: The file.
         number: Number of the row group.
         columns: Names of the columns. None: all, which Arrow need not look up.
-        wait: Waits for the bytes that are held.
+        stream: Its bytes.
         at_once: Rows that Arrow decodes at a time, at most; None: as many as fit.
     """
 
@@ -26,14 +28,19 @@ class ParquetReader:
         file: pq.ParquetFile,
         number: int,
         columns: list[str] | None,
-        wait: Callable[[], None],
+        stream: HeldBeginning | RangeStream,
         at_once: int | None = None,
     ) -> None:
         self._file = file
         self._number = number
         self._columns = columns
         self._at_once = at_once
-        self.wait = wait
+        self._stream = stream
+        self.wait = stream.wait
+
+    @property
+    def fetches(self) -> Sequence[Future[None]]:
+        return self._stream.fetches
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
         self.wait()
@@ -65,6 +72,10 @@ class LongTimesReader:
         self._reader = reader
         self._in_ns = in_ns
         self.wait = reader.wait
+
+    @property
+    def fetches(self) -> Sequence[Future[None]]:
+        return self._reader.fetches
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
         return map(with_nanoseconds, self._reader.tables(rows), self._in_ns.tables(rows))

@@ -94,9 +94,14 @@ class RangeStream(io.RawIOBase):
         """The stream, as Arrow takes it."""
         return self
 
+    @property
+    def fetches(self) -> list[Future[None]]:
+        """The requests under way, and those of the bytes in memory."""
+        return [piece.fetched for piece in self._pieces.values()]
+
     def wait(self) -> None:
         """Block until all pending fetches are done. Raise the exception of the first that failed."""
-        wait_for_origin([piece.fetched for piece in self._pieces.values()])
+        wait_for_origin(self.fetches)
 
     def readable(self) -> bool:
         return True
@@ -183,25 +188,26 @@ class HeldBeginning:
 
     Attributes:
         source: The buffer, as Arrow takes it.
+        fetches: The requests.
     """
 
     def __init__(self, fetch: Callable[[int, memoryview], Future[None]], obj: Object, ranges: Sequence[Span]) -> None:
         _check_end(obj, ranges)
         buffer = pa.allocate_buffer(ranges[-1][1])
         memory = memoryview(buffer).cast("B")
-        self._fetched = [fetch(start, memory[start:stop]) for start, stop in ranges if start < stop]
+        self.fetches = [fetch(start, memory[start:stop]) for start, stop in ranges if start < stop]
         self.source = pa.BufferReader(buffer)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for future in self._fetched:
+        for future in self.fetches:
             future.cancel()
 
     def wait(self) -> None:
         """Block until the ranges are fetched. Raise the exception of the first that failed."""
-        wait_for_origin(self._fetched)
+        wait_for_origin(self.fetches)
 
 
 def _check_end(obj: Object, ranges: Sequence[Span]) -> None:

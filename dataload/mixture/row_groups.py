@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
-from dataload.rows.making.bunches import Member, make_together
+from dataload.rows.making.bunches import Made, Member, make_together
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
@@ -74,27 +73,27 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.bunched_bytes(own)
 
-    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
+    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
         by_cache: dict[tuple[str, int], dict[int, Member]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)
-            by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[number] = blobs.member(own, life)
+            by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[number] = Member(blobs, own, life)
         for members in by_cache.values():
+            numbers = {member: number for number, member in members.items()}
             try:
-                make_together([*members.values()])
+                for member in make_together([*numbers]):
+                    yield numbers.pop(member), member.result
             except Exception as error:  # noqa: BLE001 (raised where the row groups of this cache are awaited)
-                for member in members.values():
-                    member.made = error if member.made is None else member.made
-        every = chain.from_iterable(members.items() for members in by_cache.values())
-        return {number: member.made for number, member in every if member.made is not None}
+                for number in numbers.values():
+                    yield number, error
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         blobs, own = self._of(number)
         return blobs.make(own, life)
 
-    def has_capacity(self, number: int) -> bool:
+    def reservation(self, number: int) -> int:
         blobs, own = self._of(number)
-        return blobs.has_capacity(own)
+        return blobs.reservation(own)
 
     def touch(self) -> None:
         for blobs in self.by_dataset:

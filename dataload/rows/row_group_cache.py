@@ -21,7 +21,7 @@ from dataload.errors import DataError
 from dataload.formats.base import SHARED_BYTES
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
-from dataload.rows.making.bunches import Member, bunched_bytes, make_together
+from dataload.rows.making.bunches import Made, Member, bunched_bytes, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
 from dataload.rows.making.shared_blocks import SharedBlocks
@@ -104,17 +104,12 @@ class RowGroupCache(SizeForecast):
 
     def bunched_bytes(self, number: int) -> int:
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
-        return bunched_bytes(self, number)
+        return 0 if number in self._unkept else bunched_bytes(self, number)
 
-    def member(self, number: int, life: RowGroupLife) -> Member:
-        """Return a row group that is made together with others."""
-        return Member(self, number, life)
-
-    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
-        """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
-        members = [self.member(number, life) for number, life in lives.items()]
-        make_together(members)
-        return {member.number: member.made for member in members if member.made is not None}
+    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
+        """Yield row groups with their blobs or their error, except those that other processes make. See `load`."""
+        for member in make_together([Member(self, number, life) for number, life in lives.items()]):
+            yield member.number, member.result
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
@@ -166,9 +161,9 @@ class RowGroupCache(SizeForecast):
         """The memory in which row groups are made."""
         return self.maker.memory
 
-    def has_capacity(self, number: int) -> bool:
-        """Return whether the memory has room for another row group now."""
-        return self.memory.held.fits(max(1, self.maker.reservation(number)))
+    def reservation(self, number: int) -> int:
+        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
+        return max(1, self.maker.reservation(number))
 
     @property
     def tier(self) -> Tier:
@@ -229,10 +224,14 @@ class RowGroupCache(SizeForecast):
         if found is None:
             hold = partial(self.memory.hold, self.maker.reservation(number), life.is_cancelled)
             found = make_once(tier, self.lock_key(number), find, make, hold, alone=number in self._unkept)
-            is_kept = not tier.shared or all(map(is_file_map, found))
-            (self._unkept.discard if is_kept else self._unkept.add)(number)
+            self.note_kept(number, found)
         life.enter(State.CACHED)
         return found
+
+    def note_kept(self, number: int, made: list[memoryview]) -> None:
+        """Note whether the cache kept the blobs of a row group that was made or awaited."""
+        is_kept = not self.tier.shared or all(map(is_file_map, made))
+        (self._unkept.discard if is_kept else self._unkept.add)(number)
 
     def discard_source_blocks(self, number: int) -> None:
         """Discard the blocks of files that a row group was made of, once no other row group needs them. Best effort."""

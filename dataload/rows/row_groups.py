@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +12,7 @@ from dataload.rows.making.row_group_memory import RowGroupMemory
 from dataload.rows.row_group_life import RowGroupLife
 
 if TYPE_CHECKING:
+    from dataload.rows.making.bunches import Made
     from dataload.rows.row_group_cache import RowGroupCache
 
 
@@ -87,8 +88,8 @@ class RowGroups(Protocol):
     def bunched_bytes(self, number: int) -> int:
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
 
-    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
-        """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
+    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
+        """Yield row groups with their blobs or their error, except those that other processes make. See `load`."""
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
@@ -98,8 +99,8 @@ class RowGroups(Protocol):
             DataError: The row group cannot be decoded.
         """
 
-    def has_capacity(self, number: int) -> bool:
-        """Return whether the memory has room for another row group now."""
+    def reservation(self, number: int) -> int:
+        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
 
     def touch(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from time import perf_counter
@@ -14,6 +15,7 @@ from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
+from dataload.rows.making.bunch_queue import BunchQueue
 from dataload.rows.row_group_life import RowGroupLife, State, charged_together
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
@@ -25,8 +27,6 @@ from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
 
 LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
-MOST_IN_A_BUNCH = 16  # small row groups that a thread makes together
-BUNCHES_AT_ONCE = 4  # their requests keep all connections busy, and more threads would only compete
 LOG_SECONDS = 60.0  # between two messages about a row group that a thread waits for
 BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than starting a process
 
@@ -60,10 +60,8 @@ class RowGroupScheduler:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        # Guards the small row groups and the memory of uncached ones. A call may be cancelled while it is submitted.
-        self._mutex = threading.RLock()
-        self._small: deque[tuple[int, RowGroupLife, int]] = deque()  # and the bytes of each; no thread has begun
-        self._small_loaders = 0  # threads that load them, or soon will
+        self._bunches = BunchQueue(blobs, self._threads)
+        self._mutex = threading.Lock()  # guards the memory of uncached row groups
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
         self._started = False
@@ -160,65 +158,37 @@ class RowGroupScheduler:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
                 DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
                 return
-        size = self._blobs.bunched_bytes(group)
-        if not 0 < size <= self._bunch_bytes:
+        if not self._bunches.add(group, life, self._load_bunch):
             self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
-            return
-        with self._mutex:
-            if self._small_loaders < BUNCHES_AT_ONCE:
-                self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
-                self._small_loaders += 1
-            self._small.append((group, life, size))
-
-    @property
-    def _bunch_bytes(self) -> int:
-        """The bytes of a bunch, at most: the memory has room for all that are made at once."""
-        return self._blobs.memory.held.total // BUNCHES_AT_ONCE
-
-    def _cancel_small(self, call: Future[None]) -> None:
-        """Cancel the small row groups whose threads do not come, because the program exits."""
-        with self._mutex:
-            while call.cancelled() and self._small:
-                _, life, _ = self._small.popleft()
-                life.finish_with(call)
-
-    def _load_next(self) -> None:
-        """Load a bunch of small row groups, those that were requested first. Then let a thread load the next bunch."""
-        with self._mutex:
-            most = min(MOST_IN_A_BUNCH, -(-len(self._small) // BUNCHES_AT_ONCE))
-            bunch = _next_bunch(self._small, most, self._bunch_bytes)
-        try:
-            self._load_bunch({group: life for group, life in bunch if life.begin()})
-        finally:
-            with self._mutex:
-                if self._small:
-                    self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
-                else:
-                    self._small_loaders -= 1
 
     def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
         """Load small row groups together, unless the first of them is cached. Let threads load the remaining ones."""
-        made: dict[int, list[memoryview] | BaseException] = {}
+        remaining = lives.copy()
         try:
             with charged_together(lives.values()) as timeline, self._blobs.in_order():
-                since, first = perf_counter(), next(iter(lives), -1)
+                since = perf_counter()
                 if len(lives) > 1 and not self._is_for_decoder:
-                    with charged_to(lives[first].account):
-                        found = self._blobs.find(first)
-                    if found is None:
-                        made = {n: ReservationCancelled() for n, life in lives.items() if not self._may_make(n, life)}
-                        made |= self._blobs.load_together({n: life for n, life in lives.items() if n not in made})
-                        self._spent.add(**timeline.seconds(since, perf_counter()))
-                    else:
-                        lives[first].enter(State.CACHED)
-                        made[first] = found
+                    for group, found in self._made_together(lives):
+                        self._finish(group, remaining.pop(group), found, is_made=True)
+                    self._spent.add(**timeline.seconds(since, perf_counter()))
         except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
-            made = dict.fromkeys(lives, error)
-        for group, life in lives.items():
-            if group in made:
-                self._finish(group, life, made[group], is_made=True)
-            else:  # It is cached, or another process or host makes it.
-                self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
+            while remaining:
+                self._finish(*remaining.popitem(), error)
+        for group, life in remaining.items():  # It is cached, or another process or host makes it.
+            self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
+
+    def _made_together(self, lives: dict[int, RowGroupLife]) -> Iterator[tuple[int, list[memoryview] | BaseException]]:
+        first = next(iter(lives))
+        with charged_to(lives[first].account):
+            found = self._blobs.find(first)
+        if found is not None:
+            lives[first].enter(State.CACHED)
+            yield first, found
+            return
+        allowed = {group: life for group, life in lives.items() if self._may_make(group, life)}
+        yield from ((group, ReservationCancelled()) for group in lives.keys() - allowed.keys())
+        if allowed:
+            yield from self._blobs.load_together(allowed)
 
     def _load(self, group: int, life: RowGroupLife) -> None:
         """Load a row group, unless its life was cancelled."""
@@ -283,18 +253,6 @@ class RowGroupScheduler:
         # user may hold the interpreter lock, and the other process has one of its own.
         is_useful = self._blobs.is_mapped or not self._demand.mostly_waiting
         return self.decoder is not None and (self.decoder.started or is_useful)
-
-
-def _next_bunch(
-    small: deque[tuple[int, RowGroupLife, int]], most: int, num_bytes: int
-) -> list[tuple[int, RowGroupLife]]:
-    """Take the row groups that were requested first: at most `most`, and at most `num_bytes` unless it is one."""
-    bunch: list[tuple[int, RowGroupLife]] = []
-    while small and len(bunch) < most and (small[0][2] <= num_bytes or not bunch):
-        group, life, size = small.popleft()
-        num_bytes -= size
-        bunch.append((group, life))
-    return bunch
 
 
 def _log_wait(what: str, state: State, seconds: float) -> None:

@@ -583,7 +583,8 @@ def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
     make_loader(mixture, 16, world=World(0, 4))
 
     def free() -> set[bool]:
-        return {mixture.rowstore.blobs.has_capacity(group) for group in range(len(mixture.row_groups))}
+        blobs = mixture.rowstore.blobs
+        return {blobs.memory.held.fits(blobs.reservation(group)) for group in range(len(mixture.row_groups))}
 
     for first in mixture.rowstore.blobs.by_dataset:
         assert free() == {True}

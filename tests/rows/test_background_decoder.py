@@ -62,10 +62,10 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_caches_row_groups_for_this_process(decoder: BackgroundDecoder, dataset: Any, not_here: None) -> None:
-    assert make_in_background(decoder, 3)
+    assert decoder.make(3, DemandSignal(), account := Counters())
     assert make_in_background(decoder, 3)
     assert [len(blob) > 0 for blob in load(dataset.rowstore.blobs, 3)] == [True]
-    assert decoder.counts()["requests_origin"] >= 1
+    assert account.snapshot()["requests_origin"] >= 1
 
 
 def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,10 @@ from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
 from dataload.formats.schema import Layout, fields_of
-from dataload.rows import row_block, row_group_cache, scheduler
+from dataload.rows import row_block, row_group_cache
 from dataload.rows.arrow_decode import decode
-from dataload.rows.making import bunches, row_group_memory
+from dataload.rows.background_decoder.worker import Done, _Worker
+from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_group_memory
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.runtime.filemap import is_file_map
 
@@ -67,13 +71,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Count how often each row group is made in a bunch."""
     counts: Counter[int] = Counter()
-    packed = bunches._packed
+    pack = bunches._pack
 
-    def counting(members: Any) -> Any:
-        counts.update(member.number for member in members)
-        return packed(members)
+    def counting(member: Any, columns: Any) -> Any:
+        counts[member.number] += 1
+        return pack(member, columns)
 
-    monkeypatch.setattr(bunches, "_packed", counting)
+    monkeypatch.setattr(bunches, "_pack", counting)
     return counts
 
 
@@ -86,7 +90,7 @@ def rows_of(dataset: Dataset) -> list[Any]:
 def request_all(dataset: Any) -> None:
     """Request all row groups before a thread begins to load them."""
     scheduler, count = dataset.rowstore.scheduler, len(dataset.row_groups)
-    with scheduler._mutex:
+    with scheduler._bunches._mutex:
         for number in range(count):
             scheduler.request(number, count)
 
@@ -107,7 +111,7 @@ def test_the_rows_are_the_same(
     made.clear()
     again = rows_of(opened(folder, tmp_path / "together"))  # from the cache
     assert not made
-    monkeypatch.setattr(scheduler, "MOST_IN_A_BUNCH", 1)
+    monkeypatch.setattr(bunch_queue, "MOST_IN_A_BUNCH", 1)
     one_by_one = rows_of(opened(folder, tmp_path / "one by one"))
     assert not made
     assert repr(together) == repr(one_by_one) == repr(again)  # NaN equals NaN here
@@ -132,7 +136,7 @@ def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
     pq.write_table(pa.table(columns), folder / "013.parquet")
     dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache")))
     lives = lives_of(dataset)
-    found = dataset.rowstore.blobs.load_together(lives)
+    found = dict(dataset.rowstore.blobs.load_together(lives))
     assert len(found) == FILES
     assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
     assert isinstance(error := found[13], DataError)
@@ -146,7 +150,7 @@ def test_a_file_that_is_gone_concerns_one_row_group(tmp_path: Path, write: Any) 
     folder = write("numbers")
     dataset = opened(folder, tmp_path / "cache")
     (folder / "013.parquet").unlink()
-    found = dataset.rowstore.blobs.load_together(lives_of(dataset))
+    found = dict(dataset.rowstore.blobs.load_together(lives_of(dataset)))
     assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
     assert "013.parquet" in str(found[13])
 
@@ -165,7 +169,7 @@ def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, wr
     other.start()
     held.wait()
     try:
-        found = blobs.load_together(lives_of(dataset))
+        found = dict(blobs.load_together(lives_of(dataset)))
     finally:
         done.set()
         other.join()
@@ -210,13 +214,13 @@ def test_a_cache_that_is_too_small_keeps_a_part(tmp_path: Path, write: Any, made
 def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
-    names, packed, sources = ("a", "b"), bunches._packed, list[set[int]]()
+    names, together, sources = ("a", "b"), bunches.make_together, list[set[int]]()
 
     def noting(members: Any) -> Any:
         sources.append({id(member.blobs) for member in members})
-        return packed(members)
+        return together(members)
 
-    monkeypatch.setattr(bunches, "_packed", noting)
+    monkeypatch.setattr("dataload.mixture.row_groups.make_together", noting)
     folders = [write(*kinds, folder=name) for name in names]
 
     def rows(cache: str) -> Any:
@@ -229,14 +233,14 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
 
     together = rows("together")
     assert max(map(len, sources)) == len(names)
-    monkeypatch.setattr(scheduler, "MOST_IN_A_BUNCH", 1)
+    monkeypatch.setattr(bunch_queue, "MOST_IN_A_BUNCH", 1)
     assert rows("one by one") == together
 
 
 def test_each_dataset_of_a_bunch_counts_its_own_misses(tmp_path: Path, write: Any) -> None:
     datasets = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
     before = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
-    found = mix(datasets).rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
+    found = dict(mix(datasets).rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)}))
     assert len(found) == 2 * FILES
     counted = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
     assert [after - base for after, base in zip(counted, before, strict=True)] == [FILES, FILES]
@@ -247,7 +251,7 @@ def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, 
     for file in (tmp_path / "b").iterdir():
         file.unlink()
     lives = {number: RowGroupLife() for number in reversed(range(2 * FILES))}
-    found = mixture.rowstore.blobs.load_together(lives)
+    found = dict(mixture.rowstore.blobs.load_together(lives))
     assert sorted(number for number, made in found.items() if isinstance(made, list)) == list(range(FILES))
     with pytest.raises(OSError, match=r"b/\d+\.parquet"):
         list(make_loader(mixture, 16))
@@ -262,7 +266,7 @@ def test_an_error_of_one_cache_leaves_the_row_groups_of_another(
         raise RuntimeError("no locks")
 
     monkeypatch.setattr(mixture.datasets[1].blocks.tier.folder.locks, "hold_free", fail)
-    found = mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
+    found = dict(mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)}))
     assert [isinstance(made, list) for made in found.values()] == [True] * FILES + [False] * FILES
     assert {str(made) for made in found.values() if not isinstance(made, list)} == {"no locks"}
 
@@ -277,7 +281,7 @@ def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path)
     mixture = mix(
         {name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()}
     )
-    found = mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(8)})
+    found = dict(mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(8)}))
     assert all(isinstance(made, list) for made in found.values())
     rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
     assert sorted(chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
@@ -308,7 +312,7 @@ def test_a_footer_that_cannot_be_read_concerns_one_row_group(
         return footer(group)
 
     monkeypatch.setattr(blobs.maker, "footer", unreadable)
-    found = blobs.load_together(lives_of(dataset))
+    found = dict(blobs.load_together(lives_of(dataset)))
     assert found.keys() == set(range(FILES)) - {13}  # Another thread loads it alone, and raises.
     assert all(isinstance(made, list) for made in found.values())
 
@@ -382,6 +386,46 @@ def test_a_failed_transaction_leaves_the_rows_of_files_that_stay(
     assert not list(tier.path.glob("tmp/*/*"))
 
 
+def answers_of(dataset: Dataset) -> dict[int, Done]:
+    """Return the answers of the background decoder's worker to requests for all row groups."""
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as client, Connection(theirs.detach()) as served:
+        worker = _Worker(served, dataset.rowstore.blobs)
+        with worker._bunches._mutex:  # All are requested before a thread begins.
+            for number in range(len(dataset.row_groups)):
+                assert worker._bunches.add(number, RowGroupLife(), worker._make_bunch)
+        return {done.group: done for done in (client.recv() for _ in dataset.row_groups)}
+
+
+def test_the_background_decoder_makes_them_together(tmp_path: Path, write: Any, made: Counter[int]) -> None:
+    dataset = opened(write("numbers", "lists"), tmp_path / "cache")
+    answers = answers_of(dataset)
+    assert answers.keys() == set(range(FILES))
+    assert all(done.cached and done.error is None and done.account["decoded"] == 1 for done in answers.values())
+    assert set(made.values()) == {1}
+    assert len(made) > FILES // 2
+    blobs = dataset.rowstore.blobs
+    assert all(blobs.get_all(blobs.keys(number)) for number in answers)
+
+
+def test_the_background_decoder_tells_which_row_group_of_a_bunch_failed(tmp_path: Path, write: Any) -> None:
+    folder = write("numbers")
+    dataset = opened(folder, tmp_path / "cache")
+    (folder / "013.parquet").unlink()
+    answers = answers_of(dataset)
+    assert [number for number, done in answers.items() if not done.cached] == [13]
+    assert isinstance(answers[13].error, OriginError)
+    assert "013.parquet" in str(answers[13].error)
+
+
+def test_the_background_decoder_tells_which_row_groups_the_cache_did_not_keep(tmp_path: Path, write: Any) -> None:
+    dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 30_000))
+    answers = answers_of(dataset)
+    assert {done.cached for done in answers.values()} == {True, False}
+    blobs = dataset.rowstore.blobs
+    assert all((blobs.get_all(blobs.keys(number)) is not None) == done.cached for number, done in answers.items())
+
+
 GROUPS, LARGE_ROWS = 40, 40
 
 
@@ -406,9 +450,13 @@ def is_equal(dataset: Dataset, images: list[Any], **options: Any) -> bool:
     return sorted(seen) == list(range(len(images)))
 
 
-def test_row_groups_of_a_megabyte_are_made_together(tmp_path: Path, large: Any, made: Counter[int]) -> None:
+def test_row_groups_of_a_megabyte_are_made_together(
+    tmp_path: Path, large: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_group_memory, "usable_memory", lambda: 12 << 30)
     folder, images = large
     dataset = opened(folder, tmp_path / "cache")
+    dataset.rowstore.blobs.memory.share(1)
     request_all(dataset)
     assert is_equal(dataset, images)
     assert set(made.values()) == {1}
@@ -424,7 +472,7 @@ def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(tmp_pat
     def made(cache: CacheConfig) -> list[memoryview]:
         blobs, found = make_dataset(str(folder), cache=cache).rowstore.blobs, dict[int, Any]()
         for first in range(0, GROUPS, 10):
-            found |= blobs.load_together({number: RowGroupLife() for number in range(first, first + 10)})
+            found |= dict(blobs.load_together({number: RowGroupLife() for number in range(first, first + 10)}))
         return [found[number][0] for number in range(GROUPS)]
 
     part = made(CacheConfig(str(tmp_path / "part"), 8 << 20))
@@ -432,7 +480,7 @@ def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(tmp_pat
     assert part == made(CacheConfig(str(tmp_path / "whole")))
 
 
-@pytest.mark.parametrize(("host", "most"), [(3 << 30, 4), (2 << 30, 3), (1 << 30, 0)])
+@pytest.mark.parametrize(("host", "most"), [(12 << 30, 10), (6 << 30, 8), (2 << 30, 0)])
 def test_bunches_fit_into_the_memory(
     tmp_path: Path, large: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch, host: int, most: int
 ) -> None:
@@ -444,10 +492,93 @@ def test_bunches_fit_into_the_memory(
     request_all(dataset)
     sizes, together = list[int](), bunches.make_together
     monkeypatch.setattr(
-        row_group_cache, "make_together", lambda members: (sizes.append(len(members)), together(members))
+        row_group_cache, "make_together", lambda members: (sizes.append(len(members)), together(members))[1]
     )
     assert is_equal(dataset, images)
     assert max(sizes, default=0) == most
+
+
+def test_a_late_request_does_not_hold_up_the_other_row_groups(
+    tmp_path: Path, large: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = large
+    dataset = opened(folder, tmp_path / "cache")
+    blocks, arrives = dataset.blocks, threading.Event()
+    first, fetch = min(start for start, _ in dataset.rowstore.blobs.maker.sources(5)[1]), blocks.fetch_into
+
+    def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
+        if start == first:
+            assert arrives.wait(60)
+        fetch(obj, start, memory)
+
+    monkeypatch.setattr(blocks, "fetch_into", fetch_into)
+    order = []
+    for number, found in dataset.rowstore.blobs.load_together({number: RowGroupLife() for number in range(10)}):
+        assert isinstance(found, list)
+        order.append(number)
+        if len(order) == 9:
+            arrives.set()
+    assert sorted(order) == list(range(10))
+    assert order[-1] == 5
+
+
+def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path: Path, made: Counter[int]) -> None:
+    """Files may hide the size of texts in lists, which have a dictionary there."""
+    texts = [[f"{number:04d}" * 500] * 50 for number in range(40)]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "data" / "0.parquet", row_group_size=2)
+    blobs = opened(tmp_path / "data", tmp_path / "cache").rowstore.blobs
+    blobs.plan.use_mean_sizes({})
+    assert blobs.bunched_bytes(0)
+    found = dict(blobs.load_together({number: RowGroupLife() for number in range(20)}))
+    assert all(isinstance(each, list) for each in found.values())
+    assert (blobs.bunched_bytes(0) == 0) == (len(found[0][0]) > row_group_maker.INLINE_BYTES)
+
+
+def test_a_row_group_that_the_cache_does_not_keep_is_made_alone_later(tmp_path: Path, write: Any) -> None:
+    blobs = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 30_000)).rowstore.blobs
+    found = dict(blobs.load_together({number: RowGroupLife() for number in range(FILES)}))
+    kept = [is_file_map(found[number][0]) for number in range(FILES)]
+    assert set(kept) == {True, False}
+    assert [blobs.bunched_bytes(number) > 0 for number in range(FILES)] == kept
+
+
+def test_a_process_with_too_many_maps_makes_them_in_other_memory(
+    tmp_path: Path, large: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, images = large
+
+    def take(size: int) -> Any:
+        raise OSError(errno.ENOMEM, f"no map of {size} bytes")
+
+    monkeypatch.setattr(bunches.blob_buffers, "take", take)
+    dataset = opened(folder, tmp_path / "cache")
+    found = dict(dataset.rowstore.blobs.load_together({number: RowGroupLife() for number in range(10)}))
+    assert all(isinstance(each, list) for each in found.values())
+    monkeypatch.undo()
+    assert is_equal(dataset, images)
+
+
+def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    store = dataset.rowstore
+    monkeypatch.setattr(store.scheduler, "_may_make", lambda *_: False)
+    request_all(dataset)
+    lives = store.scheduler._lives.copy()
+    assert {life.contents.result(60) is None for life in lives.values()} == {True}
+
+
+def test_row_groups_that_share_blocks_of_a_remote_file_are_made_alone(
+    bucket: Any, dataset_of: Any, cache: CacheConfig
+) -> None:
+    alone = make_dataset(dataset_of([[5]] * 3), storage_options=bucket.options, cache=cache).rowstore.blobs
+    assert all(alone.bunched_bytes(number) for number in range(3))
+    shared = make_dataset(
+        dataset_of([[5, 5]] * 3, folder="two"), storage_options=bucket.options, cache=cache
+    ).rowstore.blobs
+    assert not any(shared.bunched_bytes(number) for number in range(6))
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 1000, 300_000])
@@ -457,7 +588,7 @@ def test_a_blob_is_whole_when_the_system_writes_a_part(
     payload = memoryview(np.random.default_rng(0).bytes(300_001))
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:at_once]))
     descriptor = blob_file.create(tmp_path / "blob")
-    size = blob_file.write_small(descriptor, payload, b"d" * 32, "name")
+    size = blob_file.write_whole(descriptor, payload, b"d" * 32, "name")
     os.close(descriptor)
     content = (tmp_path / "blob").read_bytes()
     assert len(content) == size

@@ -177,9 +177,9 @@ def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sourc
     # As a loader that reads `data`:
     with cached.memory.held.reserve(sys.maxsize), cached.memory.decoding.reserve(sys.maxsize):
         make_loader(data, 4, world=World(0, 1), num_workers=1)  # less memory for each process
-        assert not cached.has_capacity(0)
+        assert not cached.memory.held.fits(cached.reservation(0))
         assert not cached.memory.decoding.fits(1)
-    assert cached.has_capacity(0)
+    assert cached.memory.held.fits(cached.reservation(0))
     assert cached.memory.held.idle
     assert cached.memory.decoding.idle
 

@@ -97,7 +97,7 @@ def test_a_row_group_that_the_background_process_decodes_is_a_miss(
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)
             assert workers or loader.stats().bytes_origin == (0 if hits else stored(dataset))
-    assert workers or decoder.counts()["decoded"] == GROUPS
+    assert workers or decoder._process.made == GROUPS
     decoder.end()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate, chain
@@ -13,7 +14,7 @@ from dataload.cache.blocks.reader import Blocks, Object, wait_for_origin
 from dataload.cache.tier import Span
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
 from dataload.formats.arrow_types import children
-from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
+from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
@@ -88,8 +89,9 @@ class ArrowFooter:
     def null_count(self, number: int, columns: Collection[str]) -> None:  # noqa: ARG002
         return None
 
-    def opens_at_once(self, number: int, blocks: Blocks) -> bool:  # noqa: ARG002 (whatever the record batch)
-        return blocks.origin.is_local
+    def opens_at_once(self, number: int, blocks: Blocks) -> bool:
+        dictionaries = sum(message.stop - message.start for message in self._dictionaries[number])
+        return blocks.origin.is_local and self.stored_bytes(number) + dictionaries <= TINY_BYTES
 
     @contextmanager
     def open_row_group(
@@ -168,6 +170,8 @@ class ArrowFooter:
 
 
 class _Reader:
+    fetches: Sequence[Future[None]] = ()
+
     def __init__(self, table: pa.Table) -> None:
         self._table = table
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -122,7 +121,6 @@ class BackgroundDecoder(ForkAware):
         self._mutex = threading.Lock()
         self._process = None
         self._detach_finalizer()
-        self._account = Counters()
         self._failures = 0
         self._paused_until = 0.0
         self.spent = Counters()
@@ -144,8 +142,13 @@ class BackgroundDecoder(ForkAware):
         if _program_exits.is_set():
             raise CancelledError
 
-        def is_urgent() -> bool:
-            return demand.now and self._blobs.has_capacity(group)
+        size = 0
+
+        def is_urgent() -> bool:  # It is asked again and again, and for 2,000 columns the size takes milliseconds.
+            nonlocal size
+            if demand.now:
+                size = size or self._blobs.reservation(group)
+            return demand.now and self._blobs.memory.held.fits(size)
 
         process = None if is_urgent() or monotonic() < self._paused_until else self._running()
         if process is None or not process.ready.is_set():
@@ -171,10 +174,6 @@ class BackgroundDecoder(ForkAware):
         """Whether this process has started a background process."""
         return self._process is not None
 
-    def counts(self) -> Counter[str]:
-        """Return the total cost of the row groups that its processes made, by name as in `Ledger`."""
-        return Counter(self._account.snapshot())
-
     def end(self) -> None:
         """End the process and wait until it has exited. The next request starts another."""
         with self._mutex:
@@ -190,7 +189,7 @@ class BackgroundDecoder(ForkAware):
                 self._detach_finalizer()
             if self._process is None and self._failures < MAX_FAILURES:
                 try:
-                    self._process = _Process(self._blobs, self.spent, self._account)
+                    self._process = _Process(self._blobs, self.spent)
                 except (OSError, RuntimeError) as error:  # the latter at a limit of threads
                     self._failures = MAX_FAILURES
                     log.warning(
@@ -226,7 +225,6 @@ class _Process:
     Args:
         blobs: The cached row groups, sent to the process.
         spent: Counter of the seconds that the process spends, by cause.
-        account: Counter of the total cost of row groups.
 
     Attributes:
         ready: Set once the process accepts requests.
@@ -235,8 +233,8 @@ class _Process:
         made: Number of row groups that it made.
     """
 
-    def __init__(self, blobs: RowGroups, spent: Counters, account: Counters) -> None:
-        self._spent, self._account = spent, account
+    def __init__(self, blobs: RowGroups, spent: Counters) -> None:
+        self._spent = spent
         self._mutex = threading.Lock()
         self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
         self.ready, self.ended = threading.Event(), threading.Event()
@@ -326,7 +324,6 @@ class _Process:
             while True:
                 done: Done = self._connection.recv()
                 self._spent.add(**done.making.spent())
-                self._account.add(**done.account)
                 self.made += done.error is None
                 with self._mutex:
                     result, account = self._requests.pop(done.group)

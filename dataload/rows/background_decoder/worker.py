@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from dataload.errors import DataloadError, as_sent
-from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.making.bunch_queue import BunchQueue
+from dataload.rows.row_group_life import RowGroupLife, charged_together
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.filemap import libc
+from dataload.runtime.filemap import is_file_map, libc
 from dataload.telemetry.wait_timeline import Timeline
 
 ROW_GROUPS_IN_FLIGHT = 24  # threads; the budget of `RowGroupMaker` bounds their memory
@@ -49,34 +49,69 @@ def run(descriptor: int) -> None:
         descriptor: A socket. The client sends a pickled `RowGroups` through it first, then row groups.
     """
     _keep_freed_memory()
-    connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
-    try:
-        blobs: RowGroups = connection.recv()
-    except EOFError:  # The client cannot pickle them, and logs why.
-        return
-    blobs.memory.use_decoder_share()
-    threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
+    connection = Connection(descriptor)
+    with suppress(EOFError, OSError):  # EOFError: the client cannot pickle the row groups, and logs why; or it is gone.
+        _Worker(connection, connection.recv()).run()
 
-    def make(group: int) -> None:
-        life, cached, error = RowGroupLife(), False, None
+
+class _Worker:
+    """Makes row groups as the client requests them.
+
+    Args:
+        connection: The client. It receives "ready", then a `Done` for each request.
+        blobs: The cached row groups.
+    """
+
+    def __init__(self, connection: Connection, blobs: RowGroups) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._blobs = blobs
+        self._threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
+        self._bunches = BunchQueue(blobs, self._threads)
+
+    def run(self) -> None:
+        """Serve the client as long as `run` of the module says."""
+        self._blobs.memory.use_decoder_share()
+        self._connection.send("ready")
+        parent, idle = os.getppid(), 0.0
+        while os.getppid() == parent and idle < IDLE_SECONDS:
+            idle = idle + LOOK_SECONDS if self._threads.idle else 0.0
+            if self._connection.poll(LOOK_SECONDS):
+                group, life = self._connection.recv(), RowGroupLife()
+                if not self._bunches.add(group, life, self._make_bunch):
+                    self._threads.submit(self._make, group, life)
+
+    def _make(self, group: int, life: RowGroupLife) -> None:
+        made: bool | BaseException
         try:
             with life.charged():
-                cached = blobs.make(group, life)
-        except BaseException as caught:  # noqa: BLE001 (the client raises it, or makes the row group itself)
-            sent = as_sent(caught) if isinstance(caught, Exception) else None
-            error = sent or DataloadError(repr(caught))
-        with sending, suppress(OSError):
-            connection.send(Done(group, cached, error, life.timeline.end(), life.account.snapshot()))
+                made = self._blobs.make(group, life)
+        except BaseException as error:  # noqa: BLE001 (sent to the client)
+            made = error
+        self._answer(group, life, made)
 
-    with suppress(EOFError, OSError):
-        connection.send("ready")
-        running: list[Future[None]] = []
-        idle = 0.0
-        while os.getppid() == parent and idle < IDLE_SECONDS:
-            idle = 0.0 if running else idle + LOOK_SECONDS
-            if connection.poll(LOOK_SECONDS):
-                running.append(threads.submit(make, connection.recv()))
-            running = [future for future in running if not future.done()]
+    def _make_bunch(self, lives: dict[int, RowGroupLife]) -> None:
+        remaining = lives.copy()
+        try:
+            if len(lives) > 1:
+                with charged_together(lives.values()), self._blobs.in_order():
+                    for group, found in self._blobs.load_together(lives):
+                        made = found if isinstance(found, Exception) else all(map(is_file_map, found))
+                        self._answer(group, remaining.pop(group), made)
+        except BaseException as error:  # noqa: BLE001 (sent to the client)
+            while remaining:
+                self._answer(*remaining.popitem(), error)
+        for group in remaining:  # It is alone, or another process makes it.
+            self._threads.submit(self._make, group, RowGroupLife())
+
+    def _answer(self, group: int, life: RowGroupLife, made: bool | BaseException) -> None:
+        """Tell the client whether the cache has a row group, or why it cannot be made."""
+        error = None
+        if isinstance(made, BaseException):
+            sent = as_sent(made) if isinstance(made, Exception) else None
+            error = sent or DataloadError(repr(made))
+        with self._sending, suppress(OSError):
+            self._connection.send(Done(group, made is True, error, life.timeline.end(), life.account.snapshot()))
 
 
 def _keep_freed_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import pyarrow as pa
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.tier import BlobKey, BulkTier, Draft
 from dataload.errors import DataError, DataloadError
-from dataload.formats.base import RowGroupReader
+from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
 from dataload.rows.making.row_group_maker import DECODED_COPIES, INLINE_BYTES
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from dataload.rows.row_group_cache import RowGroupCache
 
 MOST_ROWS = 16384  # of a row group with values of varying size, which footers may hide
-JOINED_BYTES = 64 << 10  # of the records of a row group; decoding more takes longer than joining them saves
 POOLED_BYTES = 128 << 10  # of a blob; malloc keeps less without a map of its own
+CACHED_AT_ONCE = 8 << 20  # bytes of blobs
+LATE_SECONDS = 0.2  # Row groups whose bytes come later do not hold up the others of their bunch.
+
+
+Made = list[memoryview] | Exception
+"""The blobs of a row group, or why it cannot be made."""
 
 
 class Member:
@@ -44,7 +50,7 @@ class Member:
         opened: Holds it open until it is decoded.
         reader: Decodes it.
         table: Its rows, if it is decoded together with others.
-        made: Its blob, or why it cannot be made. None: another process makes it, or it should be made by itself.
+        made: Its blob, or why it cannot be made. None: not yet, or not in this bunch.
     """
 
     reader: RowGroupReader
@@ -55,7 +61,23 @@ class Member:
         self.key = blobs.keys(number)[0]
         self.opened = ExitStack()
         self.table: pa.Table | None = None
-        self.made: list[memoryview] | Exception | None = None
+        self.made: Made | None = None
+
+    @property
+    def result(self) -> Made:
+        """What is `made` of it, once that is known."""
+        assert self.made is not None
+        return self.made
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that making it takes."""
+        return self.blobs.maker.decoding_bytes(self.number) + self.group.bytes
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether all its bytes are there, or it cannot be made."""
+        return self.made is not None or all(fetch.done() for fetch in self.reader.fetches)
 
     @property
     def tier(self) -> BulkTier:
@@ -67,6 +89,7 @@ class Member:
     def read(self) -> pa.Table:
         """Return its rows, once it is fetched."""
         with self.opened:
+            self.reader.wait()
             self.life.account.add(decoded=1)
             [table] = self.reader.tables(self.group.rows)
             return table
@@ -88,69 +111,89 @@ class Member:
 
 
 class _PooledDraft(Draft):
-    """A blob in memory that is used again. See `Draft`."""
+    """A blob in memory, which is used again if the blob is not tiny and is cached. See `Draft`."""
 
     def __init__(self, key: BlobKey) -> None:
         super().__init__(key)
+        self.size = 0
         self._buffer: mmap.mmap | None = None
 
     def memory_for(self, size: int) -> memoryview:
+        self.size = size
         if size < POOLED_BYTES:
             return super().memory_for(size)
-        self._buffer = blob_buffers.take(size)
+        try:
+            self._buffer = blob_buffers.take(size)
+        except OSError:  # The process has too many memory maps.
+            return super().memory_for(size)
         return memoryview(self._buffer)[:size]
 
     def give_back(self) -> None:
         """Let other blobs use the memory, unless a view of it remains because the blob is not cached."""
         self.payload = None
-        if self._buffer is not None:
-            blob_buffers.give_back(self._buffer)
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            blob_buffers.give_back(buffer)
 
 
 def bunched_bytes(blobs: RowGroupCache, number: int) -> int:
-    """Return the bytes that a row group takes in a bunch, or 0 if it is too large. Arguments are those of `Member`."""
-    plan, group = blobs.plan, blobs.manifest.row_groups[number]
+    """Return the bytes that a row group takes in a bunch, or 0 if it is to be made alone. Arguments: see `Member`."""
+    plan, group, maker = blobs.plan, blobs.manifest.row_groups[number], blobs.maker
     most_rows = int(plan.blob_rows[number])
     if plan.layout.ragged:
         most_rows = min(most_rows, MOST_ROWS)
-    is_worth_it = (
-        blobs.blocks.tier.bulk is not None
-        and not blobs.is_mapped
-        and 0 < group.rows <= most_rows
-        and group.bytes <= INLINE_BYTES
-        and plan.bytes_of(number) <= INLINE_BYTES
-    )
-    return DECODED_COPIES * plan.bytes_of(number) + group.bytes if is_worth_it else 0
+    if (
+        blobs.blocks.tier.bulk is None
+        or blobs.is_mapped
+        or not 0 < group.rows <= most_rows
+        or group.bytes > INLINE_BYTES
+        or (size := maker.decoding_bytes(number)) > DECODED_COPIES * INLINE_BYTES
+        or _shares_blocks(blobs, number)
+    ):
+        return 0
+    return size + group.bytes
 
 
-def make_together(members: Sequence[Member]) -> None:
-    """Make row groups that are not cached, each with a blob of its own, and set what is `made` of each.
+def _shares_blocks(blobs: RowGroupCache, number: int) -> bool:
+    """Return whether a row group of a remote file shares cached blocks with its neighbours. It waits for these."""
+    groups = blobs.manifest.row_groups
+    if blobs.blocks.origin.is_local or groups[number].bytes >= SHARED_BYTES:
+        return False
+    around = groups[max(0, number - 1) : number + 2]
+    return sum(group.file == groups[number].file for group in around) > 1
+
+
+def make_together(members: Sequence[Member]) -> Iterator[Member]:
+    """Make row groups that are not cached, each with a blob of its own. Yield each once it is `made` or found.
 
     They may be of several datasets in one cache, whose makers share one memory. The blobs have the same values
-    as those that `RowGroupCache.load` makes.
+    as those that `RowGroupCache.load` makes. Those that another process makes are not yielded.
 
     Raises:
         ReservationCancelled: All lives were cancelled before the memory was reserved.
     """
-    tier = members[0].tier
-    size = sum(bunched_bytes(member.blobs, member.number) for member in members)
+    size = sum(member.num_bytes for member in members)
     with (
         members[0].blobs.memory.hold(size, lambda: all(member.life.is_cancelled() for member in members)),
-        tier.lock_together([member.blobs.lock_key(member.number) for member in members]) as locked,
+        members[0].tier.lock_together([member.blobs.lock_key(member.number) for member in members]) as locked,
+        ExitStack() as stack,
     ):
-        free = [member for member, is_locked in zip(members, locked, strict=True) if is_locked]
-        missing = [member for member in free if _is_missing(member)]
-        with ExitStack() as stack:
-            for member in missing:
-                stack.callback(member.opened.close)
-                _open(member)
-            _wait(missing)
-            with computing():
-                _cache(_packed(missing))
-    for member in missing:
-        if isinstance(member.made, list):
-            with member.catching():
-                member.blobs.discard_source_blocks(member.number)
+        missing = []
+        for member, is_locked in zip(members, locked, strict=True):
+            if is_locked and _is_missing(member):
+                missing.append(member)
+            elif member.made is not None:
+                yield member
+        for member in missing:
+            stack.callback(member.opened.close)
+            _open(member)
+        while missing:
+            fetches = [fetch for member in missing if member.made is None for fetch in member.reader.fetches]
+            with doing("origin"):
+                wait(fetches, LATE_SECONDS)
+            fetched = [member for member in missing if member.is_fetched]
+            missing = [member for member in missing if member not in fetched]
+            yield from _made(fetched)
 
 
 def _is_missing(member: Member) -> bool:
@@ -179,48 +222,51 @@ def _open(member: Member) -> None:
     with member.catching():
         group, columns = member.group, member.blobs.plan.stored(member.group)
         opening = member.blobs.maker.footer(group).open_row_group(
-            group.file, group.number, columns, member.blobs.blocks, member.group.bytes
+            group.file, group.number, columns, member.blobs.blocks, member.blobs.memory.held.total
         )
         member.reader = member.opened.enter_context(opening)
 
 
-def _wait(members: Sequence[Member]) -> None:
-    """Wait until the row groups that are open are fetched."""
-    for member in reversed(members):  # The last request usually ends last, so this thread waits once.
-        if member.made is None:
-            with member.catching():
-                member.reader.wait()
-
-
-def _packed(members: Sequence[Member]) -> list[tuple[Member, _PooledDraft]]:
-    """Decode the row groups that are fetched. Return the blob of each that can be decoded."""
-    packed = []
-    with doing("decode"):
-        for member in members:
-            member.life.enter(State.DECODING)
-        together = _decoded_together([member for member in members if member.made is None])
+def _made(members: Sequence[Member]) -> Iterator[Member]:
+    """Decode and cache row groups that are fetched. Yield each."""
+    with computing(), doing("decode"):
         for member in members:
             if member.made is None:
+                member.life.enter(State.DECODING)
+        together = _decoded_together([member for member in members if member.made is None])
+    packed: list[tuple[Member, _PooledDraft]] = []
+    for member in members:
+        if member.made is None:
+            with member.catching(), computing(), doing("decode"):
+                packed.append((member, _pack(member, together.get(member) or member.decoded())))
+        if member.made is not None:
+            yield member
+        elif sum(draft.size for _, draft in packed) >= CACHED_AT_ONCE:
+            yield from _cached(packed)
+            packed = []
+    yield from _cached(packed)
+
+
+def _cached(packed: Sequence[tuple[Member, _PooledDraft]]) -> Iterator[Member]:
+    """Cache the blob of each row group. The tier of its own dataset does it, and counts the miss. Yield each."""
+    with computing():
+        for tier in dict.fromkeys(member.tier for member, _ in packed):
+            own = [(member, draft) for member, draft in packed if member.tier == tier]
+            found = tier.put_together([(member.key, draft.publish()) for member, draft in own])
+            for (member, draft), blob in zip(own, found, strict=True):
                 with member.catching():
-                    columns = together.get(member) or member.decoded()
-                    packed.append((member, _pack(member, columns)))
-    return packed
-
-
-def _cache(packed: Sequence[tuple[Member, _PooledDraft]]) -> None:
-    """Cache the blob of each row group. The tier of its own dataset does it, and counts the miss."""
-    for tier in dict.fromkeys(member.tier for member, _ in packed):
-        own = [(member, draft) for member, draft in packed if member.tier == tier]
-        found = tier.put_together([(member.key, draft.publish()) for member, draft in own])
-        for (member, draft), blob in zip(own, found, strict=True):
-            member.made = [blob]
-            member.life.enter(State.CACHED)
-            draft.give_back()
+                    member.made = [blob]
+                    member.life.enter(State.CACHED)
+                    draft.give_back()
+                    member.blobs.note_kept(member.number, [blob])
+                    member.blobs.discard_source_blocks(member.number)
+    yield from (member for member, _ in packed)
 
 
 def _pack(member: Member, columns: dict[str, Column]) -> _PooledDraft:
     draft, layout = _PooledDraft(member.key), member.blobs.plan.layout
     row_block.pack(columns, member.group.rows, layout, member.group.name, draft.allocate)
+    member.blobs.maker.note_size(member.number, draft.size)
     return draft
 
 
@@ -235,7 +281,7 @@ def _is_joinable(members: Sequence[Member]) -> bool:
 
 def _decoded_together(members: Sequence[Member]) -> Mapping[Member, dict[str, Column]]:
     """Return the columns of those row groups that are decoded as one table, which takes less time if they are tiny."""
-    tiny = [member for member in members if member.blobs.plan.bytes_of(member.number) <= JOINED_BYTES]
+    tiny = [member for member in members if member.blobs.plan.bytes_of(member.number) <= TINY_BYTES]
     if len(tiny) < 2 or not _is_joinable(tiny):
         return {}
     for member in tiny:

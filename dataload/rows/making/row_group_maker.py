@@ -144,9 +144,13 @@ class RowGroupMaker:
                 blobs = self._pack(number, keys, columns)
         else:
             blobs = self._pack_in_thread(number, keys, columns)
-        if (made := sum(map(len, blobs))) > INLINE_BYTES:
-            self._growth = max(self._growth, made / max(1, expected))
+        self.note_size(number, sum(map(len, blobs)))
         return blobs
+
+    def note_size(self, number: int, made: int) -> None:
+        """Learn from the bytes of a row group that was made how large others may be, if it is not a small one."""
+        if made > INLINE_BYTES:
+            self._growth = max(self._growth, made / max(1, self._plan.bytes_of(number)))
 
     def _pack_in_thread(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]]

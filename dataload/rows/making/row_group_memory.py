@@ -71,7 +71,7 @@ class RowGroupMemory(ForkAware):
 
     Attributes:
         rank: The share of this rank. `limit` may be more than its memory.
-        held: The budget of this process for row groups that it fetches and holds.
+        held: The budget of this process for row groups that it fetches and holds, and for those of bunches.
         decoding: The budget of this process for row groups that it decodes. One that waits for a decoder reserves
             nothing of it.
         decoders: The threads that decode. Few, apart from those that wait for the origin: Arrow keeps memory for each

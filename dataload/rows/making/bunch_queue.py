@@ -1,0 +1,92 @@
+"""The queue of row groups that are small enough to be made many at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NamedTuple
+
+from dataload.rows.row_group_life import RowGroupLife
+from dataload.runtime.executor import DaemonExecutor
+
+if TYPE_CHECKING:
+    from dataload.rows.row_groups import RowGroups
+
+LEAST_IN_A_BUNCH, MOST_IN_A_BUNCH = 8, 16  # With memory for fewer, their requests would not keep the connections busy.
+BUNCHES_AT_ONCE = 4
+
+Load = Callable[[dict[int, RowGroupLife]], object]
+"""Loads the row groups of a bunch, in the order of their requests."""
+
+
+class _Waiting(NamedTuple):
+    """A row group that no thread has begun to load, and the bytes of memory that it takes."""
+
+    group: int
+    life: RowGroupLife
+    num_bytes: int
+
+
+class BunchQueue:
+    """Row groups that wait to be made together with others.
+
+    Args:
+        blobs: The cached row groups.
+        threads: The threads that load them, up to `BUNCHES_AT_ONCE` at a time.
+    """
+
+    def __init__(self, blobs: RowGroups, threads: DaemonExecutor) -> None:
+        self._blobs = blobs
+        self._threads = threads
+        self._mutex = threading.RLock()  # Reentrant: a call may be cancelled while it is submitted.
+        self._waiting: deque[_Waiting] = deque()
+        self._loaders = 0  # threads that load bunches, or soon will
+
+    def add(self, group: int, life: RowGroupLife, load: Load) -> bool:
+        """Queue a row group, and let a thread `load` the next bunch. Return False if the row group is
+        too large, or there is too little memory.
+        """
+        num_bytes = self._blobs.bunched_bytes(group)
+        if not 0 < num_bytes <= self._most_bytes // LEAST_IN_A_BUNCH:
+            return False
+        with self._mutex:
+            if self._loaders < BUNCHES_AT_ONCE:
+                self._threads.submit(self._load_next, load).add_done_callback(self._cancel)
+                self._loaders += 1
+            self._waiting.append(_Waiting(group, life, num_bytes))
+        return True
+
+    @property
+    def _most_bytes(self) -> int:
+        """The bytes of a bunch, at most: the memory has room for all that are made at once."""
+        return self._blobs.memory.held.total // BUNCHES_AT_ONCE
+
+    def _load_next(self, load: Load) -> None:
+        """Load the row groups that were requested first. Then let a thread load the next bunch."""
+        with self._mutex:
+            bunch = self._next()
+        try:
+            load({group: life for group, life, _ in bunch if life.begin()})
+        finally:
+            with self._mutex:
+                if self._waiting:
+                    self._threads.submit(self._load_next, load).add_done_callback(self._cancel)
+                else:
+                    self._loaders -= 1
+
+    def _next(self) -> list[_Waiting]:
+        """Take the next bunch: an equal part of what waits, as far as its memory goes."""
+        bunch: list[_Waiting] = []
+        most, room = min(MOST_IN_A_BUNCH, -(-len(self._waiting) // BUNCHES_AT_ONCE)), self._most_bytes
+        while self._waiting and len(bunch) < most and (not bunch or self._waiting[0].num_bytes <= room):
+            bunch.append(self._waiting.popleft())
+            room -= bunch[-1].num_bytes
+        return bunch
+
+    def _cancel(self, call: Future[None]) -> None:
+        """Cancel the row groups whose threads do not come, because the program exits."""
+        with self._mutex:
+            while call.cancelled() and self._waiting:
+                self._waiting.popleft().life.finish_with(call)
