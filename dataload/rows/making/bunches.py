@@ -65,7 +65,7 @@ class Member:
 
     @property
     def result(self) -> Made:
-        """What is `made` of it, once that is known."""
+        """Its blob, or its error, once it is made."""
         assert self.made is not None
         return self.made
 
@@ -167,7 +167,7 @@ def make_together(members: Sequence[Member]) -> Iterator[Member]:
     """Make row groups that are not cached, each with a blob of its own. Yield each once it is `made` or found.
 
     They may be of several datasets in one cache, whose makers share one memory. The blobs have the same values
-    as those that `RowGroupCache.load` makes. Those that another process makes are not yielded.
+    as those that `RowGroupCache.load` makes. It leaves out row groups that another process makes now.
 
     Raises:
         ReservationCancelled: All lives were cancelled before the memory was reserved.
