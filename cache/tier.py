@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -202,8 +202,13 @@ class Tier(Protocol):
 class BulkTier(Protocol):
     """A tier that caches many blobs at a time, such as those of 16 row groups."""
 
-    def lock_together(self, keys: Sequence[BlobKey]) -> AbstractContextManager[list[bool]]:
-        """Lock those keys that are free for the duration of the block. The value tells which of them are locked."""
+    def lock_together(self, keys: Sequence[BlobKey]) -> AbstractContextManager[Sequence[ExitStack | None]]:
+        """Lock those keys that are free for the duration of the block.
+
+        Returns:
+            A context manager. Its value has a stack for each key that is locked, which releases it early when it is
+            closed, and None for each other key.
+        """
 
     def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:
         """Cache blobs that are missing, as far as they fit. Return a read-only view of each, as `get` does."""

@@ -90,16 +90,22 @@ class KeyLocks(ForkAware):
                 yield held and _wait_for_lock(descriptor, _EVICTIONS + byte, eviction_deadline)
 
     @contextmanager
-    def hold_free(self, digests: Sequence[bytes]) -> Iterator[list[bool]]:
-        """Hold those locks of `digests` that are free, for many fills at once. Yield whether each is held."""
-        with ExitStack() as stack:
-            free = [stack.enter_context(self._threads.hold(digest, 0)) for digest in digests]
-            descriptor = stack.enter_context(_opened(self._path))
-            yield [
-                is_free
-                and all(set_lock(descriptor, start + _byte_of(digest), fcntl.F_WRLCK) for start in (0, _EVICTIONS))
-                for digest, is_free in zip(digests, free, strict=True)
-            ]
+    def hold_free(self, digests: Sequence[bytes]) -> Iterator[list[ExitStack | None]]:
+        """Hold those locks of `digests` that are free, for many fills at once.
+
+        Yield a stack for each, which releases the lock when it is closed, or None if the lock is not held.
+        """
+        with _opened(self._path) as descriptor, ExitStack() as stack:
+            found: list[ExitStack | None] = []
+            for digest in digests:
+                own = stack.enter_context(ExitStack())
+                is_free = own.enter_context(self._threads.hold(digest, 0))
+                own.callback(_release, descriptor, _byte_of(digest), os.getpid())
+                held = is_free and all(
+                    set_lock(descriptor, start + _byte_of(digest), fcntl.F_WRLCK) for start in (0, _EVICTIONS)
+                )
+                found.append(own if held else None)
+            yield found
 
     @contextmanager
     def hold_to_evict(self, digest: bytes) -> Iterator[bool]:
@@ -155,6 +161,14 @@ def _opened(path: str) -> Iterator[int]:
             with suppress(OSError):  # A child may still have its copy open, so closing does not unlock.
                 set_lock(descriptor, 0, fcntl.F_UNLCK, 0)
             os.close(descriptor)
+
+
+def _release(descriptor: int, byte: int, owner: int) -> None:
+    """Unlock a key, but not in a forked child: the lock belongs to its parent."""
+    if os.getpid() == owner:
+        with suppress(OSError):
+            for start in (0, _EVICTIONS):
+                set_lock(descriptor, start + byte, fcntl.F_UNLCK)
 
 
 def _byte_of(digest: bytes) -> int:

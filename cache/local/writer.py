@@ -192,16 +192,15 @@ class BulkWriter:
     tier: LocalTier
 
     @contextmanager
-    def lock_together(self, keys: Sequence[BlobKey]) -> Iterator[list[bool]]:
-        """Lock those keys that are free for the duration of the block. Yield whether each is locked."""
-        held, tier = [False] * len(keys), self.tier
+    def lock_together(self, keys: Sequence[BlobKey]) -> Iterator[Sequence[ExitStack | None]]:
+        held, tier = list[ExitStack | None]([None] * len(keys)), self.tier
         with ExitStack() as stack:
             if tier.health.state == "normal" and (folder := tier.opened()) is not None:
                 with tier.fallback("locking blobs", tier.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
-                    for key, is_held in zip(keys, held, strict=True):
-                        if is_held:
-                            stack.enter_context(folder.locks.beating(key.digest))
+                    for key, own in zip(keys, held, strict=True):
+                        if own is not None:
+                            own.enter_context(folder.locks.beating(key.digest))
             yield held
 
     def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:
@@ -219,7 +218,7 @@ class BulkWriter:
             writers = {
                 number: stack.enter_context(BunchedBlobWriter(tier, *blobs[number], folder))
                 for number in range(len(blobs))
-                if held[number]
+                if held[number] is not None
             }
             step("fill: drafted")
             reserved = self._reserved(folder, list(writers.values()))

@@ -221,7 +221,7 @@ def test_a_process_that_makes_many_row_groups_together_shows_that_it_runs(
     monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 5)
     keys = [key("a"), key("b")]
     with tier.bulk.lock_together(keys) as held:
-        assert held == [True, True]
+        assert None not in held
         assert all(tier.folder.locks.is_running(one.digest) for one in keys)
 
 

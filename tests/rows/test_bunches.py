@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from clusters import until
 
 from dataload import CacheConfig, make_dataset, make_loader, mix
 from dataload.cache.local import blob_file, failpoints
 from dataload.cache.local.tier import LocalTier
+from dataload.cache.local.writer import BulkWriter
 from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
@@ -31,6 +33,7 @@ from dataload.rows.arrow_decode import decode
 from dataload.rows.background_decoder.worker import Done, _Worker
 from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_group_memory
 from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 
 FILES, ROWS = 40, 7
@@ -284,7 +287,7 @@ def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path)
     found = dict(mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(8)}))
     assert all(isinstance(made, list) for made in found.values())
     rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
-    assert sorted(chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
+    assert sorted(itertools.chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
 
 
 def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
@@ -512,11 +515,14 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
-    order = []
-    for number, found in dataset.rowstore.blobs.load_together({number: RowGroupLife() for number in range(10)}):
+    order, blobs = [], dataset.rowstore.blobs
+    other = LocalTier(tmp_path / "cache")  # as another process has it
+    for number, found in blobs.load_together({number: RowGroupLife() for number in range(10)}):
         assert isinstance(found, list)
         order.append(number)
         if len(order) == 9:
+            with other.key_lock(blobs.lock_key(0)) as done, other.key_lock(blobs.lock_key(5)) as late:
+                assert (done is None, late is None) == (True, False)
             arrives.set()
     assert sorted(order) == list(range(10))
     assert order[-1] == 5
@@ -578,6 +584,39 @@ def test_row_groups_that_share_blocks_of_a_remote_file_are_made_alone(
         dataset_of([[5, 5]] * 3, folder="two"), storage_options=bucket.options, cache=cache
     ).rowstore.blobs
     assert not any(shared.bunched_bytes(number) for number in range(6))
+
+
+def test_an_error_after_some_row_groups_ends_each_of_the_others(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bunches, "CACHED_AT_ONCE", 1)
+    put, calls = BulkWriter.put_together, itertools.count()
+
+    def put_together(self: Any, blobs: Any) -> Any:
+        if next(calls) % 3 == 2:
+            raise RuntimeError("not today")
+        return put(self, blobs)
+
+    monkeypatch.setattr(BulkWriter, "put_together", put_together)
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    request_all(dataset)
+    lives = dataset.rowstore.scheduler._lives.copy()
+    ends = [life.contents.exception(60) is None for life in lives.values()]
+    assert set(ends) == {True, False}
+    answers = answers_of(opened(write("numbers", folder="more"), tmp_path / "cache"))
+    assert {done.error is None for done in answers.values()} == {True, False}
+    assert answers.keys() == set(range(FILES))
+
+
+def test_a_row_group_that_is_requested_twice_is_in_two_bunches(tmp_path: Path, write: Any) -> None:
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    threads, found = DaemonExecutor(8, "test"), list[list[int]]()
+    queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
+    with queue._mutex:
+        for number in sorted([*range(8), *range(8)]):
+            assert queue.add(number, RowGroupLife(), lambda lives: found.append([*lives]))
+    until(lambda: threads.idle)
+    assert sorted(itertools.chain(*found)) == sorted([*range(8)] * 2)
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 1000, 300_000])

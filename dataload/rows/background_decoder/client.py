@@ -146,9 +146,10 @@ class BackgroundDecoder(ForkAware):
 
         def is_urgent() -> bool:  # It is asked again and again, and for 2,000 columns the size takes milliseconds.
             nonlocal size
-            if demand.now:
-                size = size or self._blobs.reservation(group)
-            return demand.now and self._blobs.memory.held.fits(size)
+            if not demand.now:
+                return False
+            size = size or self._blobs.reservation(group)
+            return self._blobs.memory.held.fits(size)
 
         process = None if is_urgent() or monotonic() < self._paused_until else self._running()
         if process is None or not process.ready.is_set():

@@ -50,8 +50,12 @@ def run(descriptor: int) -> None:
     """
     _keep_freed_memory()
     connection = Connection(descriptor)
-    with suppress(EOFError, OSError):  # EOFError: the client cannot pickle the row groups, and logs why; or it is gone.
-        _Worker(connection, connection.recv()).run()
+    try:
+        worker = _Worker(connection, connection.recv())
+    except EOFError:  # The client cannot pickle them, and logs why.
+        return
+    with suppress(EOFError, OSError):  # The client is gone.
+        worker.run()
 
 
 class _Worker:
@@ -68,10 +72,10 @@ class _Worker:
         self._blobs = blobs
         self._threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
         self._bunches = BunchQueue(blobs, self._threads)
+        blobs.memory.use_decoder_share()
 
     def run(self) -> None:
         """Serve the client as long as `run` of the module says."""
-        self._blobs.memory.use_decoder_share()
         self._connection.send("ready")
         parent, idle = os.getppid(), 0.0
         while os.getppid() == parent and idle < IDLE_SECONDS:

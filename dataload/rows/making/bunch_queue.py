@@ -52,10 +52,14 @@ class BunchQueue:
         if not 0 < num_bytes <= self._most_bytes // LEAST_IN_A_BUNCH:
             return False
         with self._mutex:
+            self._waiting.append(waiting := _Waiting(group, life, num_bytes))
             if self._loaders < BUNCHES_AT_ONCE:
-                self._threads.submit(self._load_next, load).add_done_callback(self._cancel)
+                try:
+                    self._threads.submit(self._load_next, load).add_done_callback(self._cancel)
+                except RuntimeError:  # No thread can be started.
+                    self._waiting.remove(waiting)
+                    raise
                 self._loaders += 1
-            self._waiting.append(_Waiting(group, life, num_bytes))
         return True
 
     @property
@@ -81,6 +85,8 @@ class BunchQueue:
         bunch: list[_Waiting] = []
         most, room = min(MOST_IN_A_BUNCH, -(-len(self._waiting) // BUNCHES_AT_ONCE)), self._most_bytes
         while self._waiting and len(bunch) < most and (not bunch or self._waiting[0].num_bytes <= room):
+            if self._waiting[0].group in {each.group for each in bunch}:  # Another loop has requested it again.
+                break
             bunch.append(self._waiting.popleft())
             room -= bunch[-1].num_bytes
         return bunch

@@ -48,6 +48,7 @@ class Member:
         group: Its place in a file.
         key: The key of its only blob.
         opened: Holds it open until it is decoded.
+        lock: Releases its lock, if this process makes it.
         reader: Decodes it.
         table: Its rows, if it is decoded together with others.
         made: Its blob, or why it cannot be made. None: not yet, or not in this bunch.
@@ -59,7 +60,7 @@ class Member:
         self.blobs, self.number, self.life = blobs, number, life
         self.group = blobs.manifest.row_groups[number]
         self.key = blobs.keys(number)[0]
-        self.opened = ExitStack()
+        self.opened, self.lock = ExitStack(), ExitStack()
         self.table: pa.Table | None = None
         self.made: Made | None = None
 
@@ -78,6 +79,13 @@ class Member:
     def is_fetched(self) -> bool:
         """Whether all its bytes are there, or it cannot be made."""
         return self.made is not None or all(fetch.done() for fetch in self.reader.fetches)
+
+    def give_up_if_failed(self) -> None:
+        """Cancel its requests that have not begun, if another one has failed: each might take as long to fail."""
+        fetches = [] if self.made is not None else self.reader.fetches
+        if any(fetch.done() and not fetch.cancelled() and fetch.exception() is not None for fetch in fetches):
+            for fetch in fetches:
+                fetch.cancel()
 
     @property
     def tier(self) -> BulkTier:
@@ -179,9 +187,10 @@ def make_together(members: Sequence[Member]) -> Iterator[Member]:
         ExitStack() as stack,
     ):
         missing = []
-        for member, is_locked in zip(members, locked, strict=True):
-            if is_locked and _is_missing(member):
+        for member, lock in zip(members, locked, strict=True):
+            if lock is not None and _is_missing(member):
                 missing.append(member)
+                member.lock = lock
             elif member.made is not None:
                 yield member
         for member in missing:
@@ -191,9 +200,13 @@ def make_together(members: Sequence[Member]) -> Iterator[Member]:
             fetches = [fetch for member in missing if member.made is None for fetch in member.reader.fetches]
             with doing("origin"):
                 wait(fetches, LATE_SECONDS)
+            for member in missing:
+                member.give_up_if_failed()
             fetched = [member for member in missing if member.is_fetched]
             missing = [member for member in missing if member not in fetched]
-            yield from _made(fetched)
+            for member in _made(fetched):
+                member.lock.close()  # Another process may wait for it.
+                yield member
 
 
 def _is_missing(member: Member) -> bool:
