@@ -117,12 +117,12 @@ class ParquetFooter:
     ) -> Iterator[RowGroupReader]:
         """Open a row group. `capacity` bytes are fetched in advance, the rest during decoding; see `Footer`."""
         ranges = _ranges(self._chunks(number, columns), capacity)
-        is_small = self._is_small(number)
+        size = self.stored_bytes(number)
+        is_small = size < SHARED_BYTES
         if blocks.retains_blocks and self._shares_blocks(number):
             fetch = _from_blocks
         else:
-            is_tiny = self.stored_bytes(number) <= TINY_BYTES
-            fetch = _from_origin if is_tiny and blocks.origin.is_local else _from_pool
+            fetch = _from_origin if size <= TINY_BYTES and blocks.origin.is_local else _from_pool
         bytes_of = partial(fetch, blocks, obj)
         stream: HeldBeginning | RangeStream
         buffer = _buffer_bytes(ranges, capacity)

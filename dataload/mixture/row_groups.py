@@ -74,12 +74,11 @@ class MixedRowGroups:
         return blobs.bunched_bytes(own)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
-        by_cache: dict[tuple[str, int], dict[int, Member]] = {}
+        by_cache: dict[tuple[str, int], dict[Member, int]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)
-            by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[number] = Member(blobs, own, life)
-        for members in by_cache.values():
-            numbers = {member: number for number, member in members.items()}
+            by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[Member(blobs, own, life)] = number
+        for numbers in by_cache.values():
             try:
                 for member in make_together([*numbers]):
                     yield numbers.pop(member), member.result
