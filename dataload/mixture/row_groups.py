@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -73,15 +73,17 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.bunched_bytes(own)
 
-    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
+    def load_together(
+        self, lives: Mapping[int, RowGroupLife], late: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Made]]:
         by_cache: dict[tuple[str, int], dict[Member, int]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)
             by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[Member(blobs, own, life)] = number
         for numbers in by_cache.values():
             try:
-                for member in make_together([*numbers]):
-                    yield numbers.pop(member), member.result
+                for member in make_together([*numbers], late):
+                    yield numbers.pop(member), member.made
             except Exception as error:  # noqa: BLE001 (raised where the row groups of this cache are awaited)
                 for number in numbers.values():
                     yield number, error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -106,10 +106,12 @@ class RowGroupCache(SizeForecast):
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
         return 0 if number in self._unkept else bunched_bytes(self, number)
 
-    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
-        """Yield row groups with their blobs or their error, except those that other processes make. See `load`."""
-        for member in make_together([Member(self, number, life) for number, life in lives.items()]):
-            yield member.number, member.result
+    def load_together(
+        self, lives: Mapping[int, RowGroupLife], late: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Made]]:
+        """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
+        for member in make_together([Member(self, number, life) for number, life in lives.items()], late):
+            yield member.number, member.made
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""

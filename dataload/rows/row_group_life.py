@@ -50,6 +50,7 @@ class RowGroupLife:
         ended: When the contents were there, by `perf_counter`.
         awaited: Whether a thread waits for the contents.
         uncached_bytes: Bytes of the contents that are in memory of this process, because the cache does not keep them.
+        is_hit: Whether the cache had the blobs when this process looked for them first.
     """
 
     def __init__(self, account: Counters | None = None) -> None:
@@ -61,6 +62,7 @@ class RowGroupLife:
         self.ended = 0.0
         self.awaited = False
         self.uncached_bytes = 0
+        self.is_hit = False
 
     def enter(self, state: State) -> None:
         """Change the state.
@@ -71,6 +73,11 @@ class RowGroupLife:
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"a row group cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+    def hit(self) -> None:
+        """Note that the cache has the blobs already."""
+        self.enter(State.CACHED)
+        self.is_hit = True
 
     def begin(self) -> bool:
         """Return whether a thread may load the row group. It may not if the life was cancelled before."""

@@ -59,7 +59,7 @@ class RowGroupPlan:
         if isinstance(fill_null, Mapping):
             _check_filled(manifest, fill_null)
         self._manifest = manifest
-        self._columns = tuple(columns)
+        self._columns = dict.fromkeys(columns)  # in order
         self._mean_sizes: Mapping[str, float] = {}
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.layout = Layout(fields_of(schema, null_masks=null_masks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -88,8 +88,10 @@ class RowGroups(Protocol):
     def bunched_bytes(self, number: int) -> int:
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
 
-    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Iterator[tuple[int, Made]]:
-        """Yield row groups with their blobs or their error, except those that other processes make. See `load`."""
+    def load_together(
+        self, lives: Mapping[int, RowGroupLife], late: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Made]]:
+        """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from time import perf_counter
@@ -16,7 +16,8 @@ from dataload.errors import ConfigError
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.making.bunch_queue import BunchQueue
-from dataload.rows.row_group_life import RowGroupLife, State, charged_together
+from dataload.rows.making.bunches import Made
+from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
@@ -60,7 +61,7 @@ class RowGroupScheduler:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        self._bunches = BunchQueue(blobs, self._threads)
+        self._bunches = BunchQueue(blobs, self._threads, self._made_together, self._finish, self._load_alone)
         self._mutex = threading.Lock()  # guards the memory of uncached row groups
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
@@ -158,37 +159,29 @@ class RowGroupScheduler:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
                 DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
                 return
-        if not self._bunches.add(group, life, self._load_bunch):
+        if not self._bunches.add(group, life):
             self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
 
-    def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
-        """Load small row groups together, unless the first of them is cached. Let threads load the remaining ones."""
-        remaining = lives.copy()
-        try:
-            with charged_together(lives.values()) as timeline, self._blobs.in_order():
-                since = perf_counter()
-                if len(lives) > 1 and not self._is_for_decoder:
-                    for group, found in self._made_together(lives):
-                        self._finish(group, remaining.pop(group), found, is_made=True)
-                    self._spent.add(**timeline.seconds(since, perf_counter()))
-        except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
-            while remaining:
-                self._finish(*remaining.popitem(), error)
-        for group, life in remaining.items():  # It is cached, or another process or host makes it.
-            self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
-
-    def _made_together(self, lives: dict[int, RowGroupLife]) -> Iterator[tuple[int, list[memoryview] | BaseException]]:
-        first = next(iter(lives))
-        with charged_to(lives[first].account):
+    def _made_together(self, lives: Mapping[int, RowGroupLife], late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
+        """Make the row groups of a bunch, unless the first of them is cached. See `Load`."""
+        if self._is_for_decoder:
+            return
+        first, life = next(iter(lives.items()))
+        with charged_to(life.account):
             found = self._blobs.find(first)
         if found is not None:
-            lives[first].enter(State.CACHED)
+            life.hit()
             yield first, found
             return
+        since = perf_counter()
         allowed = {group: life for group, life in lives.items() if self._may_make(group, life)}
         yield from ((group, ReservationCancelled()) for group in lives.keys() - allowed.keys())
         if allowed:
-            yield from self._blobs.load_together(allowed)
+            yield from self._blobs.load_together(allowed, late)
+        self._spent.add(**life.timeline.seconds(since, perf_counter()))
+
+    def _load_alone(self, group: int, life: RowGroupLife) -> None:
+        self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
 
     def _load(self, group: int, life: RowGroupLife) -> None:
         """Load a row group, unless its life was cancelled."""
@@ -199,23 +192,20 @@ class RowGroupScheduler:
         try:
             with life.charged(), self._blobs.in_order():
                 found = self._blobs.find(group)
-                is_made = found is None
                 if found is None:
                     found = self._made(group, life)
                 else:
-                    life.enter(State.CACHED)
+                    life.hit()
         except BaseException as error:  # noqa: BLE001 (raised where the row group is awaited)
             self._finish(group, life, error)
         else:
-            self._finish(group, life, found, is_made=is_made)
+            self._finish(group, life, found)
 
-    def _finish(
-        self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException, *, is_made: bool = False
-    ) -> None:
+    def _finish(self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException) -> None:
         uncached = 0
         if not isinstance(found, BaseException):
             self.sizes[group] = sum(map(len, found))
-            if is_made and self._blobs.shared:
+            if self._blobs.shared and not life.is_hit:
                 uncached = sum(len(content) for content in found if not is_file_map(content))
                 self.is_cached = not uncached
         life.uncached_bytes = uncached

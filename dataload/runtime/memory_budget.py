@@ -53,8 +53,8 @@ class MemoryBudget:
             self._notify_head()
 
     @contextmanager
-    def reserve(self, size: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Hold `size` bytes for the duration of the block.
+    def reserve(self, size: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Callable[[int], None]]:
+        """Hold `size` bytes for the duration of the block. Yield a function that gives some of them back before.
 
         Args:
             size: Bytes to reserve. A size above the total reserves the total.
@@ -79,12 +79,20 @@ class MemoryBudget:
             finally:
                 self._waiters.remove(waiter)
                 self._notify_head()
-        try:
-            yield
-        finally:
+        remaining = reserved
+
+        def give_back(part: int) -> None:
+            nonlocal remaining
             with self._mutex:
-                self._free += reserved
+                part = min(part, remaining)
+                remaining -= part
+                self._free += part
                 self._notify_head()
+
+        try:
+            yield give_back
+        finally:
+            give_back(remaining)
 
     def _notify_head(self) -> None:
         if self._waiters:

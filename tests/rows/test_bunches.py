@@ -176,7 +176,8 @@ def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, wr
     finally:
         done.set()
         other.join()
-    assert found.keys() == set(range(FILES)) - {5}
+    assert [number for number, made in found.items() if not isinstance(made, list)] == [5]
+    assert found[5] is None
 
 
 def test_row_groups_are_fetched_once_by_several_loops(bucket: Any, dataset_of: Any, tmp_path: Path) -> None:
@@ -219,9 +220,9 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
 ) -> None:
     names, together, sources = ("a", "b"), bunches.make_together, list[set[int]]()
 
-    def noting(members: Any) -> Any:
+    def noting(members: Any, late: Any) -> Any:
         sources.append({id(member.blobs) for member in members})
-        return together(members)
+        return together(members, late)
 
     monkeypatch.setattr("dataload.mixture.row_groups.make_together", noting)
     folders = [write(*kinds, folder=name) for name in names]
@@ -316,8 +317,8 @@ def test_a_footer_that_cannot_be_read_concerns_one_row_group(
 
     monkeypatch.setattr(blobs.maker, "footer", unreadable)
     found = dict(blobs.load_together(lives_of(dataset)))
-    assert found.keys() == set(range(FILES)) - {13}  # Another thread loads it alone, and raises.
-    assert all(isinstance(made, list) for made in found.values())
+    assert [number for number, made in found.items() if not isinstance(made, list)] == [13]
+    assert found[13] is None  # Another thread loads it alone, and raises.
 
 
 def test_a_cached_row_group_is_one_hit(tmp_path: Path, write: Any) -> None:
@@ -396,7 +397,7 @@ def answers_of(dataset: Dataset) -> dict[int, Done]:
         worker = _Worker(served, dataset.rowstore.blobs)
         with worker._bunches._mutex:  # All are requested before a thread begins.
             for number in range(len(dataset.row_groups)):
-                assert worker._bunches.add(number, RowGroupLife(), worker._make_bunch)
+                assert worker._bunches.add(number, RowGroupLife())
         return {done.group: done for done in (client.recv() for _ in dataset.row_groups)}
 
 
@@ -409,6 +410,13 @@ def test_the_background_decoder_makes_them_together(tmp_path: Path, write: Any, 
     assert len(made) > FILES // 2
     blobs = dataset.rowstore.blobs
     assert all(blobs.get_all(blobs.keys(number)) for number in answers)
+    by_thread: dict[float, list[Done]] = {}
+    for done in answers.values():
+        by_thread.setdefault(done.making._changes[0][0], []).append(done)
+    for bunch in by_thread.values():  # It counts the seconds of a thread once.
+        last = max((done.making for done in bunch), key=lambda making: sum(making.spent().values()))
+        spent = sum((Counter(done.spent) for done in bunch), Counter[str]())
+        assert spent == pytest.approx(last.spent())
 
 
 def test_the_background_decoder_tells_which_row_group_of_a_bunch_failed(tmp_path: Path, write: Any) -> None:
@@ -495,7 +503,7 @@ def test_bunches_fit_into_the_memory(
     request_all(dataset)
     sizes, together = list[int](), bunches.make_together
     monkeypatch.setattr(
-        row_group_cache, "make_together", lambda members: (sizes.append(len(members)), together(members))[1]
+        row_group_cache, "make_together", lambda members, late: (sizes.append(len(members)), together(members, late))[1]
     )
     assert is_equal(dataset, images)
     assert max(sizes, default=0) == most
@@ -526,6 +534,77 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
             arrives.set()
     assert sorted(order) == list(range(10))
     assert order[-1] == 5
+
+
+def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
+    tmp_path: Path, large: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_group_memory, "usable_memory", lambda: 12 << 30)
+    folder, _ = large
+    dataset = opened(folder, tmp_path / "cache")
+    scheduler, maker, blocks = dataset.rowstore.scheduler, dataset.rowstore.blobs.maker, dataset.blocks
+    dataset.rowstore.blobs.memory.share(1)
+    late, arrives, fetch = {0, 10, 18, 24}, threading.Event(), blocks.fetch_into  # one of each of the first bunches
+    firsts = {min(start for start, _ in maker.sources(number)[1]) for number in late}
+
+    def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
+        if start in firsts:
+            assert arrives.wait(60)
+        fetch(obj, start, memory)
+
+    monkeypatch.setattr(blocks, "fetch_into", fetch_into)
+    bunched = list[set[int]]()
+    load = scheduler._bunches._load
+    monkeypatch.setattr(
+        scheduler._bunches, "_load", lambda lives, late: (bunched.append({*lives}), load(lives, late))[1]
+    )
+    request_all(dataset)
+    lives = scheduler._lives.copy()
+    for number in lives.keys() - late:
+        assert lives[number].contents.result(60) is not None
+    assert [len(bunch & late) for bunch in sorted(bunched, key=min)[:4]] == [1] * 4
+    assert dataset.rowstore.blobs.memory.held.reserved < 5 * 4 * (1 << 20)  # of the late ones only
+    arrives.set()
+    assert all(lives[number].contents.result(60) is not None for number in late)
+
+
+def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
+    tmp_path: Path, large: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = large
+    dataset = opened(folder, tmp_path / "cache")
+    blobs, blocks, arrives = dataset.rowstore.blobs, dataset.blocks, threading.Event()
+    blobs.make(7)
+    other, fetch = LocalTier(tmp_path / "cache"), blocks.fetch_into  # the first as another process has it
+
+    def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
+        assert arrives.wait(60)
+        fetch(obj, start, memory)
+
+    monkeypatch.setattr(blocks, "fetch_into", fetch_into)
+    with other.key_lock(blobs.lock_key(3)) as other_makes_it:
+        assert other_makes_it is None
+        loads = blobs.load_together({number: RowGroupLife() for number in range(10)})
+        assert next(loads) == (3, None)
+    number, cached = next(loads)
+    assert number == 7
+    assert isinstance(cached, list)
+    with other.key_lock(blobs.lock_key(7)) as done, other.key_lock(blobs.lock_key(5)) as being_made:
+        assert (done is None, being_made is None) == (True, False)
+    arrives.set()
+    assert sorted(number for number, made in loads if isinstance(made, list)) == [0, 1, 2, 4, 5, 6, 8, 9]
+
+
+def test_a_hit_does_not_say_that_the_cache_keeps_what_is_made(tmp_path: Path, write: Any) -> None:
+    folder = write("numbers")
+    rows_of(opened(folder, tmp_path / "cache"))
+    dataset = opened(folder, tmp_path / "cache")
+    scheduler = dataset.rowstore.scheduler
+    scheduler.is_cached = False
+    request_all(dataset)
+    lives = scheduler._lives.copy()
+    assert all(life.contents.result(60) is not None for life in lives.values())
+    assert not scheduler.is_cached
 
 
 def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path: Path) -> None:
@@ -610,12 +689,20 @@ def test_an_error_after_some_row_groups_ends_each_of_the_others(
 def test_a_row_group_that_is_requested_twice_is_in_two_bunches(tmp_path: Path, write: Any) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
     threads, found = DaemonExecutor(8, "test"), list[list[int]]()
-    queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
+
+    def load(lives: Any, _: Any) -> Any:
+        found.append([*lives])
+        return ((number, []) for number in lives)
+
+    queue = bunch_queue.BunchQueue(
+        dataset.rowstore.blobs, threads, load, lambda *_: None, lambda group, _: found.append([group])
+    )
     with queue._mutex:
-        for number in sorted([*range(8), *range(8)]):
-            assert queue.add(number, RowGroupLife(), lambda lives: found.append([*lives]))
+        for number in [*range(8), *range(4), *sorted([*range(4, 8)] * 2), *range(4)]:
+            assert queue.add(number, RowGroupLife())
     until(lambda: threads.idle)
-    assert sorted(itertools.chain(*found)) == sorted([*range(8)] * 2)
+    assert sorted(itertools.chain(*found)) == sorted([*range(8)] * 3)
+    assert all(len(set(bunch)) == len(bunch) for bunch in found)
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 1000, 300_000])

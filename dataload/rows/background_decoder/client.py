@@ -324,7 +324,7 @@ class _Process:
             self.ready.set()
             while True:
                 done: Done = self._connection.recv()
-                self._spent.add(**done.making.spent())
+                self._spent.add(**done.spent)
                 self.made += done.error is None
                 with self._mutex:
                     result, account = self._requests.pop(done.group)

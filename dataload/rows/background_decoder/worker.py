@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dataload.errors import DataloadError, as_sent
 from dataload.rows.making.bunch_queue import BunchQueue
-from dataload.rows.row_group_life import RowGroupLife, charged_together
+from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map, libc
@@ -32,6 +32,7 @@ class Done(NamedTuple):
         cached: Whether the cache has its blobs.
         error: The error of the worker, or its text if it cannot be pickled.
         making: Timeline of the thread that made the blobs.
+        spent: Seconds by cause that the thread has spent since its last result.
         account: The entries to add to the row group's account, see `Ledger`.
     """
 
@@ -39,6 +40,7 @@ class Done(NamedTuple):
     cached: bool
     error: Exception | None
     making: Timeline
+    spent: dict[str, float]
     account: dict[str, float]
 
 
@@ -71,7 +73,7 @@ class _Worker:
         self._sending = threading.Lock()
         self._blobs = blobs
         self._threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
-        self._bunches = BunchQueue(blobs, self._threads)
+        self._bunches = BunchQueue(blobs, self._threads, blobs.load_together, self._finish, self._make_alone)
         blobs.memory.use_decoder_share()
 
     def run(self) -> None:
@@ -82,8 +84,11 @@ class _Worker:
             idle = idle + LOOK_SECONDS if self._threads.idle else 0.0
             if self._connection.poll(LOOK_SECONDS):
                 group, life = self._connection.recv(), RowGroupLife()
-                if not self._bunches.add(group, life, self._make_bunch):
-                    self._threads.submit(self._make, group, life)
+                if not self._bunches.add(group, life):
+                    self._make_alone(group, life)
+
+    def _make_alone(self, group: int, life: RowGroupLife) -> None:
+        self._threads.submit(self._make, group, life)
 
     def _make(self, group: int, life: RowGroupLife) -> None:
         made: bool | BaseException
@@ -94,19 +99,8 @@ class _Worker:
             made = error
         self._answer(group, life, made)
 
-    def _make_bunch(self, lives: dict[int, RowGroupLife]) -> None:
-        remaining = lives.copy()
-        try:
-            if len(lives) > 1:
-                with charged_together(lives.values()), self._blobs.in_order():
-                    for group, found in self._blobs.load_together(lives):
-                        made = found if isinstance(found, Exception) else all(map(is_file_map, found))
-                        self._answer(group, remaining.pop(group), made)
-        except BaseException as error:  # noqa: BLE001 (sent to the client)
-            while remaining:
-                self._answer(*remaining.popitem(), error)
-        for group in remaining:  # It is alone, or another process makes it.
-            self._threads.submit(self._make, group, RowGroupLife())
+    def _finish(self, group: int, life: RowGroupLife, made: list[memoryview] | BaseException) -> None:
+        self._answer(group, life, made if isinstance(made, BaseException) else all(map(is_file_map, made)))
 
     def _answer(self, group: int, life: RowGroupLife, made: bool | BaseException) -> None:
         """Tell the client whether the cache has a row group, or why it cannot be made."""
@@ -114,8 +108,10 @@ class _Worker:
         if isinstance(made, BaseException):
             sent = as_sent(made) if isinstance(made, Exception) else None
             error = sent or DataloadError(repr(made))
+        making = life.timeline.end()
+        done = Done(group, made is True, error, making, making.news(), life.account.snapshot())
         with self._sending, suppress(OSError):
-            self._connection.send(Done(group, made is True, error, life.timeline.end(), life.account.snapshot()))
+            self._connection.send(done)
 
 
 def _keep_freed_memory() -> None:

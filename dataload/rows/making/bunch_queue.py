@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
-from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.making.bunches import Made
+from dataload.rows.row_group_life import RowGroupLife, charged_together
 from dataload.runtime.executor import DaemonExecutor
 
 if TYPE_CHECKING:
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 LEAST_IN_A_BUNCH, MOST_IN_A_BUNCH = 8, 16  # With memory for fewer, their requests would not keep the connections busy.
 BUNCHES_AT_ONCE = 4
 
-Load = Callable[[dict[int, RowGroupLife]], object]
-"""Loads the row groups of a bunch, in the order of their requests."""
+Load = Callable[[Mapping[int, RowGroupLife], Callable[[], None]], Iterator[tuple[int, Made]]]
+"""Loads a bunch, in the order of the requests. Yields each row group once it is `Made`, or is to be loaded alone, as
+those that are never yielded. It may call the second argument: the others wait for the origin."""
 
 
 class _Waiting(NamedTuple):
@@ -34,19 +37,30 @@ class BunchQueue:
 
     Args:
         blobs: The cached row groups.
-        threads: The threads that load them, up to `BUNCHES_AT_ONCE` at a time.
+        threads: The threads that load them: `BUNCHES_AT_ONCE`, besides those that wait for late requests.
+        load: Loads a bunch.
+        finish: Takes each row group that was loaded, and its blobs or its error.
+        alone: Takes each row group that is to be loaded alone.
     """
 
-    def __init__(self, blobs: RowGroups, threads: DaemonExecutor) -> None:
+    def __init__(
+        self,
+        blobs: RowGroups,
+        threads: DaemonExecutor,
+        load: Load,
+        finish: Callable[[int, RowGroupLife, list[memoryview] | BaseException], None],
+        alone: Callable[[int, RowGroupLife], None],
+    ) -> None:
         self._blobs = blobs
         self._threads = threads
+        self._load, self._finish, self._alone = load, finish, alone
         self._mutex = threading.RLock()  # Reentrant: a call may be cancelled while it is submitted.
         self._waiting: deque[_Waiting] = deque()
         self._loaders = 0  # threads that load bunches, or soon will
 
-    def add(self, group: int, life: RowGroupLife, load: Load) -> bool:
-        """Queue a row group, and let a thread `load` the next bunch. Return False if the row group is
-        too large, or there is too little memory.
+    def add(self, group: int, life: RowGroupLife) -> bool:
+        """Queue a row group, and let a thread load the next bunch. Return False if the row group is too large, or there
+        is too little memory.
         """
         num_bytes = self._blobs.bunched_bytes(group)
         if not 0 < num_bytes <= self._most_bytes // LEAST_IN_A_BUNCH:
@@ -55,7 +69,7 @@ class BunchQueue:
             self._waiting.append(waiting := _Waiting(group, life, num_bytes))
             if self._loaders < BUNCHES_AT_ONCE:
                 try:
-                    self._threads.submit(self._load_next, load).add_done_callback(self._cancel)
+                    self._submit()
                 except RuntimeError:  # No thread can be started.
                     self._waiting.remove(waiting)
                     raise
@@ -67,18 +81,34 @@ class BunchQueue:
         """The bytes of a bunch, at most: the memory has room for all that are made at once."""
         return self._blobs.memory.held.total // BUNCHES_AT_ONCE
 
-    def _load_next(self, load: Load) -> None:
-        """Load the row groups that were requested first. Then let a thread load the next bunch."""
+    def _submit(self) -> None:
+        self._threads.submit(self._load_next).add_done_callback(self._cancel)
+
+    def _load_next(self) -> None:
+        """Load the row groups that were requested first. Then, or once they are late, let a thread load the next."""
         with self._mutex:
-            bunch = self._next()
-        try:
-            load({group: life for group, life, _ in bunch if life.begin()})
-        finally:
-            with self._mutex:
-                if self._waiting:
-                    self._threads.submit(self._load_next, load).add_done_callback(self._cancel)
-                else:
-                    self._loaders -= 1
+            lives = {group: life for group, life, _ in self._next() if life.begin()}
+        with ExitStack() as turn:
+            turn.callback(self._end_turn)
+            remaining = lives.copy()
+            try:
+                if len(lives) > 1:
+                    with charged_together(lives.values()), self._blobs.in_order():
+                        for group, made in self._load(lives, turn.close):
+                            life = remaining.pop(group)
+                            self._alone(group, life) if made is None else self._finish(group, life, made)
+            except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
+                while remaining:
+                    self._finish(*remaining.popitem(), error)
+            for group, life in remaining.items():
+                self._alone(group, life)
+
+    def _end_turn(self) -> None:
+        with self._mutex:
+            if self._waiting:
+                self._submit()
+            else:
+                self._loaders -= 1
 
     def _next(self) -> list[_Waiting]:
         """Take the next bunch: an equal part of what waits, as far as its memory goes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
@@ -32,8 +32,8 @@ CACHED_AT_ONCE = 8 << 20  # bytes of blobs
 LATE_SECONDS = 0.2  # Row groups whose bytes come later do not hold up the others of their bunch.
 
 
-Made = list[memoryview] | Exception
-"""The blobs of a row group, or why it cannot be made."""
+Made = list[memoryview] | Exception | None
+"""The blobs of a row group, or why it cannot be made. None: it has to be loaded alone."""
 
 
 class Member:
@@ -52,6 +52,7 @@ class Member:
         reader: Decodes it.
         table: Its rows, if it is decoded together with others.
         made: Its blob, or why it cannot be made. None: not yet, or not in this bunch.
+        num_bytes: Bytes of memory that making it takes.
     """
 
     reader: RowGroupReader
@@ -62,18 +63,8 @@ class Member:
         self.key = blobs.keys(number)[0]
         self.opened, self.lock = ExitStack(), ExitStack()
         self.table: pa.Table | None = None
-        self.made: Made | None = None
-
-    @property
-    def result(self) -> Made:
-        """Its blob, or its error, once it is made."""
-        assert self.made is not None
-        return self.made
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that making it takes."""
-        return self.blobs.maker.decoding_bytes(self.number) + self.group.bytes
+        self.made: Made = None
+        self.num_bytes = blobs.maker.decoding_bytes(number) + self.group.bytes
 
     @property
     def is_fetched(self) -> bool:
@@ -171,18 +162,23 @@ def _shares_blocks(blobs: RowGroupCache, number: int) -> bool:
     return sum(group.file == groups[number].file for group in around) > 1
 
 
-def make_together(members: Sequence[Member]) -> Iterator[Member]:
+def make_together(members: Sequence[Member], late: Callable[[], None]) -> Iterator[Member]:
     """Make row groups that are not cached, each with a blob of its own. Yield each once it is `made` or found.
 
     They may be of several datasets in one cache, whose makers share one memory. The blobs have the same values
-    as those that `RowGroupCache.load` makes. It leaves out row groups that another process makes now.
+    as those that `RowGroupCache.load` makes. Row groups that another process makes now, and others that are to be
+    loaded alone, are yielded without a blob.
+
+    Args:
+        members: The row groups.
+        late: Called when nothing has arrived for a while. Those that still wait keep this thread and their own memory.
 
     Raises:
         ReservationCancelled: All lives were cancelled before the memory was reserved.
     """
     size = sum(member.num_bytes for member in members)
     with (
-        members[0].blobs.memory.hold(size, lambda: all(member.life.is_cancelled() for member in members)),
+        members[0].blobs.memory.hold(size, lambda: all(member.life.is_cancelled() for member in members)) as give_back,
         members[0].tier.lock_together([member.blobs.lock_key(member.number) for member in members]) as locked,
         ExitStack() as stack,
     ):
@@ -191,8 +187,11 @@ def make_together(members: Sequence[Member]) -> Iterator[Member]:
             if lock is not None and _is_missing(member):
                 missing.append(member)
                 member.lock = lock
-            elif member.made is not None:
-                yield member
+                continue
+            if lock is not None:
+                lock.close()
+            give_back(member.num_bytes)
+            yield member
         for member in missing:
             stack.callback(member.opened.close)
             _open(member)
@@ -206,7 +205,10 @@ def make_together(members: Sequence[Member]) -> Iterator[Member]:
             missing = [member for member in missing if member not in fetched]
             for member in _made(fetched):
                 member.lock.close()  # Another process may wait for it.
+                give_back(member.num_bytes)
                 yield member
+            if missing and not fetched:
+                late()
 
 
 def _is_missing(member: Member) -> bool:
@@ -224,7 +226,7 @@ def _is_missing(member: Member) -> bool:
     with doing("disk"), charged_to(member.life.account):
         member.made = blobs.get_all([member.key])
         if member.made is not None:
-            member.life.enter(State.CACHED)
+            member.life.hit()
             return False
         return blobs.columns_of_wider(number) is None
 

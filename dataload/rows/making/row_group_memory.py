@@ -126,16 +126,16 @@ class RowGroupMemory(ForkAware):
         return sum(self._parts(self._of_trainer)) + sum(self._parts(self.rank.memory - self._of_trainer))
 
     @contextmanager
-    def hold(self, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Hold memory for the bytes of row groups for the duration of the block.
+    def hold(self, size: int, is_cancelled: Callable[[], bool]) -> Iterator[Callable[[int], None]]:
+        """Hold memory for the bytes of row groups for the duration of the block. See `MemoryBudget.reserve`.
 
         Raises:
             ReservationCancelled: `is_cancelled()` became true before the memory was reserved.
         """
         try:
-            with self.held.reserve(size, is_cancelled):
+            with self.held.reserve(size, is_cancelled) as give_back:
                 self._unreleased += size
-                yield
+                yield give_back
         finally:
             self._release_unused()
 
