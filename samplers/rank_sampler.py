@@ -86,7 +86,7 @@ class RankSampler(DistributedSampler[int]):
         drop_last: Drop the last, partial global batch instead of padding it by at most num_replicas - 1 rows.
         batch_size: Rows of one batch of one rank.
         num_nodes: Number of equal groups of consecutive ranks that share a host; None: that of the detected world if
-            it is known, else 1.
+            `num_replicas` or `rank` is None and it is known, else 1.
         node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
 
     Attributes:
@@ -184,8 +184,8 @@ class RankSampler(DistributedSampler[int]):
     def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
         """Yield the rank's batches in growing groups: int64 [batches, rows]. Arguments are those of `batches`."""
         epoch, cursor = self._position(epoch, cursor)
-        runs = self._share.runs(cursor, self.num_rows)
-        return (self.order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
+        order, runs = self.order, self._share.runs(cursor, self.num_rows)  # The order may change before the last run.
+        return (order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
 
     def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
         """Yield each row group once, in the order in which this rank's node first needs it.

@@ -41,7 +41,7 @@ class ShardedSampler(RankSampler):
         batch_size: Rows of one batch of one rank.
         num_streams: Number of shards that each global batch draws on equally; see `Order`.
         num_nodes: Number of equal groups of consecutive ranks that share a host, such as hosts; None: that of the
-            detected world if it is known, else 1.
+            detected world if `num_replicas` or `rank` is None and it is known, else 1.
         node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
         dataset_key: Identifies the dataset; see `Order`.
 

@@ -52,17 +52,32 @@ class Window:
         return list(self._from(0))  # The loop over an epoch reads them, and before it the lookahead of the last epoch.
 
     def _from(self, number: int) -> Iterator[tuple[int, int]]:
-        seen, count = set[int](), len(self.first_rows)
-        step = LOOKUPS * count
-        while len(seen) < count and number < len(self._shuffled):
+        sizes = np.diff(self._starts)
+        unseen = np.ones(len(sizes), np.bool_)
+        step = LOOKUPS * len(sizes)
+        while number < len(self._shuffled) and unseen.any():
             step = min(step, MOST_LOOKUPS)
+            if sizes[unseen].sum() <= step:  # The next rows may have none of so few.
+                yield from self._uses_of(np.flatnonzero(unseen), number)
+                return
             found = self._index.find(self._shuffled[number : number + step])
             distinct, firsts = np.unique(found, return_index=True)
             for first, piece in sorted(zip(firsts.tolist(), distinct.tolist(), strict=True)):
-                if piece not in seen:
-                    seen.add(piece)
+                if unseen[piece]:
+                    unseen[piece] = False
                     yield number + first, piece
             number, step = number + step, 2 * step
+
+    def _uses_of(self, pieces: Int64, number: int) -> Iterator[tuple[int, int]]:
+        """Yield what `first_uses` does for some pieces, of which every row is looked up."""
+        starts, sizes = (self._starts - self._starts[0])[pieces], np.diff(self._starts)[pieces]
+        owners = np.repeat(pieces, sizes)
+        rows = np.arange(len(owners)) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
+        uses = self._shuffled.inverse[rows]
+        order = np.argsort(uses)
+        order = order[uses[order] >= number]
+        firsts = order[np.sort(np.unique(owners[order], return_index=True)[1])]
+        yield from zip(uses[firsts].tolist(), owners[firsts].tolist(), strict=True)
 
     @cached_property
     def _index(self) -> IntervalIndex:

@@ -46,7 +46,7 @@ class RequestLimiter(ForkAware):
             self._processes = processes
             self._budget.resize(self.limit)  # The requests in flight keep their part of it.
 
-    def request(self) -> AbstractContextManager[None]:
+    def request(self) -> AbstractContextManager[object]:
         """Wait for a free slot and hold it for the duration of the block. Charge a wait as `requests_limited`."""
         if not self._budget.fits(1):
             charge(requests_limited=1)

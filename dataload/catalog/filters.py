@@ -124,6 +124,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
 
     Raises:
         ConfigError: A predicate is malformed, names no column, or compares a column with a value of another type.
+        DataError: The files have different types for a column.
     """
     check_form(filters)
     fields = (field for field in schema if unsupported(field.type) is None)
@@ -144,6 +145,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
     if problem:
         raise ConfigError(f"filters={shown(filters)}: {problem}")
     columns, reduced = _read(expression, schema, paths)
+    manifest.check_columns(columns)
     return Filter(expression, reduced, columns)
 
 
@@ -188,7 +190,7 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     problem: object
     try:
         if sign not in COMPARISONS:
-            among = field.isin(_array(list(_integers(value, kind) if pa.types.is_integer(kind) else value), kind))
+            among = field.isin(_array(list(_held(value, kind)), kind))
             expression = among if sign == "in" else ~among
         elif pa.types.is_integer(kind) and (exact := _number(value)) is not None:
             expression = _integer_compared(field, COMPARISONS[sign], exact, kind)
@@ -228,14 +230,28 @@ def _integer_compared(
     return field.is_valid() if compare(0, value) else pc.scalar(False)  # All integers of the type compare like 0.
 
 
+def _held(values: Iterable[Any], kind: pa.DataType) -> Iterable[Any]:
+    """Return the values without the numbers that a type of integers or decimals does not have: Arrow would round."""
+    if pa.types.is_integer(kind):
+        return _integers(values, kind)
+    if pa.types.is_decimal(kind):
+        return [value for value in values if not isinstance(value, Decimal) or _is_held(value, kind)]
+    return values
+
+
 def _integers(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
-    """Yield the values without the numbers that the type of integers does not have."""
     limits = np.iinfo(str(kind))
     for value in values:
         if (exact := _number(value)) is None:
             yield value
         elif limits.min <= exact <= limits.max and exact == int(exact):
             yield int(exact)
+
+
+def _is_held(value: Decimal, kind: pa.DataType) -> bool:
+    with suppress(*NO_VALUE):
+        return bool(pa.scalar(value, kind).as_py() == value)
+    return False
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,7 +108,7 @@ def _by_pillow(encoded: Any) -> Pixels:
         if picture.width * picture.height > MOST_PIXELS:
             raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
         picture.load()  # which turns a TIFF upright, and removes its orientation
-        orientation = picture.getexif().get(TAG, UPRIGHT)
+        orientation = _orientation(picture)
         if picture.mode[0] in "IF":  # 16 bits or more, which `convert` would clip
             if picture.mode == "F" or (picture.mode == "I" and picture.format not in _OF_16_BITS):
                 raise ValueError(f"its pixels (mode {picture.mode}) have an unknown range: convert the file to 16 bits")
@@ -115,3 +116,11 @@ def _by_pillow(encoded: Any) -> Pixels:
         else:
             pixels = np.array(picture.convert("RGB"))
     return pixels if orientation not in range(2, 9) else upright(pixels, orientation)
+
+
+def _orientation(picture: Image.Image) -> int:
+    """Return the orientation that the EXIF tells; upright if it is damaged."""
+    try:
+        return int(picture.getexif().get(TAG, UPRIGHT))
+    except (SyntaxError, ValueError, TypeError, struct.error):
+        return UPRIGHT

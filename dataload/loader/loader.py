@@ -281,7 +281,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 while chunk := list(islice(calls, passed_on)):
                     yield partial(answers_of, chunk, None if only_gathers else memory)
 
-        depth = max(2, self.prefetch // together, threads)
+        depth = max(2, self.prefetch // passed_on, threads)
         with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
             for answers in chunks:
                 yield from taken(answers)

@@ -21,7 +21,7 @@ MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many b
 
 
 def decode(
-    table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str, schema: pa.Schema | None = None
+    table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str, schema: pa.Schema
 ) -> dict[str, Column]:
     """Return columns of an Arrow table as arrays, by name.
 
@@ -32,7 +32,7 @@ def decode(
         fill_null: Replacement of nulls, for all columns that can hold it or, as a mapping, by column; or None.
         where: File and row group, for errors.
         schema: The flat schema of the dataset. It has the types of columns without values in this table, see
-            `null_types`. None: that of the table.
+            `null_types`.
 
     Raises:
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
@@ -51,10 +51,9 @@ def decode(
         decoder = _Decoder(
             field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
         )
-        kind = None if schema is None else schema.field(field.name).type
         # A member of a struct that has no members in this table has only nulls.
         column = stored[field.name] if field.name in stored else pa.chunked_array([pa.nulls(len(table))])
-        columns[field.name], nulls = decoder.decode(column, kind)
+        columns[field.name], nulls = decoder.decode(column, schema.field(field.name).type)
         if mask is not None:
             columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)
     return columns
@@ -78,10 +77,10 @@ class _Decoder:
         self._must_fill = must_fill
         self._masks = masks
 
-    def decode(self, chunks: pa.ChunkedArray, kind: pa.DataType | None) -> tuple[Column, Array | None]:
+    def decode(self, chunks: pa.ChunkedArray, kind: pa.DataType) -> tuple[Column, Array | None]:
         """Return the column, and the rows that have nulls, bool [rows]; None: no row. kind: its type in the dataset."""
         try:
-            if kind is not None and has_null_type(chunks.type):
+            if has_null_type(chunks.type) and chunks.type != kind:
                 chunks = _cast(chunks, kind)
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])

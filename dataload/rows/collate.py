@@ -154,7 +154,7 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
         return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "nested":
-        array = records.nested(field)
+        array = _nested(records, field)
         return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))
     if field.kind == "string":
         return _decoded(field.name, lambda: records.strings(field))
@@ -162,6 +162,15 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         return records.views(field) if field.kind == "binary" else _vectors(records.ragged(field), empty)
     column = records.ragged(field)
     return Flat(_copied(column.values, empty), _copied(column.offsets, empty))
+
+
+def _nested(records: Records, field: Field) -> pa.Array:
+    try:
+        return records.nested(field)
+    except pa.ArrowInvalid as error:  # Arrow counts the bytes of strings inside lists with 32 bits.
+        raise DataError(
+            f"column {field.name!r} has too many values in one batch ({error}): use a smaller batch"
+        ) from error
 
 
 def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:

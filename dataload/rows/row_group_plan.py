@@ -57,7 +57,7 @@ class RowGroupPlan:
         made_by: Sequence[str] = (),
     ) -> None:
         if isinstance(fill_null, Mapping):
-            _check_filled(manifest, fill_null)
+            _check_filled(manifest, fill_null, columns)
         self._manifest = manifest
         self._columns = dict.fromkeys(columns)  # in order
         self._mean_sizes: Mapping[str, float] = {}
@@ -145,7 +145,8 @@ class RowGroupPlan:
         return np.append(starts, firsts[-1])
 
 
-def _check_filled(manifest: Manifest, fill_null: Mapping[str, Any]) -> None:
+def _check_filled(manifest: Manifest, fill_null: Mapping[str, Any], columns: Sequence[str]) -> None:
+    fill_null = {name: value for name, value in fill_null.items() if name in columns or name not in manifest.conflicts}
     try:
         manifest.check_columns(fill_null)
     except ConfigError as error:

@@ -63,6 +63,7 @@ class ValueSizes:
     ) -> None:
         self.samples = spread(len(manifest.row_groups))
         self._groups = [manifest.row_groups[number] for number in self.samples]
+        self._schema = manifest.schema
         self._layout = layout
         self._blocks = blocks
         self._blob_rows = [blob_rows[number] for number in self.samples]
@@ -118,7 +119,7 @@ class ValueSizes:
         footer = read_footer(group.file, group.footer_at, self._blocks)
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(rows):
-                column = decode(table, [field], self._fill_null, group.name)[field.name]
+                column = decode(table, [field], self._fill_null, group.name, self._schema)[field.name]
                 if isinstance(column, Ragged):
                     yield (whole_bytes(column),) * 2
                 elif isinstance(column, Coded):

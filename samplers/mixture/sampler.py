@@ -146,17 +146,13 @@ class MixtureSampler(RankSampler):
         rows = state.get("batch_rows") if state.get("batching") == "homogeneous" else None
         if rows is not None and not state.get("cursor"):  # No batch of the epoch has been taken.
             state, rows = {**state, "batch_rows": self.global_batch_size}, None
-        if rows is not None and rows % self.global_batch_size:
-            raise ConfigError(
-                f'the state has batching="homogeneous" with global batches of {rows} rows, which '
-                f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
-                f"{rows}, or a divisor of it"
-            )
         known, given = self._known_weights(), self._own_options(self.next_weights)
         super().load_state_dict(state)
         weights = expand(state, self._given["windows"], known)["next_weights"]
         if self.rank == 0:
             _warn_of_kept(self._own_options(weights), given)
+        if rows is not None:  # Later epochs have the batches of this world.
+            self.next_order = self.next_order.with_options(batch_rows=self.global_batch_size)
         if weights is not None:
             self.next_order = self.next_order.with_options(weights=weights)
 
@@ -174,8 +170,16 @@ class MixtureSampler(RankSampler):
 
     def _check_start(self, order: MixtureOrder, cursor: int) -> None:
         super()._check_start(order, cursor)
+        if not order.homogeneous or cursor >= order.n:
+            return
+        if order.unit % self.global_batch_size:
+            raise ConfigError(
+                f'the state has batching="homogeneous" with global batches of {order.unit} rows, which '
+                f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
+                f"{order.unit}, or a divisor of it"
+            )
         done = cursor % order.unit
-        if order.homogeneous and done % self.global_batch_size and cursor - done + order.unit < order.n:
+        if done % self.global_batch_size and cursor - done + order.unit < order.n:
             raise ConfigError(
                 f"the state is {done} rows into a batch of {order.unit} rows of one source, which "
                 f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "

@@ -334,6 +334,8 @@ def test_a_column_that_is_null_in_all_files(tmp_path: Path) -> None:
         (("zoned", ">", dt.date(2024, 1, 1)), [2, 3]),
         (("price", "<", Decimal("1.234")), [0]),
         (("price", "<", 1.5), [0]),
+        (("price", "in", [Decimal("1.234"), Decimal(2), Decimal("9.001")]), [3]),
+        (("price", "not in", [Decimal("1.234"), Decimal(2)]), [0, 1, 2]),
     ],
     ids=str,
 )

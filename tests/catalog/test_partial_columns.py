@@ -51,6 +51,19 @@ def test_columns_that_are_left_out_may_differ(evolved: Path) -> None:
         make_dataset(evolved, columns=["x", "z"], cache=False)
     with pytest.raises(DataError, match="differ in column 'z'"):
         make_dataset(evolved, columns=["x"], filters=[("z", "=", 1)], cache=False)
+    with pytest.raises(DataError, match="differ in column 'z'"):
+        make_dataset(evolved, columns=["x"], filters=pc.field("z") == "1", cache=False)
+    filled = rows(evolved, columns=["x"], fill_null={"x": 0, "z": 0})
+    assert [row["x"] for row in filled] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_partition_key_that_some_files_store_is_not_compared(tmp_path: Path) -> None:
+    for day, columns in ((1, {"x": [1]}), (2, {"x": [2], "day": [2]})):
+        (tmp_path / f"day={day}").mkdir()
+        pq.write_table(pa.table(columns), tmp_path / f"day={day}" / "x.parquet")
+    for filters in (pc.field("day") == 1, [("day", "=", 1)]):
+        with pytest.raises(DataError, match="'day' as a key of its folders, and other files as a column"):
+            make_dataset(tmp_path, columns=["x"], filters=filters, cache=False)
 
 
 def test_a_named_column_is_null_where_a_file_lacks_it(

@@ -137,7 +137,13 @@ def test_a_damaged_orientation_is_none() -> None:
     start = data.index(b"Exif\0\0") + 6
     assert jpeg_orientation(data[: start + 8] + b"\xff\xff" + data[start + 10 :]) in (1, 6)  # too many entries
     assert jpeg_orientation(data.replace(struct.pack(">HHIH", 0x0112, 3, 1, 6), struct.pack(">HHIH", 0x0112, 3, 1, 99)))
-    assert np.array_equal(images.decode([encoded(picture(), exif=b"Exif\0\0nonsense")])[0].numpy().shape, (60, 90, 3))
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0nonsense", b"\0\0\0\0"])
+@pytest.mark.parametrize(("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("WEBP", "RGB")])
+def test_damaged_exif_is_no_orientation(kind: str, mode: str, exif: bytes) -> None:
+    plain, damaged = (encoded(picture().convert(mode), kind, **more) for more in ({}, {"exif": exif}))
+    assert np.array_equal(images.decode([damaged])[0], images.decode([plain])[0])
 
 
 # Sizes

@@ -333,7 +333,7 @@ def test_memory_that_is_longer_than_its_values(kind: pa.DataType) -> None:
 
 def test_flags_are_unpacked_from_where_they_begin() -> None:
     table = pa.table({"flag": pa.array(np.arange(100_000) % 7 == 0)})
-    [column] = decode(table.slice(99_993, 5), fields_of(table.schema), None, "here").values()
+    [column] = decode(table.slice(99_993, 5), fields_of(table.schema), None, "here", table.schema).values()
     assert isinstance(column, Dense)
     assert column.values.tolist() == [number % 7 == 0 for number in range(99_993, 99_998)]
     assert column.values.base is not None
@@ -358,7 +358,7 @@ from dataload.formats.schema import fields_of
 table = pa.ipc.open_file({str(tmp_path / "rows.arrow")!r}).read_all()
 fields = fields_of(table.schema)
 for rows in table, table.slice(0, 1):
-    print(len(decode(rows, fields, None, "here")))
+    print(len(decode(rows, fields, None, "here", table.schema)))
 print("pandas" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -724,7 +724,7 @@ def test_equal_rows_make_equal_blobs(kinds: tuple[str, ...]) -> None:
     """Whatever the memory held before."""
     table = pa.table({kind: column_of(0, kind) for kind in kinds} | {"flag": pa.array([True] * ROWS)})
     layout = Layout(fields_of(table.schema, null_masks=True))
-    columns = decode(table, layout.fields, None, "here")
+    columns = decode(table, layout.fields, None, "here", table.schema)
     made = []
     for byte in (0, 255):
         memory = bytearray()

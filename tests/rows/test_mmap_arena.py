@@ -124,7 +124,8 @@ def open_row_groups() -> OpenRowGroups:
 
 def test_a_row_group_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     layout, path = Layout(fields_of(pa.schema([("text", pa.string())]))), tmp_path / "blob"
-    texts = decode(pa.table({"text": [f"row {number}" for number in range(10)]}), layout.fields, None, "", None)
+    table = pa.table({"text": [f"row {number}" for number in range(10)]})
+    texts = decode(table, layout.fields, None, "", table.schema)
     path.write_bytes(blob_of(texts, 10, layout, ""))
     opened = open_row_groups()
 

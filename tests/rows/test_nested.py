@@ -35,6 +35,7 @@ from dataload.rows import row_group_plan
 from dataload.rows.batch_tree import map_tensors
 from dataload.rows.collate import Flat, cut, to_batch
 from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.row_block import Records
 from dataload.train.batch_size import find_batch_size
 
 EXAMPLES = 2000 if NIGHTLY else 100
@@ -586,6 +587,22 @@ def test_values_that_python_cannot_hold_name_their_column(tmp_path: Path) -> Non
     rows = gather_rows(pa.table({"late": late}), "list")
     with pytest.raises(DataError, match=r"'late' has a value that Python cannot hold .* ragged='flat'"):
         rows.columns  # noqa: B018 (made on access)
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_a_batch_of_too_many_nested_values_names_its_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ragged: str
+) -> None:
+    """More than 2 GiB of strings or bytes inside lists."""
+    pq.write_table(pa.table({"clips": [["a"], ["b"]]}), tmp_path / "x.parquet")
+    loader = make_loader(tmp_path, 2, cache=False, ragged=ragged)
+
+    def overflow(*_: Any) -> Any:
+        raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+
+    monkeypatch.setattr(Records, "nested", overflow)
+    with pytest.raises(DataError, match=r"'clips' has too many values in one batch .*overflow.*use a smaller batch"):
+        list(loader)
 
 
 def test_few_shared_strings_are_not_kept(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_nulls_of_coded_text_are_replaced_and_stay_coded(kind: pa.DataType) -> N
     column = pa.array(rows).dictionary_encode().cast(pa.dictionary(pa.int8(), kind))
     table = pa.table({"c": pa.chunked_array([column[:40], column[40:]])})
     filling = "?" if kind != pa.binary() else b"?"
-    decoded = decode(table, fields_of(table.schema), filling, "here")["c"]
+    decoded = decode(table, fields_of(table.schema), filling, "here", table.schema)["c"]
     assert isinstance(decoded, Coded)
     assert len(decoded.spans) == 3
     found = [plain(value) for value in whole(table, {"c": filling})["c"]]
@@ -189,7 +189,7 @@ def test_a_null_without_a_replacement_names_file_row_group_and_column() -> None:
     table = pa.table({"c": pa.array([1, None])})
     for fill_null in (None, {"other": 0}):
         with pytest.raises(DataError, match=rf"x\.parquet row group 3 column 'c' has 1 nulls: {WAYS_OUT}"):
-            decode(table, fields_of(table.schema), fill_null, "x.parquet row group 3")
+            decode(table, fields_of(table.schema), fill_null, "x.parquet row group 3", table.schema)
 
 
 def test_one_replacement_is_for_the_columns_that_can_hold_it() -> None:

@@ -73,6 +73,19 @@ def test_nulls_that_are_replaced_by_long_text_share_it(tmp_path: Path) -> None:
     assert 700 <= sizes[1] - sizes[0] < 800
 
 
+@pytest.mark.parametrize("in_struct", [False, True])
+def test_text_that_one_file_lacks_is_measured(tmp_path: Path, in_struct: bool) -> None:
+    """As pandas writes it: a column of the type null, or a struct of which only one file has the members."""
+    texts = shared(LONG[:100])
+    columns = [{"c": [{"a": text} for text in texts]}, {"c": [None] * ROWS}] if in_struct else [{"c": texts}, {"c": []}]
+    columns[1] = {"c": pa.nulls(ROWS)}
+    for number, column in enumerate(columns):
+        pq.write_table(pa.table(column), tmp_path / f"{number}.parquet")
+    blobs = make_dataset(tmp_path, cache=False).rowstore.blobs
+    blobs.measure()
+    assert made(blobs) <= blobs.bytes_of(0) < 5 * made(blobs)
+
+
 def test_reservations_follow_blobs_that_are_larger_than_footers_say(tmp_path: Path) -> None:
     blobs = blobs_of(tmp_path / "x.parquet", ADDRESSES, row_group_size=ROWS // 2, **PREFIXES)
     size = made(blobs)

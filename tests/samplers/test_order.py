@@ -533,3 +533,28 @@ def test_variance_ratio_written_out():
             observed += (batch.count(block) - len(batch) * share) ** 2
             expected += len(batch) * share * (1 - share) * (25 - len(batch)) / 24
     assert shuffle_quality(rows, lengths, batch_size).variance_ratio == pytest.approx(observed / expected)
+
+
+@pytest.mark.parametrize("shuffle", ["block", "full"])
+@pytest.mark.parametrize("small", [[1], [1, 2, 3], [3, 0, 1]])
+def test_tiny_row_groups_are_found_without_a_look_at_every_row(shuffle, small, monkeypatch):
+    """A filter leaves one match in a row group. On average, half of the window comes before it."""
+    looked_up = []
+    permuted = KeyedPermutation.__getitem__
+
+    def counting(permutation, index):
+        images = permuted(permutation, index)
+        looked_up.append(np.size(images))
+        return images
+
+    lengths = [20_000] * 20 + small
+    order, reference = (Order(lengths, shuffle=shuffle, window=len(lengths), seed=3) for _ in range(2))
+    monkeypatch.setattr(KeyedPermutation, "__getitem__", counting)
+    for position in (0, 7_777, order.n - 5):
+        needs = list(order.needs_from(0, position))
+        assert sum(looked_up) < 10_000
+        rows = reference.rows(0, np.arange(position, order.n))
+        looked_up.clear()
+        groups = np.searchsorted(np.cumsum(lengths), rows, side="right")
+        first = dict(zip(groups[::-1].tolist(), range(order.n - 1, position - 1, -1), strict=True))
+        assert needs == sorted((place, group) for group, place in first.items())

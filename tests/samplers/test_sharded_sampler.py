@@ -564,3 +564,17 @@ def test_copies_go_on_alike():
     for copied in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
         assert copied.state_dict() == sampler.state_dict()
         assert list(copied) == [row for batch in sampler.batches() for row in batch.tolist()]
+
+
+def test_a_running_iteration_keeps_its_order():
+    """The state has another seed, which holds until the end of its epoch. The loop sets the next epoch early."""
+    lengths = [1000] * 40
+    saved = ShardedSampler(lengths, 1, 0, batch_size=10, seed=1)
+    saved.advance(3)
+    rest = [batch.tolist() for batch in saved.batches()]
+    resumed = ShardedSampler(lengths, 1, 0, batch_size=10, seed=2)
+    resumed.load_state_dict(saved.state_dict())
+    batches = resumed.batches()
+    found = [next(batches).tolist()]
+    resumed.set_epoch(1)
+    assert found + [batch.tolist() for batch in batches] == rest

@@ -17,14 +17,15 @@ from dataload.rows.row_block import Records, pack
 
 def packed(table: pa.Table, fill_null: Any = None, *, null_masks: bool = False) -> memoryview:
     """Return the blob of a table."""
-    layout = Layout(fields_of(flatten(table.schema), null_masks=null_masks))
+    schema = flatten(table.schema)
+    layout = Layout(fields_of(schema, null_masks=null_masks))
     memory = bytearray()
 
     def allocate(size: int) -> memoryview:
         memory.extend(b"\xaa" * size)
         return memoryview(memory)
 
-    pack(decode(table, layout.fields, fill_null, "here"), len(table), layout, "here", allocate)
+    pack(decode(table, layout.fields, fill_null, "here", schema), len(table), layout, "here", allocate)
     return memoryview(memory).toreadonly()
 
 

@@ -285,6 +285,34 @@ def test_a_run_of_homogeneous_batches_resumes_between_epochs_on_any_ranks():
     assert len(next(iter(resumed.batches()))) == 32
 
 
+def test_later_epochs_of_a_resumed_run_have_its_own_homogeneous_batches():
+    sources = [Source([300], "a"), Source([200], "b")]
+    saved = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=64)
+    saved.advance()
+    resumed = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=32)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.order.batch_rows == 64
+    resumed.advance(len(list(resumed.batches())))
+    again = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=32)
+    again.load_state_dict(resumed.state_dict())
+    resumed.set_epoch(1)
+    again.set_epoch(1)
+    fresh = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=32)
+    fresh.set_epoch(1)
+    assert list(resumed) == list(again) == list(fresh)
+
+
+def test_a_homogeneous_epoch_that_is_over_resumes_on_any_ranks():
+    sources = [Source([300], "a"), Source([200], "b")]
+    saved = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=64)
+    saved.seek(0, saved.num_rows)
+    resumed, fresh = (MixtureSampler(sources, 3, 0, batching="homogeneous", batch_size=32) for _ in range(2))
+    resumed.load_state_dict(saved.state_dict())
+    assert list(resumed) == []
+    fresh.set_epoch(1)
+    assert list(resumed) == list(fresh)
+
+
 def test_a_small_source_that_ends_the_epoch_is_named(caplog):
     sources = [Source([1_000_000], "big"), Source([5], "rare")]
     for streams, rows in ((1, 1_000_005), (8, 5)):
