@@ -8,13 +8,19 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from clusters import until
 from threads import no_more_threads
 
+from dataload import make_loader
 from dataload.loader import background_iterator
 from dataload.loader.background_iterator import run_ahead
+from dataload.rows import collate
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 T = TypeVar("T")
@@ -229,3 +235,19 @@ def test_a_wait_is_charged_to_what_the_awaited_call_does(threads: int, monkeypat
     taken.set()
     next(ahead)
     ahead.close()
+
+
+def test_as_many_batches_of_nested_columns_are_made_ahead_as_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"n": [[{"a": row}] for row in range(320)]}), tmp_path / "x.parquet")
+    made, convert = list[str](), collate._pylist
+
+    def counting(array: pa.Array, name: str) -> list[Any]:
+        made.append(name)
+        return convert(array, name)
+
+    monkeypatch.setattr(collate, "_pylist", counting)
+    batches = iter(make_loader(tmp_path, 8, prefetch=8, cache=False))
+    next(batches)
+    until(lambda: len(made) > 8)
