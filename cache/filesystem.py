@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import fsspec
 from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.core import has_magic
 from fsspec.utils import isfilelike
 
 from dataload.cache.blocks.file import BlockFile
@@ -206,11 +207,9 @@ class TierCacheFileSystem(MetadataFileSystem):
             wait: Return only when all objects are fetched.
 
         Raises:
-            OriginError: A path cannot be listed or, with `wait`, an object cannot be fetched.
+            OriginError: A path cannot be listed, or nothing is there, or, with `wait`, an object cannot be fetched.
         """
-        origin = self.blocks.origin
-        listed = [origin.list(self._path(path)) for path in ([paths] if isinstance(paths, str) else paths)]
-        infos = [info for found in listed for info in found.values()]
+        infos = [info for path in ([paths] if isinstance(paths, str) else paths) for info in self._listed(path)]
         self._learn(infos)
         objects = self._objects([info["name"] for info in infos])
         for obj in objects:
@@ -219,6 +218,14 @@ class TierCacheFileSystem(MetadataFileSystem):
         futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.prefetch(obj)]
         for future in futures if wait else ():
             future.result()
+
+    def _listed(self, path: str) -> list[dict[str, Any]]:
+        """Return the infos of the objects of `prefetch`. Raise OriginNotFound if a path that is no glob has nothing."""
+        origin, path = self.blocks.origin, self._path(path)
+        found = list(origin.list(path).values())
+        if not found and not has_magic(path):
+            origin.info(path)  # An empty folder has an info.
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Return the totals of this process.
@@ -257,12 +264,12 @@ def open_source(
     Args:
         url: A URL or a local path.
         storage_options: Options of its filesystem.
-        config: The cache; None: no cache.
+        config: The cache; None: no cache. For a tiercache:: URL, the default.
         others: Further URLs or paths, which must be of the same filesystem.
 
     Raises:
         ConfigError: The URL is empty, names no bucket or is in an archive, its protocol is unknown, its filesystem
-            rejects the options, or another URL is of another filesystem.
+            rejects the options, another URL is of another filesystem, or `config` is given for a tiercache:: URL.
     """
     introduce()
     for each in (url, *others):
@@ -283,6 +290,9 @@ def open_source(
                 f"{redacted(url)} and {redacted(other)} are of two filesystems: make_dataset for each, and mix() them"
             )
     if isinstance(filesystem, TierCacheFileSystem):
+        if config != CacheConfig():
+            fix = "give its settings in storage_options={'tiercache': {...}}, or leave out tiercache::"
+            raise ConfigError(f"{redacted(url)} has a cache of its own: {fix}")
         return filesystem.blocks
     return Blocks.open(filesystem, config)
 

@@ -14,7 +14,7 @@ from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.s3_names import VERSION, complete
 from dataload.cache.origin.version import VERSION_FIELDS, version_of
-from dataload.cache.tier import BlobKey, copy_into
+from dataload.cache.tier import INFO, BlobKey, copy_into
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
@@ -93,8 +93,9 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         detail = kwargs.pop("detail", False)
         given = {"maxdepth": maxdepth, "detail": True, **kwargs}
+        slash = "/" if os.fspath(path).endswith("/") else ""  # only folders
         # The origin decides which characters are magic: in a URL, "?" is not.
-        found = self._request(path, lambda fs, path: complete(fs).glob(path, **given))
+        found = self._request(path, lambda fs, path: complete(fs).glob(path.rstrip(slash) + slash, **given))
         self._learn(found.values())
         return found if detail else sorted(found)
 
@@ -126,7 +127,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget versions and sizes. Cached blocks stay: their keys include the version."""
         self._known.clear()
-        self.fs.invalidate_cache(path)
+        self.fs.invalidate_cache(None if path is None else self._path(path))
 
     def object(self, path: str, version_id: str | None = None) -> Object:
         """Return the current object at `path`, by the rules of `consistency`.
@@ -159,11 +160,12 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     def _forget(self, obj: Object) -> None:
         """Forget the version of an object that has another one now."""
         self._known.pop(obj.path, None)
+        self.fs.invalidate_cache(obj.path)  # Its listing has the old version.
         if self._consistency == "immutable":
             self.blocks.tier.discard([self._info_key(obj.path)], [])
 
     def _info_key(self, path: str) -> BlobKey:
-        return self.blocks.key(Object(path, 0, "immutable"), "info")
+        return self.blocks.key(Object(path, 0, "immutable"), INFO)
 
     def _type_of(self, path: str) -> str | None:
         """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""

@@ -17,6 +17,7 @@ from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
 RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
+INFO = "info"  # `BlobKey.what` of the first info of an object: it may be out of date, so hosts do not share it.
 FILL_SECONDS = 120.0  # Then a thread that waits for a lock asks whether the lock's holder was stopped.
 MAKE_SECONDS = 3600.0  # A process or host that runs, and makes a result for longer, hangs.
 

@@ -139,7 +139,8 @@ def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
     Raises:
         ConfigError: `path` is not a valid glob.
     """
-    named = redacted(path) if "://" in path else path  # as in `blob_name`; a "?" elsewhere is of a glob
+    path = " ".join(path.split())  # as in `blob_name`
+    named = redacted(path) if "://" in path else path  # likewise; a "?" elsewhere is of a glob
     below = (f"{named.rstrip('/')}/", f"{named}#")
     if not has_magic(path) or any(row.name.startswith(below) for row in folder.index.rows()):
         return lambda name: name.startswith(below)

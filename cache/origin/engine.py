@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from fsspec.asyn import sync
 from fsspec.caching import BaseCache
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.identity import is_s3
+from dataload.cache.origin.identity import address_of, is_s3
 from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
@@ -26,7 +29,11 @@ from dataload.runtime.redact import redacted
 MAX_READ_RATIO = 2
 LEAST_TIME = "it uses the least CPU time"
 
+# Filesystems without async_impl whose reads are requests of their own, without a shared cursor or connection.
+CONCURRENT = frozenset({"alluxio", "alluxiofs", "file", "hdfs", "hf", "local", "memory", "oss", "webhdfs"})
+
 _engines: Instances[tuple[int, str], Engine] = Instances(inherited=False)
+_locks: Instances[int, AbstractContextManager[Any]] = Instances(inherited=False)
 
 
 class WrongBodyError(OSError):
@@ -40,6 +47,7 @@ class Engine(Protocol):
         name: The name in statistics.
         reason: Why this engine was chosen.
         names: A filesystem of fsspec that lists objects.
+        lock: To hold while `names` is used.
     """
 
     name: str
@@ -47,6 +55,9 @@ class Engine(Protocol):
 
     @property
     def names(self) -> Any: ...
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
@@ -112,19 +123,28 @@ def received_engine(filesystem: PickledFilesystem | DeferredS3, resolved: Resolv
 
 
 class Fsspec:
-    """The engine that uses the fsspec filesystem. It builds the requests of s3fs itself, to add If-Match."""
+    """The engine that uses the fsspec filesystem. It builds the requests of s3fs itself, to add If-Match.
+
+    fsspec makes one filesystem for each thread if its class is not asynchronous, because threads may share no
+    connection of FTP and no open archive. Here all threads share one filesystem, so one of them calls it at a time.
+    """
 
     name = "fsspec"
 
     def __init__(self, filesystem: Any, reason: str) -> None:
         self.reason = reason
         self._filesystem = filesystem
+        self.lock = _lock_of(filesystem)
 
     @property
     def names(self) -> Any:
         return LocalNames() if type(self._filesystem) is LocalFileSystem else self._filesystem
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
+        with self.lock:
+            return self._get(path, start, stop, version)
+
+    def _get(self, path: str, start: int, stop: int, version: str) -> Any:
         filesystem = self._filesystem
         if not hasattr(filesystem, "call_s3"):
             tag = None
@@ -164,6 +184,15 @@ class Fsspec:
         self._filesystem.invalidate_cache(path)
         if version_of(dict(self._filesystem.info(path))) != version:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+
+
+def _lock_of(filesystem: Any) -> AbstractContextManager[Any]:
+    """Return the lock of a filesystem. It excludes no thread if all may call the filesystem at the same time."""
+    while isinstance(filesystem, DirFileSystem):  # asynchronous, whatever it wraps
+        filesystem = filesystem.fs
+    if getattr(filesystem, "async_impl", False) or address_of(filesystem)[0] in CONCURRENT:
+        return nullcontext()
+    return _locks.get(id(filesystem), threading.RLock)  # An engine keeps its filesystem.
 
 
 def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -108,6 +108,7 @@ class Obstore(ForkAware):
     """
 
     name = "obstore"
+    lock = nullcontext()
 
     def __init__(
         self,

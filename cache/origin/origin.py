@@ -253,7 +253,7 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
-                return self._retried(lambda: request(self.engine.names))
+                return self._retried(lambda: _locked(self.engine, request))
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
@@ -319,6 +319,12 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
         return fsspec.filesystem(protocol, **(options or {}))
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from cause_of(error)
+
+
+def _locked(engine: Engine, request: Callable[[Any], T]) -> T:
+    """Make a request for metadata, alone if threads may not share the filesystem."""
+    with engine.lock:
+        return request(engine.names)
 
 
 def _check(received: int, requested: int) -> None:

@@ -11,8 +11,9 @@ CHANGED = "was replaced after it was listed: start the program again, and write 
 VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash")
 # The version of a local file. Owner, rights, links and the time of their change are no part of it.
 LOCAL_FIELDS = ("ino", "mtime", "size")
-# Not part of a version: the names, and fields that Alluxio changes when an object is read.
-VOLATILE_FIELDS = ("name", "url", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
+# Not part of a version: the names, of which WebHDFS has another one in listings, and fields that a read changes.
+NAMES = ("name", "url", "pathSuffix")
+CHANGED_BY_READS = ("accessTime", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
 
 
 def version_of(info: dict[str, Any]) -> str:
@@ -23,9 +24,14 @@ def version_of(info: dict[str, Any]) -> str:
     for name in VERSION_FIELDS:
         if info.get(name):
             return str(info[name])
-    names = LOCAL_FIELDS if info.keys() >= set(LOCAL_FIELDS) else sorted(info.keys() - set(VOLATILE_FIELDS))
+    names = LOCAL_FIELDS if info.keys() >= set(LOCAL_FIELDS) else sorted(info.keys() - _volatile(info))
     fields = [(name, _text(info[name])) for name in names]
     return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+
+
+def _volatile(info: dict[str, Any]) -> set[str]:
+    accessed = ["time"] if "mtime" in info else []  # In SFTP and SMB, "time" is that of the last access.
+    return {*NAMES, *CHANGED_BY_READS, *accessed}
 
 
 def is_other(tag: str | None, version: str) -> bool:

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
-from dataload.cache.local.setup import default_limit, preflight
+from dataload.cache.local.setup import default_limit, preflight, recovery
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
 from dataload.loader.capacity import need_of
@@ -97,8 +97,11 @@ def _limit(case: Case, used: int) -> int:
 
 def _used(folder: Path) -> int:
     """Return the bytes that the cache holds; 0 if there is none or it is not readable. Raise lmdb.Error."""
-    with closing(Index(folder / "index")) as index, suppress(OSError):
-        return index.used_bytes()
+    with suppress(OSError):
+        if not recovery.trusted(folder / "index"):  # LMDB could crash the process. The next job rebuilds the index.
+            return sum(file.lstat().st_size for file in (folder / "blobs").glob("*/*"))
+        with closing(Index(folder / "index")) as index:
+            return index.used_bytes()
     return 0
 
 

@@ -26,7 +26,7 @@ from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
+from dataload.cache.tier import FILL_SECONDS, INFO, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
 from dataload.errors import ConfigError
 from dataload.runtime.turns import in_turn
 
@@ -80,6 +80,14 @@ def test_what_one_host_has_made_another_finds(cluster_server: Server, hosts: Hos
     assert first.stats()["cluster"]["written"] == size
     assert cluster_server.ask("STRLEN", name_of()) <= PART + 200
     assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
+
+
+def test_hosts_do_not_share_the_infos_of_objects(cluster_server: Server, hosts: Hosts) -> None:
+    """An info may be out of date, and a host that removed its own would get it back."""
+    first, second = hosts(cluster_server.url), hosts(cluster_server.url)
+    assert shares(first, INFO) == 1
+    assert cluster_server.ask("EXISTS", name_of(INFO)) == 0
+    assert shares(second, INFO) == 1
 
 
 @pytest.mark.usefixtures("small_parts")

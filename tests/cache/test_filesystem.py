@@ -106,6 +106,8 @@ def test_listing(fs: TierCacheFileSystem, bucket: Any) -> None:
     ]
     assert fs.find(name) == [f"{name}/folder/data.bin", f"{name}/folder/deep/other.bin", f"{name}/folder/empty.bin"]
     assert fs.glob(f"{name}/folder/*.bin") == [f"{name}/folder/data.bin", f"{name}/folder/empty.bin"]
+    assert fs.glob(f"{name}/folder/*/") == [f"{name}/folder/deep"]
+    assert fs.glob(f"tiercache://{name}/fold*/") == [f"{name}/folder"]
     assert [folder for folder, _, _ in fs.walk(name)] == [name, f"{name}/folder", f"{name}/folder/deep"]
     assert fs.info(bucket.url("folder/data.bin"))["size"] == len(DATA)
     assert fs.isfile(f"{name}/folder/data.bin")
@@ -134,6 +136,15 @@ def test_prefetch(fs: TierCacheFileSystem, bucket: Any) -> None:
     assert sent == len(DATA) + 5
     assert fs.cat_file(f"{bucket.name}/folder/data.bin") == DATA
     assert bucket.server.stats()["get_bytes"] == sent
+
+
+def test_a_prefetch_of_nothing(fs: TierCacheFileSystem, bucket: Any, tmp_path: Path) -> None:
+    with pytest.raises(OriginNotFound, match="typo"):
+        fs.prefetch([f"{bucket.name}/folder", f"{bucket.name}/typo"], wait=True)
+    fs.prefetch(f"{bucket.name}/typo*", wait=True)
+    (tmp_path / "empty").mkdir()
+    local = TierCacheFileSystem("file", cache_dir=str(tmp_path / "other"), skip_instance_cache=True)
+    local.prefetch(str(tmp_path / "empty"), wait=True)
 
 
 def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: Path) -> None:
@@ -268,6 +279,24 @@ def test_after_a_change_the_next_open_reads_the_new_version(fs: TierCacheFileSys
     with pytest.raises(ObjectChanged):
         fs.cat_file(bucket.url("folder/data.bin"))
     assert fs.cat_file(bucket.url("folder/data.bin")) == DATA[::-1]
+
+
+def test_after_a_change_a_listing_has_the_new_version(fs: TierCacheFileSystem, bucket: Any) -> None:
+    folder, path = f"{bucket.name}/folder", f"{bucket.name}/folder/data.bin"
+    fs.ls(folder)
+    bucket.put("folder/data.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        fs.cat_file(path)
+    fs.ls(folder)
+    assert fs.cat_file(path) == DATA[::-1]
+
+
+def test_a_folder_is_listed_again_after_its_url_was_invalidated(fs: TierCacheFileSystem, bucket: Any) -> None:
+    folder = f"{bucket.name}/folder"
+    fs.ls(folder)
+    bucket.put("folder/new.bin", b"new")
+    fs.invalidate_cache(f"tiercache://{folder}")
+    assert f"{folder}/new.bin" in fs.ls(folder, detail=False)
 
 
 def test_what_info_gives_is_the_callers(fs: TierCacheFileSystem, bucket: Any) -> None:

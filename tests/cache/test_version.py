@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,6 +67,23 @@ def test_new_metadata_of_an_object_of_google_are_no_new_version() -> None:
     info = {"name": "bucket/x", "size": 3, "etag": "CKih16GjycICEAE=", "generation": "1446000000000000"}
     assert version_of(info) == version_of({**info, "etag": "CKih16GjycICEAI=", "storageClass": "STANDARD"})
     assert version_of(info) != version_of({**info, "generation": "1446000000000001"})
+
+
+WEBHDFS = {"pathSuffix": "x", "size": 3, "fileId": 7, "accessTime": 1, "modificationTime": 5, "type": "file"}
+SFTP = {"size": 3, "uid": 0, "time": datetime(2024, 1, 1, tzinfo=UTC), "mtime": datetime(2023, 1, 1, tzinfo=UTC)}
+SMB = {"size": 3, "uid": 0, "time": 1.5, "mtime": 5.5}
+
+
+@pytest.mark.parametrize(("info", "read", "written"), [
+    (WEBHDFS, {"pathSuffix": "", "accessTime": 2}, {"modificationTime": 6}),
+    (SFTP, {"time": datetime(2024, 1, 2, tzinfo=UTC)}, {"mtime": datetime(2024, 1, 1, tzinfo=UTC)}),
+    (SMB, {"time": 2.5}, {"mtime": 6.5}),
+    ({"size": 3, "time": 5}, {}, {"time": 6}),  # the only time that there is
+], ids=["webhdfs", "sftp", "smb", "another"])  # fmt: skip
+def test_a_read_makes_no_new_version(info: dict[str, Any], read: dict[str, Any], written: dict[str, Any]) -> None:
+    assert version_of({**info, **read}) == version_of(info)
+    assert version_of({**info, **written}) != version_of(info)
+    assert version_of({**info, "size": 4}) != version_of(info)
 
 
 @pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import make_dataset
+from dataload import CacheConfig, make_dataset
 from dataload.errors import ConfigError
 
 
@@ -69,6 +69,21 @@ def test_a_file_in_an_archive(path: str, tmp_path: Path) -> None:
         archive.write(path, "in/a.parquet")
     with pytest.raises(ConfigError, match=r"names a file in an archive by '::', which .*: unpack the archive"):
         make_dataset(f"zip://in/a.parquet::file://{tmp_path}/z.zip", cache=False)
+
+
+@pytest.mark.parametrize("given", [
+    {"cache_dir": "/nvme/cache"},
+    {"cache_bytes": "1GB"},
+    {"cluster": "valkey://host"},
+    {"cache": CacheConfig("/nvme/cache")},
+    {"cache": False},
+], ids=str)  # fmt: skip
+def test_settings_of_a_cache_for_a_url_that_has_one(path: str, tmp_path: Path, given: dict[str, Any]) -> None:
+    options = {"tiercache": {"cache_dir": str(tmp_path / "cache")}}
+    assert len(make_dataset(f"tiercache::file://{path}", storage_options=options)) == 3
+    advice = r"give its settings in storage_options=\{'tiercache': \{\.\.\.\}\}, or leave out tiercache::"
+    with pytest.raises(ConfigError, match=rf"a\.parquet has a cache of its own: {advice}"):
+        make_dataset(f"tiercache::file://{path}", storage_options=options, **given)
 
 
 def test_a_local_name_with_two_colons(path: str, tmp_path: Path) -> None:

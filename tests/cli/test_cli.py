@@ -296,6 +296,17 @@ def test_a_name_is_a_name_though_it_looks_like_a_glob(at_bucket: Run, bucket: An
     assert (done.returncode, "is not a valid glob" in done.stderr) == (2, True)
 
 
+def test_a_name_with_odd_spaces_is_evicted(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:
+    """The names of blobs have single spaces, for messages."""
+    for name in ("a  b", "c\u3000d", "e\u00a0f"):
+        bucket.put_table(f"odd/{name}.parquet", pa.table({"a": [1, 2]}))
+    url, cache = f"s3://{bucket.name}/odd", ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", url, *cache)
+    for name in ("a  b.parquet", "c\u3000d.parquet", "e\u00a0f.par*"):
+        done = at_bucket("cache", "evict", f"{url}/{name}", *cache)
+        assert done.returncode == 0, done.stderr
+
+
 def test_warm_continues_when_another_process_is_slow(
     at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

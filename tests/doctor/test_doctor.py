@@ -36,6 +36,7 @@ from rich.filesize import decimal
 from dataload import make_loader
 from dataload.cache.filesystem import open_source
 from dataload.cache.local.index import Index, Row
+from dataload.cache.local.setup import recovery
 from dataload.catalog import manifest
 from dataload.cli.commands.doctor import doctor
 from dataload.doctor import cache_dir, cluster, limits, object_store, processes, registry
@@ -166,6 +167,7 @@ def used(case: Case) -> None:
     index.make()
     index.enter([Row(bytes(16), "x", 10**12)])
     index.close()
+    recovery.note_open(case.folder / "index")
 
 
 @pytest.mark.usefixtures("used")
@@ -175,6 +177,20 @@ def test_space_that_the_cache_uses_already(case: Case) -> None:
     assert f"may grow by {decimal(2 * free)}" in line(
         cache_dir.capacity(Case(case.folder, cache_bytes=2 * free + 10**12))
     )
+
+
+@pytest.mark.usefixtures("used")
+def test_after_a_power_failure_the_index_is_not_opened(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn index can crash the process that opens it, so the blobs are counted."""
+    (case.folder / "index" / "data.mdb").write_bytes(os.urandom(100_000))
+    blob = case.folder / "blobs" / "00" / "0000"
+    blob.parent.mkdir(parents=True)
+    blob.touch()
+    os.truncate(blob, 10**12)
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
+    monkeypatch.setattr("lmdb.open", lambda *_, **__: pytest.fail("LMDB opens the index"))
+    free = shutil.disk_usage(case.existing).free
+    assert cache_dir.capacity(Case(case.folder, cache_bytes=free + 10**12 // 2)).status == "ok"
 
 
 @pytest.mark.usefixtures("used")

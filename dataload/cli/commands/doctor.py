@@ -110,11 +110,12 @@ def _text(check: str, finding: Finding) -> str:
 
 def _store(url: str, storage_options: str | None) -> Store:
     from dataload.cache.blocks.reader import Blocks
+    from dataload.cache.config import CacheConfig
     from dataload.cache.filesystem import open_source
     from dataload.doctor.object_store import Store
 
-    blocks = open_source(url, mapping(storage_options), None)
-    return Store(url, Blocks.uncached(blocks.origin))  # bypasses the cache of a tiercache:: URL
+    blocks = open_source(url, mapping(storage_options), CacheConfig())
+    return Store(url, Blocks.uncached(blocks.origin))  # bypasses the cache, also that of a tiercache:: URL
 
 
 def _reads(
