@@ -438,6 +438,13 @@ def test_rows_of_any_kind_are_repeated():
     assert batch_size._resize(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
 
 
+def test_the_default_device_of_torch_is_not_that_of_a_repeated_batch():
+    batch = {"x": torch.arange(3)}
+    with torch.device("meta"):
+        larger = batch_size._resize(batch, 5, torch.device("cpu"))
+    assert larger["x"].tolist() == [0, 1, 2, 0, 1]
+
+
 class Pair(NamedTuple):
     images: Any
     label: Any
