@@ -72,6 +72,18 @@ LAUNCHERS = (
 LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
+def announcing_launchers(environ: Mapping[str, str]) -> list[Launcher]:
+    """Return the launchers that say the number of ranks in `environ`, the most trusted first.
+
+    A script may export WORLD_SIZE alone, and start with srun or mpirun. A launcher that does not say the rank is left
+    out if another one says it, for as many ranks.
+    """
+    sizes = {each: integer(environ, each.world_size) for each in LAUNCHERS}
+    ranked = {each: size for each, size in sizes.items() if integer(environ, each.rank) is not None}
+    silent = {each for each, size in sizes.items() if each not in ranked and size in ranked.values()}
+    return [each for each, size in sizes.items() if size is not None and each not in silent]
+
+
 def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
     """Return what a launcher says in `environ`.
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError
-from dataload.launchers import LAUNCHERS, integer, on_one_host, read_launcher
+from dataload.launchers import announcing_launchers, integer, on_one_host, read_launcher
 from dataload.mesh import data_parallel_argument, data_parallel_ranks, model_parallel_dims, ranks_together, ravel
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def read_environment(environ: Mapping[str, str]) -> World:
     Raises:
         ConfigError: The launcher announces more than one rank but not the rank of this process.
     """
-    announcing = (each for each in LAUNCHERS if integer(environ, each.world_size) is not None)
+    announcing = iter(announcing_launchers(environ))
     if (first := next(announcing, None)) is not None:
         world = World(*read_launcher(environ, first))
         # A script that sets RANK and WORLD_SIZE from the variables of srun or MPI leaves the rest to those.

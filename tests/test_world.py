@@ -27,6 +27,7 @@ OPEN_MPI = {
         (SLURM, World(3, 4, 1, None)),
         (OPEN_MPI, World(2, 4, 0, 2)),
         ({**SLURM, **TORCHRUN}, World(5, 8, 1, 4)),
+        ({**SLURM, "WORLD_SIZE": "4"}, World(3, 4, 1, None)),  # exported by the script that srun starts
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0, 1)),  # a bare sbatch script: one process
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, World(1, 2, 1, None)),  # Lightning's launcher
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(1, 2, 1, 2)),  # the only node
@@ -47,6 +48,7 @@ def test_the_environment_is_read(environment: dict[str, str], world: World) -> N
         {"WORLD_SIZE": "8", "LOCAL_RANK": "1"},
         {"WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},  # rank 1 or 5
         {"WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
+        {**SLURM, "WORLD_SIZE": "8"},
         {"SLURM_STEP_NUM_TASKS": "2"},
         {"SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
         {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},

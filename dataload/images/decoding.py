@@ -96,7 +96,7 @@ def _decode_column(
         raise ConfigError(f"decode: no column is called {column!r}; there are {few(batch)}")
     if damaged == "raise":
         return {**others, column: _decoded(images, size, crop, column)}
-    is_damaged = torch.zeros(len(images), dtype=torch.bool)
+    is_damaged = torch.zeros(len(images), dtype=torch.bool, device="cpu")
     pixels = _decoded(images, size, crop, column, is_damaged)
     return {**others, column: pixels, f"{column}.is_damaged": is_damaged}
 

@@ -25,7 +25,7 @@ class HostMemory(NamedTuple):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized, contiguous tensor."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def prepare(self, batch: Any) -> Any:
         """Return the batch with its CPU tensors dense, and pinned if `pinned`. Others are copied once."""

@@ -54,7 +54,7 @@ def pack(batch: Any) -> Packed:
     pickler.dump(pickler.joined(batch))
     pickle_start = pickler.put(np.frombuffer(stream.getbuffer(), np.uint8))
     piped = pickler.size <= PIPED_BYTES
-    content = bytearray(pickler.size) if piped else torch.empty(pickler.size, dtype=torch.uint8)
+    content = bytearray(pickler.size) if piped else torch.empty(pickler.size, dtype=torch.uint8, device="cpu")
     memory = _memory(content)
     for start, array in pickler.arrays:
         np.ndarray(array.shape, array.dtype, memory, start)[...] = array
@@ -154,12 +154,13 @@ class _Content:
         """Return a tensor of the content."""
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if self._pinned is None:
             return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start).reshape(shape)
         # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate storage
         # that `frombuffer` makes, torch would reuse the block before the copy is done.
-        return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,)).reshape(shape)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(self._pinned, start // dtype.itemsize, (count,), (1,)).reshape(shape)
 
     def array(self, start: int, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Return an array of the content."""

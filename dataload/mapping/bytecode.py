@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dis
-import importlib
 import importlib.util
-import sys
-import types
 from collections.abc import Mapping
 from contextlib import suppress
 from types import CodeType
@@ -15,8 +12,8 @@ from typing import Any
 _LOADS = ("FAST", "FAST_BORROW", "FAST_CHECK", "GLOBAL", "DEREF", "NAME")  # ends of the names of instructions
 
 
-def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str], types.ModuleType]]:
-    """Return the modules that a function imports when it is called, with their packages and submodules that it names.
+def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str], str]]:
+    """Return the modules that a function imports when it is called, with their packages and all that it takes of them.
 
     Each has the names of the variables that may hold it.
     """
@@ -26,9 +23,8 @@ def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str]
         if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")):
             level, is_from = (step.argval, is_from) if isinstance(step.argval, int) else (level, bool(step.argval))
         elif step.opname == "IMPORT_NAME":
-            parent = importlib.util.resolve_name("." * level + step.argval, scope.get("__package__")) if level else ""
-            package, is_import = parent or step.argval, True
-            parts = package.split(".")
+            package = _absolute(step.argval, level, scope)
+            is_import, parts = bool(package), package.split(".") if package else []
             statement = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
             for name in statement:
                 found.setdefault(name, set())
@@ -40,16 +36,20 @@ def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str]
                 found.setdefault(name, set()).add(_first(step.argval))
         elif step.opname not in ("SWAP", "POP_TOP", "EXTENDED_ARG", "CACHE"):
             is_import = False
-    for name in found:
-        with suppress(ImportError):  # no module, but a member of one; or a module that is not installed
-            importlib.import_module(name)
     inner = [
         module
         for constant in code.co_consts
         if isinstance(constant, CodeType)
         for module in imported_in(constant, scope)
     ]
-    return [(variables, sys.modules[name]) for name, variables in found.items() if name in sys.modules] + inner
+    return [(variables, name) for name, variables in found.items()] + inner
+
+
+def _absolute(name: str, level: int, scope: Mapping[str, Any]) -> str:
+    """Return the whole name of a module; "" if its import raises, because the function is not in such a package."""
+    with suppress(ImportError):
+        return importlib.util.resolve_name("." * level + name, scope.get("__package__"))
+    return ""
 
 
 def passed_on_in(code: CodeType) -> set[str]:

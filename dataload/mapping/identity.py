@@ -27,7 +27,7 @@ import numpy as np
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
 from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, functions_of, is_made
-from dataload.mapping.packages import installed_name, is_own, module_of, package_of
+from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
 
 VERSION = 3
@@ -131,7 +131,9 @@ class _Walk:
                 own = [self.describe(type(value), where), self._state(value, where)] if is_own(type(value)) else []
                 return [type(value).__qualname__, describe(self, value, where), *own]
         if isinstance(value, _SCALARS) and is_own(type(value)):
-            return ["object", self.describe(type(value), where), repr(value), self._state(value, where)]
+            base: Any = next(kind for kind in _SCALARS if isinstance(value, kind))  # Its own repr may show less.
+            shown = base.__repr__(value)
+            return ["object", self.describe(type(value), where), shown, self._state(value, where)]
         if (name := installed_name(value)) is not None:
             return name
         if all(base is object or package_of(base.__module__) is None for base in type(value).__mro__):
@@ -184,8 +186,12 @@ class _Walk:
         names, passed_on = frozenset(names_in(code)), frozenset(passed_on_in(code))
         values = [({name}, name, cell.cell_contents) for name, cell in sorted(cells.items())]
         values += [({name}, name, scope[name]) for name in sorted(globals_in(code) & scope.keys())]
-        values += [(variables, module.__name__, module) for variables, module in imported_in(code, scope)]
-        described = []
+        described: list[Any] = []
+        for variables, name in imported_in(code, scope):
+            if (package := package_of(name)) is not None:  # Its import might take long, or fail.
+                described.append([name, package])
+            elif (module := own_module(name)) is not None:
+                values.append((variables, name, module))
         for variables, name, value in values:
             # Another function gets the module, and may use any member.
             known = None if variables & passed_on else names
@@ -222,7 +228,7 @@ class _Walk:
         for name, member in sorted(vars(kind).items()):
             if name in OF_NAMED_TUPLES and hasattr(kind, "_fields"):
                 continue
-            functions = (each for each in functions_of(member) if not is_generated(inspect.unwrap(each).__code__))
+            functions = (each for each in functions_of(member) if not is_generated(inspect.unwrap(each)))
             members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
             if not is_made(name, member) and not isinstance(kind, enum.EnumMeta):
                 members.append([name, self.describe(member, f"{where}.{name}")])
@@ -268,7 +274,9 @@ def _module_function(walk: _Walk, value: Any, where: str) -> Any:
     """Return a description of a function of an extension, which must not be a method of an object with a state."""
     owner = value.__self__
     if owner is None or isinstance(owner, types.ModuleType):
-        return [value.__module__, value.__qualname__, package_of(value.__module__ or "builtins")]
+        if (package := package_of(value.__module__ or "builtins")) is None:
+            raise ConfigError(f"{where} is compiled code of the project, whose source is unknown")
+        return [value.__module__, value.__qualname__, package]
     return [value.__name__, walk.describe(owner, where)]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
 import pathlib
 import sys
 import sysconfig
+import types
+from contextlib import suppress
 from typing import Any
 
 SPAWNED = "__mp_main__"  # the main program in a process that multiprocessing has spawned
@@ -55,10 +59,31 @@ def package_of(module: str | None) -> str | None:
         file = getattr(found, "__file__", None)
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     folders = {"site-packages", "dist-packages"}
+    if file is None:
+        file = _file_of(module)
     if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
         return None
     names = sorted({package.metadata["Name"] for package, roots in _installed() if root in roots})
     return ", ".join(f"{name} {_version(name)}" for name in names) or None
+
+
+def own_module(name: str) -> types.ModuleType | None:
+    """Import a module of the project. Return None if there is no such module, or its code raises an error."""
+    with suppress(Exception):
+        importlib.import_module(name)
+    return sys.modules.get(name)
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file of a module or of its package, or the folder of a namespace. It runs none of their code."""
+    names, file = module.split("."), None
+    with suppress(Exception):  # of a finder
+        for count in range(1, len(names) + 1):
+            spec = importlib.util.find_spec(".".join(names[:count]))  # This imports parents: namespaces, without code.
+            if spec is None or spec.origin is not None:
+                return None if spec is None else spec.origin
+            file = next(iter(spec.submodule_search_locations or ()), None)
+    return file
 
 
 def _version(name: str) -> str:

@@ -199,12 +199,13 @@ def _code_of(member: Any, kind: type) -> CodeType | None:
     code = getattr(member, "__code__", None)
     if not isinstance(code, CodeType) or code.co_qualname.rpartition(".")[0] != kind.__qualname__:
         return None
-    return None if is_generated(code) else code
+    return code
 
 
-def is_generated(code: CodeType) -> bool:
-    """Return whether a decorator such as `dataclass` made the code."""
-    return code.co_filename == "<string>"
+def is_generated(function: Any) -> bool:
+    """Return whether `dataclass` made a function. Others of `exec` do not follow from the source of their class."""
+    code = getattr(function, "__code__", None)  # An extension's function has none.
+    return code is not None and code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__.")
 
 
 def _class_of(node: ast.AST, names: list[str]) -> ast.AST | None:

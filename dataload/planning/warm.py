@@ -95,7 +95,7 @@ def usual_window(manifest: Manifest) -> int:
 
 
 def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
-    """Cache the decoded records of these row groups. Return how many of them are cached.
+    """Cache the decoded records of these row groups, also in the cluster. Return how many of them this host caches.
 
     The function stops once the cache is full or fails. After an interruption, the next call skips cached row groups.
 
@@ -134,4 +134,5 @@ def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], 
         settle(0)
     finally:
         stopped.set()
+    blobs.blocks.settle()  # Blobs for the cluster are queued, and a program that ends would lose them.
     return cached

@@ -137,7 +137,7 @@ def _resize(batch: Any, size: int, device: torch.device) -> Any:
     rows = num_rows(batch)
     if not rows:
         raise ConfigError("find_batch_size repeats the rows of its batch, but this batch has none: pass one with rows")
-    index = torch.arange(size) % rows
+    index = torch.arange(size, device="cpu") % rows
     resized = map_columns(batch, lambda column: _take_rows(column, rows, index))
     return map_tensors(resized, lambda tensor: tensor.to(device))
 

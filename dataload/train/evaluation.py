@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import on_device
+from dataload.samplers.rank_sampler import RankSampler
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
 from dataload.train.ranks.collectives import gather
@@ -30,7 +31,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """Return the mean of each metric over the rows of all ranks, and their number as "rows".
 
     Every rank returns the same values. Loaders may have different lengths on different ranks. The last `loader.padding`
-    rows of a loader repeat other rows and are left out, and so is the row that torch's DistributedSampler may repeat.
+    rows of a loader repeat other rows and are left out, and so are those that the sampler of a DataLoader repeats.
     All modules are in eval mode during the evaluation. Afterwards, also after an exception, each module is in its
     previous mode. With a loader of `make_loader(..., mesh=mesh)` all ranks are those of the mesh. A model that is
     sharded (FSDP) needs loaders of equal lengths. If a launcher's ranks share the rows of the loader and there is no
@@ -92,6 +93,8 @@ def _padding(loader: Any) -> int:
     sampler = getattr(loader, "sampler", None)
     if hasattr(loader, "padding") or not isinstance(sampler, DistributedSampler):
         return getattr(loader, "padding", 0)
+    if isinstance(sampler, RankSampler):
+        return sampler.padding_from(sampler.cursor)
     repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
     return int(sampler.rank >= sampler.num_replicas - repeated)
 

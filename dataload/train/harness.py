@@ -80,7 +80,8 @@ def fit(
             after `model.eval()`, `fit` calls `model.train()`.
         optimizer: The optimizer of the model's parameters.
         loader: This rank's batches. A batch is a dict, tuple or list of columns; `fit` moves tensors to the device.
-            Batches without rows are skipped. Ranks whose loaders end early take part in the last steps with no rows.
+            The rows of a batch are the first dimension that most of its tensors have, apart from empty ones. Batches
+            without rows are skipped. Ranks whose loaders end early take part in the last steps with no rows.
         loss_fn: loss_fn(model, batch) returns the mean loss over the batch's rows as a scalar tensor, or this loss and
             a dict of scalars to log. The scalars may not have the names of an epoch's own values (see Returns).
         epochs: Number of epochs in total, including those before a resume.
@@ -103,7 +104,8 @@ def fit(
             is the same on all ranks.
         checkpoint_dir: A mounted folder that all ranks see, not a URL. It gets a checkpoint at the end of each epoch,
             before `evaluate`.
-        checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
+        checkpoint_every: Optimizer steps between further checkpoints within an epoch, as long as all ranks have further
+            batches. The loader needs a state_dict.
         keep: Number of latest checkpoints of this run to keep. Checkpoints of earlier runs in the folder stay.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of

@@ -233,7 +233,8 @@ class TrainingLoop:
         for fed in feed(batches, tally.counts, self.world, self.even, state_of, resumed.begin, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
-            if due and not fed.last:
+            # A rank without further batches could not resume this epoch: its loader is at the next one.
+            if due and not fed.ending:
                 self._check_finite(number)
                 share_buffers(self.model, self.mesh)
                 self._save(tally.state(), fed.state)

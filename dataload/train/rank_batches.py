@@ -32,6 +32,7 @@ class RankBatch(NamedTuple):
         rows: Rows of the batch that count.
         all_rows: Sum of `rows` over all ranks.
         last: Whether no rank has another batch.
+        ending: Whether a rank has no further batch.
         state: State of the loader after this batch and before the next one.
     """
 
@@ -39,6 +40,7 @@ class RankBatch(NamedTuple):
     rows: int
     all_rows: int
     last: bool
+    ending: bool
     state: Any
 
 
@@ -84,7 +86,8 @@ def feed(
     while any(rows):
         state = state_of()  # before the next batch is fetched, which this step does not use
         following, following_rows = take()
-        yield RankBatch(batch, rows[world.rank], sum(rows), not any(following_rows), state)
+        last, ending = not any(following_rows), not all(following_rows)
+        yield RankBatch(batch, rows[world.rank], sum(rows), last, ending, state)
         batch, rows = batch if following is end else following, following_rows
 
 
@@ -105,8 +108,9 @@ def num_rows(batch: Any) -> int:
     """Return the number of rows of a batch; 0 if it has no columns.
 
     A batch is one tensor, or a tuple, list or (nested) dict of columns. The first dimension that most of its tensors
-    and arrays have counts; if as many have another one, that of the first column. The length of a list counts only if
-    there are none, because a list may also hold columns.
+    and arrays have counts; if as many have another one, that of the first column. Empty ones count only if all are: a
+    batch of images without any boxes has rows. The length of a list counts only if there are no tensors and arrays,
+    because a list may also hold columns.
 
     Raises:
         ConfigError: No column has a length.
@@ -132,5 +136,5 @@ def num_rows(batch: Any) -> int:
             f"the rows of a batch of type {type(batch).__name__} cannot be counted: give a dict, tuple or list in "
             "which a tensor or a list has one entry per row"
         )
-    counted: list[tuple[int, int]] = Counter(sizes).most_common(1) or [(0, 0)]
+    counted: list[tuple[int, int]] = Counter(filter(None, sizes)).most_common(1) or [(0, 0)]
     return counted[0][0]

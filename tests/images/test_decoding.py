@@ -267,6 +267,12 @@ def test_damaged_images_are_marked(tmp_path: Path) -> None:
     assert torch.equal(batch["photo"], expected)
 
 
+def test_the_default_device_of_torch_is_not_that_of_marks() -> None:
+    with torch.device("meta"):
+        batch = images.decode("photo", size=8, damaged="mark")({"photo": [encoded(picture()), None]})
+    assert batch["photo.is_damaged"].tolist() == [False, True]
+
+
 SHORT_OF_MEMORY = """
 import io, resource
 import torch

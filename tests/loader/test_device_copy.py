@@ -275,6 +275,11 @@ def test_a_copy_to_the_host_is_complete(monkeypatch: pytest.MonkeyPatch, device:
     assert asked == [not waits] * 2
 
 
+def test_the_default_device_of_torch_is_not_that_of_host_memory() -> None:
+    with torch.device("meta"):
+        assert HostMemory(pinned=False).empty((2,), torch.uint8).device.type == "cpu"
+
+
 def test_dense_tensors_are_not_copied_again() -> None:
     memory = HostMemory(pinned=False)
     batch = {"x": torch.arange(6).view(2, 3), "y": [torch.arange(6).view(2, 3)[:, 1:]]}

@@ -91,6 +91,17 @@ def test_unpacking_restores_the_batch(piped: int, batch: Any) -> None:
         assert same(unpack(pack(batch)), batch)
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_the_default_device_of_torch_is_not_that_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch, size: int, is_pinned: bool
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: is_pinned)
+    batch = {"x": torch.arange(size), "without rows": torch.zeros(0)}
+    with torch.device("meta"):
+        assert same(unpack(pack(batch)), batch)
+
+
 def test_the_rows_of_a_column_are_not_searched() -> None:
     batch = {"turns": [[{"role": "user", "text": "hello"}] * 10] * 100, "views": [memoryview(b"ab"), memoryview(b"c")]}
     found, calls = list[Any](), list[str]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,13 @@ OBJECTS = {
     "method of a dict": "class V(dict):\n    def enc(s): return $\nv = V()\ndef f(b): return v.enc()",
     "method of a list": "class V(list):\n    def enc(s): return $\nv = V()\ndef f(b): return v.enc()",
     "method of a string": "class V(str):\n    def enc(s): return $\nv = V()\ndef f(b): return v.enc()",
+    "number that shows itself in its own way": (
+        "class V(float):\n    def __repr__(s): return 'V'\nv = V($)\ndef f(b): return b * v"
+    ),
+    "method that wraps a function of an extension": (
+        "import functools\nclass D:\n    @functools.wraps(len, assigned=())\n    def size(s, b): return $\nd = D()\n"
+        "def f(b): return d.size(b)"
+    ),
     "method of a named tuple": (
         "from typing import NamedTuple\nclass C(NamedTuple):\n    k: int\n    def enc(s): return $\nc = C(3)\n"
         "def f(b): return c.enc()"
@@ -88,6 +97,56 @@ def _no_project():
 def test_a_change_of_an_object_is_noticed(tmp_path: Path, name: str) -> None:
     first, same, other = (identity(module(tmp_path, OBJECTS[name].replace("$", value)).f) for value in "112")
     assert first == same != other
+
+
+WITHOUT_SOURCE = {
+    "enc has no source": (
+        "names = {}\nexec('def enc(s): return 1', names)\nclass D:\n    enc = names['enc']\nd = D()\n"
+        "def f(b): return d.enc()"
+    ),
+    "'cbrt' of project.f is compiled code of the project": "from math import cbrt\ndef f(b): return cbrt(b)",
+}
+
+
+@pytest.mark.parametrize("problem", WITHOUT_SOURCE)
+def test_code_of_the_project_without_a_source_needs_a_version(
+    tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math.cbrt, "__module__", "an_extension_of_the_project")
+    with pytest.raises(ConfigError, match=f"{problem}.* Pass version="):
+        identity(module(tmp_path, WITHOUT_SOURCE[problem]).f)
+
+
+IMPORTS = {
+    "module of the project that raises an error": "import broken",
+    "package without this module": "import numpy.no_module",
+    "package that is not installed": "import no_package.of_this_name",
+    "module of the same package, in a script": "from . import other",
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_an_import_in_a_function_may_fail(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = f"def f(b):\n    try:\n        {IMPORTS[name]}\n    except Exception:\n        return b"
+    assert identity(module(tmp_path, text).f)
+
+
+IMPORT = "import pytest, wave, azure.storage.blob"  # of the last, two are namespaces
+IDENTITY = """
+from dataload.mapping.identity import identity
+import app
+print(identity(app.f), {"pytest", "wave", "azure.storage.blob"} & sys.modules.keys())
+"""
+
+
+def test_installed_packages_count_without_their_import(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(f"def f(b):\n    {IMPORT}\n")
+    paths = f"import sys\nsys.path[:] = {[str(tmp_path), *sys.path]}\n"
+    commands = [[sys.executable, "-c", paths + before + IDENTITY] for before in ("", IMPORT)]
+    found = [subprocess.check_output(command, text=True, timeout=60).split(maxsplit=1) for command in commands]
+    assert found[0] == [found[1][0], "set()\n"]
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -490,6 +490,11 @@ def test_the_cached_rows_of_the_files_are_used(dataset: Dataset, file: Path) -> 
     assert ids(dataset.map(plus, columns=["id"])) == [n + 1 for n in range(ROWS)]
 
 
+def test_the_default_device_of_torch_is_not_that_of_a_batch(dataset: Dataset) -> None:
+    with torch.device("meta"):
+        assert ids(dataset.map(plus, columns=["id"])) == [n + 1 for n in range(ROWS)]
+
+
 def test_a_python_call_warms(dataset: Dataset, tmp_path: Path) -> None:
     function = Told(tmp_path / "told")
     mapped = dataset.map(function, version="1")

@@ -29,6 +29,7 @@ from dataload.errors import ConfigError
 from dataload.formats import parquet
 from dataload.loader import capacity
 from dataload.planning.warm import part_of
+from dataload.planning.warm import warm as warm_from_python
 from dataload.rows.background_decoder.client import BackgroundDecoder
 
 WIDTH, ROWS = 64, 330
@@ -309,6 +310,22 @@ def test_a_prefetch_takes_from_the_cluster_only_what_fits(bucket: Any, tmp_path:
     assert small.stats()["bytes_cluster"] == 2 << 20
     assert sent() - before < 3 << 20
     assert small.cat_file(f"{bucket.name}/x") == data
+
+
+def test_a_python_call_returns_when_the_cluster_has_the_rows(
+    bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = write(bucket, 4)
+    first = hosts(url, cluster=cluster_server.url)
+    store, is_settling = first.blocks.tier.cluster, threading.Event()
+    send, settle = store._write, store.settle
+    monkeypatch.setattr(store, "_write", lambda *blob: (is_settling.wait(PATIENCE), send(*blob)))
+    monkeypatch.setattr(store, "settle", lambda: (is_settling.set(), settle()))
+    assert warm_from_python(first.rowstore.blobs, range(4)) == 4
+    assert is_settling.is_set()
+    fetched(bucket)
+    assert sorted(epoch(make_loader(hosts(url, cluster=cluster_server.url), 50))) == list(range(4 * ROWS))
+    assert fetched(bucket) <= 0.01 * size_of(first)
 
 
 Warm = Callable[..., tuple[int, str, str]]

@@ -24,6 +24,7 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.rows.collate import Flat
+from dataload.samplers import ShardedSampler
 from dataload.train import batch_size, evaluate_over, evaluation, find_batch_size, fit, rank_batches
 from dataload.train.checkpoint.state import all_equal, host_copy, rng_state
 from dataload.train.ranks.process_group import process_group
@@ -194,6 +195,18 @@ def with_the_sampler_of_torch(rows):
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])
 def test_rows_that_the_sampler_of_torch_repeats_do_not_count(ranks, rows):
     assert ranks(3, with_the_sampler_of_torch, rows) == [{"x": (rows - 1) / 2, "rows": rows}] * 3
+
+
+def with_a_sampler_of_batches(rows):
+    """Evaluate over a DataLoader of torch, whose sampler pads the last global batch."""
+    with process_group(World.detect(), torch.device("cpu")):
+        loader = DataLoader(torch.arange(rows), 2, sampler=ShardedSampler([rows], batch_size=2))
+        return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
+
+
+def test_rows_that_a_sampler_of_this_package_repeats_do_not_count(ranks):
+    """Each of 4 ranks has 2 of the last 5 rows: one of the third rank and both of the last one repeat others."""
+    assert ranks(4, with_a_sampler_of_batches, 13) == [{"x": 6.0, "rows": 13}] * 4
 
 
 class Batches(list):
@@ -423,6 +436,13 @@ def test_rows_of_any_kind_are_repeated():
     assert larger["more"]["y"].tolist() == [0, 1, 2, 0, 1]
     assert batch_size._resize((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
     assert batch_size._resize(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
+
+
+def test_the_default_device_of_torch_is_not_that_of_a_repeated_batch():
+    batch = {"x": torch.arange(3)}
+    with torch.device("meta"):
+        larger = batch_size._resize(batch, 5, torch.device("cpu"))
+    assert larger["x"].tolist() == [0, 1, 2, 0, 1]
 
 
 class Pair(NamedTuple):

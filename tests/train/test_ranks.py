@@ -131,6 +131,15 @@ def test_counts_need_no_backend_of_the_cpu(ranks):
     assert ranks(2, only_gpus_have_a_backend) == [["by gather", 3, None]] * 2
 
 
+def counted_under_another_device():
+    with process_group(World.detect(), CPU), torch.device("meta"):
+        return collectives.gather_count(dist.get_rank() + 3)
+
+
+def test_counts_are_on_the_cpu_whatever_the_default_device_of_torch(ranks):
+    assert ranks(2, counted_under_another_device) == [[3, 4]] * 2
+
+
 # ---- models and optimizers that fit cannot train
 
 

@@ -106,12 +106,13 @@ class Drawing:
     Its state can be loaded only on its own rank.
     """
 
-    def __init__(self):
+    def __init__(self, num_rows=40, num_batches=None):
+        self.num_rows, self.num_batches = num_rows, num_batches
         self.given = 0
 
     def __iter__(self):
         torch.rand(())
-        for batch in list(in_order(4))[self.given :]:
+        for batch in list(in_order(4, self.num_rows))[self.given : self.num_batches]:
             self.given += 1
             yield batch
         self.given = 0
@@ -124,7 +125,7 @@ class Drawing:
         self.given = state["given"]
 
 
-def train_drawing(folder, crash_at=None):
+def train_drawing(folder, crash_at=None, checkpoint_every=3, **of_loader):
     model, optimizer = build(dropout=0.3)
     batches = count()
 
@@ -133,8 +134,8 @@ def train_drawing(folder, crash_at=None):
             raise CrashError
         return squared_error(model, batch)
 
-    options = {"epochs": 2, "precision": "fp32", "checkpoint_every": 3, "checkpoint_dir": folder, "progress": False}
-    fit(model, optimizer, Drawing(), loss, **options)
+    options = {"epochs": 2, "precision": "fp32", "checkpoint_every": checkpoint_every, "progress": False}
+    fit(model, optimizer, Drawing(**of_loader), loss, checkpoint_dir=folder, **options)
     return parameters_of(model)
 
 
@@ -156,6 +157,24 @@ def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
     assert ranks(2, drawing_resumed, tmp_path) == [None, None]
     with pytest.raises(ConfigError, match=r"a different loader state for each of 2 ranks.* start 2 ranks, not 1"):
         train_drawing(tmp_path)
+
+
+def uneven_resumed(folder):
+    """Crash in each step after the last batch of rank 0, and resume."""
+    options = {"checkpoint_every": 1, "num_rows": 48, "num_batches": (3, 6)[World.detect().rank]}
+    expected, latest = train_drawing(folder / "whole", **options), []
+    for crash_at in range(3, 7):
+        cut = folder / str(crash_at)
+        with pytest.raises(CrashError):
+            train_drawing(cut, crash_at, **options)
+        latest.append(names(cut)[-1])
+        assert torch.equal(train_drawing(cut, **options), expected)
+    return latest
+
+
+def test_ranks_with_unequal_numbers_of_batches_are_resumed_before_the_first_of_them_ends(ranks, tmp_path):
+    latest = ["checkpoint-000002"] * 3 + ["checkpoint-000003"]  # of the second step, and of the first epoch
+    assert ranks(2, uneven_resumed, tmp_path) == [latest] * 2
 
 
 def train_from_files(folder, crash_at=None):
@@ -379,13 +398,24 @@ def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):
     assert {type(value) for value in known.values()} == {TensorStorageMetadata}
 
 
+class Counting(nn.Identity):
+    """A layer with extra state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        raise AssertionError("it is loaded")
+
+
 def test_the_model_is_read_by_torch_alone(tmp_path):
     model, optimizer = build()
+    model.append(Counting())
     fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_dir=tmp_path, progress=False)
-    again = build()[0]
-    state = {"model": again.state_dict()}
+    again = build()[0].append(Counting())
+    tensors = {name: value for name, value in again.state_dict().items() if isinstance(value, torch.Tensor)}
     with pytest.warns(UserWarning, match="single process"):
-        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "checkpoint-000001")
+        torch.distributed.checkpoint.load({"model": tensors}, checkpoint_id=tmp_path / "checkpoint-000001")
     assert torch.equal(parameters_of(again), parameters_of(model))
 
 

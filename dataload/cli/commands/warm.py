@@ -68,7 +68,6 @@ def warm(
     manifest, blocks = blobs.manifest, blobs.blocks
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
-    blocks.settle()
     stats, part = blocks.stats(), [manifest.row_groups[group] for group in groups]
     files = {group.file for group in part}
     rows = int(manifest.block_lengths[groups].sum())

@@ -1,9 +1,9 @@
 """Checkpoints: folders with all that a training run needs to resume. A rename publishes a folder when it is complete.
 
 torch.distributed.checkpoint (DCP) writes the tensors, a share on each rank, under the names that DCP itself would use:
-`dcp.load({"model": model.state_dict()}, checkpoint_id=folder)` reads the model. The file `rest.pt` holds everything
-else, with a meta tensor in place of each tensor. Saving raises an error for values that are not plain data, and loading
-unpickles only plain data.
+`dcp.load({"model": tensors}, checkpoint_id=folder)` reads the model, where `tensors` are those of `model.state_dict()`.
+The file `rest.pt` holds everything else, with a meta tensor in place of each tensor. Saving raises an error for values
+that are not plain data, and loading unpickles only plain data.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
     """Return the `count` of each rank, in rank order, in half the time that `gather` takes."""
     if mesh is not None or not dist.is_initialized() or "cpu:" not in dist.get_backend_config():
         return gather(count, mesh)  # A group of the caller may have no CPU backend.
-    own = torch.tensor([count])
+    own = torch.tensor([count], device="cpu")
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
     return [int(rank) for rank in ranks]
