@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from dataload.rows.columns import Array
 from dataload.rows.making.bunches import Made, Member, make_together
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.row_group_life import Lives, RowGroupLife
 from dataload.samplers.interval_index import IntervalIndex
 
 
@@ -73,9 +73,7 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.bunched_bytes(own)
 
-    def load_together(
-        self, lives: Mapping[int, RowGroupLife], late: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, Made]]:
+    def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
         by_cache: dict[tuple[str, int], dict[Member, int]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)

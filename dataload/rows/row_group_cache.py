@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
 from dataload.rows.making.shared_blocks import SharedBlocks
 from dataload.rows.row_block import Blob
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.cached_property import cached_property
@@ -106,9 +106,7 @@ class RowGroupCache(SizeForecast):
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
         return 0 if number in self._unkept else bunched_bytes(self, number)
 
-    def load_together(
-        self, lives: Mapping[int, RowGroupLife], late: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, Made]]:
+    def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
         """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
         for member in make_together([Member(self, number, life) for number, life in lives.items()], late):
             yield member.number, member.made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from enum import Enum
@@ -133,6 +133,10 @@ class RowGroupLife:
         """Withdraw a cancellation, because a loop requests the row group again."""
         if self.cancelled.done():
             self.cancelled = Future()
+
+
+Lives = Mapping[int, RowGroupLife]
+"""Lives of several row groups, by number."""
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
 from dataload.rows.making.row_group_memory import RowGroupMemory
-from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.row_group_life import Lives, RowGroupLife
 
 if TYPE_CHECKING:
     from dataload.rows.making.bunches import Made
@@ -88,9 +88,7 @@ class RowGroups(Protocol):
     def bunched_bytes(self, number: int) -> int:
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
 
-    def load_together(
-        self, lives: Mapping[int, RowGroupLife], late: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, Made]]:
+    def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
         """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from time import perf_counter
@@ -17,7 +17,7 @@ from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSig
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.making.bunch_queue import BunchQueue
 from dataload.rows.making.bunches import Made
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
@@ -162,7 +162,7 @@ class RowGroupScheduler:
         if not self._bunches.add(group, life):
             self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
 
-    def _made_together(self, lives: Mapping[int, RowGroupLife], late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
+    def _made_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
         """Make the row groups of a bunch, unless the first of them is cached. See `Load`."""
         if self._is_for_decoder:
             return

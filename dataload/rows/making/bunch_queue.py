@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from dataload.rows.making.bunches import Made
-from dataload.rows.row_group_life import RowGroupLife, charged_together
+from dataload.rows.row_group_life import Lives, RowGroupLife, charged_together
 from dataload.runtime.executor import DaemonExecutor
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LEAST_IN_A_BUNCH, MOST_IN_A_BUNCH = 8, 16  # With memory for fewer, their requests would not keep the connections busy.
 BUNCHES_AT_ONCE = 4
 
-Load = Callable[[Mapping[int, RowGroupLife], Callable[[], None]], Iterator[tuple[int, Made]]]
+Load = Callable[[Lives, Callable[[], None]], Iterator[tuple[int, Made]]]
 """Loads a bunch, in the order of the requests. Yields each row group once it is `Made`, or is to be loaded alone, as
 those that are never yielded. It may call the second argument: the others wait for the origin."""
 

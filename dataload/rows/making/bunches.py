@@ -171,7 +171,7 @@ def make_together(members: Sequence[Member], late: Callable[[], None]) -> Iterat
 
     Args:
         members: The row groups.
-        late: Called when nothing has arrived for a while. Those that still wait keep this thread and their own memory.
+        late: Called when nothing has arrived for a while. Row groups that still wait keep this thread and their memory.
 
     Raises:
         ReservationCancelled: All lives were cancelled before the memory was reserved.
