@@ -13,7 +13,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.s3_names import VERSION, complete
-from dataload.cache.origin.version import VERSION_FIELDS, version_of
+from dataload.cache.origin.version import VERSION_FIELDS, forget, version_of
 from dataload.cache.tier import INFO, BlobKey, copy_into
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
@@ -160,7 +160,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     def _forget(self, obj: Object) -> None:
         """Forget the version of an object that has another one now."""
         self._known.pop(obj.path, None)
-        self.fs.invalidate_cache(obj.path)  # Its listing has the old version.
+        forget(self.fs, obj.path)
         if self._consistency == "immutable":
             self.blocks.tier.discard([self._info_key(obj.path)], [])
 

@@ -73,7 +73,7 @@ LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
 def announcing_launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that say the number of ranks in `environ`, the most trusted first.
+    """Return the launchers that announce the number of ranks in `environ`, the most trusted first.
 
     A script may export WORLD_SIZE alone, and start with srun or mpirun. A launcher that does not say the rank is left
     out if another one says it, for as many ranks.

@@ -98,12 +98,13 @@ class KeyLocks(ForkAware):
         with _opened(self._path) as descriptor, ExitStack() as stack:
             found: list[ExitStack | None] = []
             for digest in digests:
-                own = stack.enter_context(ExitStack())
-                is_free = own.enter_context(self._threads.hold(digest, 0))
-                own.callback(_release, descriptor, _byte_of(digest), os.getpid())
-                held = is_free and all(
-                    set_lock(descriptor, start + _byte_of(digest), fcntl.F_WRLCK) for start in (0, _EVICTIONS)
-                )
+                own, byte = stack.enter_context(ExitStack()), _byte_of(digest)
+                held = own.enter_context(self._threads.hold(digest, 0))
+                if held:  # Otherwise the byte may belong to an equal digest before.
+                    own.callback(_release, descriptor, byte, os.getpid())
+                    held = all(set_lock(descriptor, start + byte, fcntl.F_WRLCK) for start in (0, _EVICTIONS))
+                if not held:  # Other threads may wait for it.
+                    own.close()
                 found.append(own if held else None)
             yield found
 

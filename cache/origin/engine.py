@@ -20,7 +20,7 @@ from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once
-from dataload.cache.origin.version import CHANGED, is_other, version_of
+from dataload.cache.origin.version import CHANGED, forget, is_other, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.instances import Instances
 from dataload.runtime.redact import redacted
@@ -181,7 +181,7 @@ class Fsspec:
 
     def _check_version(self, path: str, version: str) -> None:
         """Raise ObjectChanged if the object has another version now. Without If-Match, no check is better."""
-        self._filesystem.invalidate_cache(path)
+        forget(self._filesystem, path)
         if version_of(dict(self._filesystem.info(path))) != version:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
 

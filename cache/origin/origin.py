@@ -24,6 +24,7 @@ from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
 from dataload.cache.origin.s3_names import check_version, complete
+from dataload.cache.origin.version import forget
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
@@ -142,7 +143,7 @@ class Origin(ForkAware):
         """Fetch the metadata of one object or folder, bypassing caches."""
 
         def info(filesystem: Any) -> dict[str, Any]:
-            filesystem.invalidate_cache(path)
+            forget(filesystem, path)
             return self._served(complete(filesystem).info(path))
 
         return self.metadata(path, info)

@@ -34,6 +34,12 @@ def _volatile(info: dict[str, Any]) -> set[str]:
     return {*NAMES, *CHANGED_BY_READS, *accessed}
 
 
+def forget(filesystem: Any, path: str) -> None:
+    """Make a filesystem of fsspec forget the info of an object. Some keep it in the listing of its folder alone."""
+    filesystem.invalidate_cache(path)
+    filesystem.invalidate_cache(filesystem._parent(path))  # noqa: SLF001 (an extension point of fsspec)
+
+
 def is_other(tag: str | None, version: str) -> bool:
     """Return whether the ETag of an answer is not that of the version, as far as both are known.
 

@@ -287,7 +287,7 @@ def _read(
     needed = [name for name in named if _problem(expression, _only(schema_of_named, others[name]))]
     reduced = _only(schema, {paths[name] for name in needed})
     if _problem(expression, reduced):  # It reads whole structs.
-        needed = [name for name, path in paths.items() if path[0] in text]
+        needed = [name for name, path in paths.items() if re.search(rf"(?<!\w){re.escape(path[0])}(?!\w)", text)]
         reduced = _only(schema, {paths[name] for name in needed})
     return tuple(needed), reduced
 

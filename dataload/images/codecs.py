@@ -119,7 +119,7 @@ def _by_pillow(encoded: Any) -> Pixels:
 
 
 def _orientation(picture: Image.Image) -> int:
-    """Return the orientation that the EXIF tells; upright if it is damaged."""
+    """Return the orientation in the EXIF data; upright if the data is damaged."""
     try:
         return int(picture.getexif().get(TAG, UPRIGHT))
     except (SyntaxError, ValueError, TypeError, struct.error):

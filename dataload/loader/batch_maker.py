@@ -84,7 +84,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     @property
     def only_gathers(self) -> bool:
         """Whether batches are made without code of the user."""
-        return self._collate is None and self._transform.function is None
+        return not self.has_collate_fn and self._transform.function is None
+
+    @property
+    def has_collate_fn(self) -> bool:
+        """Whether a function of the user makes the batches."""
+        return self._collate is not None
 
     @property
     def makes_objects(self) -> bool:

@@ -45,9 +45,14 @@ class Capacity:
         dataset: The dataset of the loader.
         sampler: Its order.
 
+    Attributes:
+        further: Row groups to prefetch that do not stay in the cache; 0 if it holds all, or there is none.
+
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
+
+    further = 0
 
     def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
         self._dataset, self._sampler = dataset, sampler
@@ -97,9 +102,9 @@ class Capacity:
         if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
             self._lease()
         regions = [need.transient_share(tier.limit, tier.division().total) for tier, need in self._needs]
-        further = sum(groups for _, groups in regions)
-        ahead = self._drawn_on if further else self._in_full
-        return self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
+        self.further = sum(groups for _, groups in regions)
+        ahead = self._drawn_on if self.further else self._in_full
+        return self._dataset.rowstore.serve(self, self._drawn_on, ahead, self.further)
 
     def _lease(self) -> None:
         self._leases, self._owner = [tier.lease(need) for tier, need in self._needs], os.getpid()

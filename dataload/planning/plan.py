@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import nlargest
 from itertools import islice
 
@@ -138,8 +139,7 @@ def plan(
     sizes = [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
     limit = sources[0].tier.limit if sources[0].shared else 0
-    costs = Costs(sources)
-    unlimited = Reader(costs, order, UNLIMITED)
+    unlimited = Reader(costs := Costs(sources), order, UNLIMITED)
     everything = unlimited.all_rows()
     decoded = sum(blobs.num_bytes for blobs in sources)
     needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded / FITS / order.num_streams))
@@ -147,6 +147,7 @@ def plan(
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
     all_footers = footers(sources)
+    weigh = partial(_weighed, order.num_streams, lengths, sizes, batch_size)
     held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
     result = Plan(
         nodes=nodes,
@@ -171,12 +172,12 @@ def plan(
         first_epoch_cost=None if first is None else _cost(all_footers + first, price, nodes),
         later_epoch_cost=_cost(_mean(later), price, nodes),
         shuffle=order.shuffle,
-        trade=weigh_window(order.window, lengths, sizes, batch_size) if order.shuffle == "block" else None,
+        trade=weigh(each.window for each in order.orders) if order.shuffle == "block" else None,
         held_bytes=held,
         stored_bytes=stored,
         memory_bytes=local_world_size * max(blobs.memory.limit for blobs in sources),
     )
-    usual = weigh_window(sum(usual_window(blobs.manifest) for blobs in sources), lengths, sizes, batch_size)
+    usual = weigh(usual_window(blobs.manifest) for blobs in sources)
     read = [group.bytes for group in row_groups if group.rows]
     return replace(result, advice=(*too_small, *advice(result, read, usual, is_mixture=len(sources) > 1)))
 
@@ -185,6 +186,14 @@ def _in_use(order: Order, blobs: RowGroupCache) -> tuple[int, int]:
     """Return the decoded and the stored bytes of the row groups that a node needs at a time, the largest ones."""
     groups, decoded = needed(order, blobs, 1 / order.num_streams)
     return decoded, sum(nlargest(groups, (group.bytes for group in blobs.manifest.row_groups)))
+
+
+def _weighed(
+    num_streams: int, lengths: Sequence[int], sizes: Sequence[int], batch_size: int, windows: Iterable[int]
+) -> WindowTrade:
+    """Return what `weigh_window` does for the windows of all sources, of which each stream shuffles its part."""
+    window = sum(num_streams * max(1, window // num_streams) for window in windows)
+    return weigh_window(window, lengths, sizes, batch_size)
 
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:

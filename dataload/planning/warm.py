@@ -134,5 +134,6 @@ def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], 
         settle(0)
     finally:
         stopped.set()
-    blobs.blocks.settle()  # Blobs for the cluster are queued, and a program that ends would lose them.
+    for each in blobs.by_dataset:
+        each.blocks.settle()  # Blobs for the cluster are queued, and a program that ends would lose them.
     return cached

@@ -15,7 +15,7 @@ from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
-from dataload.rows.making.bunch_queue import BunchQueue
+from dataload.rows.making.bunch_queue import BunchQueue, Loading
 from dataload.rows.making.bunches import Made
 from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
@@ -61,7 +61,7 @@ class RowGroupScheduler:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        self._bunches = BunchQueue(blobs, self._threads, self._made_together, self._finish, self._load_alone)
+        self._bunches = BunchQueue(blobs, self._threads)
         self._mutex = threading.Lock()  # guards the memory of uncached row groups
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
@@ -159,11 +159,11 @@ class RowGroupScheduler:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
                 DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
                 return
-        if not self._bunches.add(group, life):
+        if not self._bunches.add(group, life, Loading(self._made_together, self._finish, self._load_alone)):
             self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
 
     def _made_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
-        """Make the row groups of a bunch, unless the first of them is cached. See `Load`."""
+        """Make the row groups of a bunch, unless the first of them is cached. See `Loading`."""
         if self._is_for_decoder:
             return
         first, life = next(iter(lives.items()))
@@ -173,12 +173,12 @@ class RowGroupScheduler:
             life.hit()
             yield first, found
             return
-        since = perf_counter()
+        since, timeline = perf_counter(), life.timeline  # Another thread may load the first one alone.
         allowed = {group: life for group, life in lives.items() if self._may_make(group, life)}
         yield from ((group, ReservationCancelled()) for group in lives.keys() - allowed.keys())
         if allowed:
             yield from self._blobs.load_together(allowed, late)
-        self._spent.add(**life.timeline.seconds(since, perf_counter()))
+        self._spent.add(**timeline.seconds(since, perf_counter()))
 
     def _load_alone(self, group: int, life: RowGroupLife) -> None:
         self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)

@@ -37,7 +37,7 @@ class Timeline:
         self._cause = usually
         self._clock = clock
         self._changes = [(clock(), usually)]  # (time, the cause from then on)
-        self._told = self._changes[0][0]  # until when `news` has told
+        self._reported_until = self._changes[0][0]
 
     @contextmanager
     def here(self) -> Iterator[Timeline]:
@@ -87,10 +87,10 @@ class Timeline:
         """Return the seconds of each cause until the last change."""
         return self.seconds(self._changes[0][0], self._changes[-1][0])
 
-    def news(self) -> dict[str, float]:
-        """Return the seconds of each cause from the last call, or from the beginning, until the last change."""
-        since, self._told = self._told, self._changes[-1][0]
-        return self.seconds(since, self._told)
+    def unreported(self) -> dict[str, float]:
+        """Return the seconds of each cause since the last call of this method, until the last change."""
+        since, self._reported_until = self._reported_until, self._changes[-1][0]
+        return self.seconds(since, self._reported_until)
 
     def longest(self) -> str:
         """Return the cause of most of the recorded time, `IDLE` aside."""

@@ -31,7 +31,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """Return the mean of each metric over the rows of all ranks, and their number as "rows".
 
     Every rank returns the same values. Loaders may have different lengths on different ranks. The last `loader.padding`
-    rows of a loader repeat other rows and are left out, and so are those that the sampler of a DataLoader repeats.
+    rows of a loader repeat other rows and are left out. So are the rows that the sampler of a DataLoader repeats.
     All modules are in eval mode during the evaluation. Afterwards, also after an exception, each module is in its
     previous mode. With a loader of `make_loader(..., mesh=mesh)` all ranks are those of the mesh. A model that is
     sharded (FSDP) needs loaders of equal lengths. If a launcher's ranks share the rows of the loader and there is no

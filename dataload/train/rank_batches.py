@@ -109,8 +109,8 @@ def num_rows(batch: Any) -> int:
 
     A batch is one tensor, or a tuple, list or (nested) dict of columns. The first dimension that most of its tensors
     and arrays have counts; if as many have another one, that of the first column. Empty ones count only if all are: a
-    batch of images without any boxes has rows. The length of a list counts only if there are no tensors and arrays,
-    because a list may also hold columns.
+    batch of images without any boxes has rows. The length of a list counts only if no tensor or array has rows, because
+    a list may also hold columns.
 
     Raises:
         ConfigError: No column has a length.
@@ -126,15 +126,13 @@ def num_rows(batch: Any) -> int:
 
     map_columns(batch, collect)
     shapes = [column.shape for column in columns if hasattr(column, "shape")]
-    sizes = [shape[0] for shape in shapes if shape] or [
-        len(column)
-        for column in columns
-        if isinstance(column, Sized) and not isinstance(column, (str, bytes)) and not shapes
-    ]
+    lists = [column for column in columns if isinstance(column, Sized) and not isinstance(column, (str, bytes))]
+    sizes = [shape[0] for shape in shapes if shape] or [len(column) for column in lists if not shapes]
     if columns and not sizes:
         raise ConfigError(
             f"the rows of a batch of type {type(batch).__name__} cannot be counted: give a dict, tuple or list in "
             "which a tensor or a list has one entry per row"
         )
-    counted: list[tuple[int, int]] = Counter(filter(None, sizes)).most_common(1) or [(0, 0)]
+    full = [size for size in sizes if size] or [len(column) for column in lists if not hasattr(column, "shape")]
+    counted: list[tuple[int, int]] = Counter(full).most_common(1) or [(0, 0)]
     return counted[0][0]

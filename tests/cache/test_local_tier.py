@@ -896,3 +896,23 @@ def test_a_process_may_end_while_another_looks(tmp_path: Path, monkeypatch: pyte
     look(tier)
     assert not ending.exists()
     assert "errors" not in tier.stats()
+
+
+def test_locks_that_are_held_together_leave_those_of_others(tmp_path: Path) -> None:
+    """One that another process holds, or one that comes twice, is not held until all are released."""
+    CacheFolder(tmp_path / "cache")
+    path = str(tmp_path / "cache" / "locks")
+    ours, theirs = KeyLocks(path), KeyLocks(path)  # the second as another process has it
+    first, second = key("a").digest, key("b").digest
+    with theirs.hold(first, timeout=0) as held:
+        assert held
+        together = ours.hold_free([first, second, second])
+        found = together.__enter__()
+    assert [lock is not None for lock in found] == [False, True, False]
+    with ours.hold(first, timeout=0) as held:
+        assert held
+    with theirs.hold(second, timeout=0) as held:
+        assert not held
+    together.__exit__(None, None, None)
+    with theirs.hold(second, timeout=0) as held:
+        assert held

@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 import s3fs
+from fsspec import AbstractFileSystem
 from http_servers import serving
 
 from dataload.benchmarks.origin import s3
@@ -119,3 +120,45 @@ def test_a_store_that_rejects_if_match(store: tuple[str, type[_Store]], tmp_path
     with pytest.raises(ObjectChanged):
         fs.blocks.read(fs.object(path), BLOCK, 2 * BLOCK)
     close(fs)
+
+
+class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A local folder. As with FTP and Azure, infos come from the kept listing of the folder."""
+
+    protocol = "keeps-listings"
+    cachable = False
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        if path not in self.dircache:
+            self.dircache[path] = [
+                {"name": str(file), "size": file.stat().st_size, "mtime": file.stat().st_mtime_ns, "type": "file"}
+                for file in Path(path).iterdir()
+            ]
+        return self.dircache[path] if detail else [info["name"] for info in self.dircache[path]]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return next(info for info in self.ls(self._parent(path)) if info["name"] == path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        return Path(path).read_bytes()[start:end]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.pop(path, None) if path else self.dircache.clear()
+
+
+def test_listings_that_keep_infos_are_forgotten(tmp_path: Path) -> None:
+    (folder := tmp_path / "data").mkdir()
+    (folder / "x").write_bytes(OLD)
+    fs = TierCacheFileSystem(
+        fs=KeepsListings(), cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True
+    )
+    fs.ls(str(folder))
+    assert fs.cat_file(f"{folder}/x", end=BLOCK) == OLD[:BLOCK]
+    fs.ls(str(folder))
+    (folder / "x").write_bytes(NEW)
+    with pytest.raises(ObjectChanged):
+        fs.cat_file(f"{folder}/x")
+    fs.ls(str(folder))
+    assert fs.cat_file(f"{folder}/x") == NEW
+    (folder / "x").write_bytes(OLD)
+    assert fs.info(f"{folder}/x", refresh=True)["size"] == len(OLD)

@@ -158,7 +158,7 @@ def test_the_epochs_of_a_mixture_are_foretold(origin: Origin, weights: Any, tmp_
 def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cache that holds the whole dataset, and in one that holds half of it."""
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "all"), "1GB"))
-    dataset.blocks.tier._limit = found.cache_bytes_needed
+    dataset.blocks.tier._given_limit = found.cache_bytes_needed
     assert found.later_epoch == Fetched()
     assert epochs(origin, dataset, name, 2) == [found.first_epoch, Fetched()]
     assert dataset.blocks.stats()["refused"] == 0
@@ -234,7 +234,7 @@ def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, 
     assert half.cache_bytes_needed < 0.8 * whole.cache_bytes_needed
     assert half.first_epoch.bytes == pytest.approx(whole.first_epoch.bytes * part, rel=0.1)
     assert half.first_epoch_cost == pytest.approx(whole.first_epoch_cost * 2 * part, rel=0.1)
-    dataset.blocks.tier._limit = half.cache_bytes_needed
+    dataset.blocks.tier._given_limit = half.cache_bytes_needed
     loader = make_loader(dataset, batch, window=window, num_streams=2, world=World(0, 2, 0, 1))
     counted(origin)
     for fetched in (half.first_epoch, Fetched()):
@@ -521,3 +521,16 @@ def test_a_plan_of_some_rows(tmp_path: Path) -> None:
     assert plan.rows == plan.epoch_rows == 1100
     assert plan.trade == weigh_window(order.window, [1000, 100], [group.bytes for group in few.row_groups], 64)
     assert "epoch" not in dict(lines(plan))
+
+
+def test_a_plan_weighs_the_window_that_streams_shuffle(tmp_path: Path) -> None:
+    """Each stream has one row group at least, so eight streams mix eight, whatever the window."""
+    pq.write_table(pa.table({"x": range(1000)}), tmp_path / "x.parquet", row_group_size=10)
+    blobs = make_dataset(tmp_path, cache=False).rowstore.blobs
+
+    def trade(window: int, num_streams: int) -> Any:
+        return foretell([blobs], order_of(blobs.manifest, window=window, num_streams=num_streams), 8).trade
+
+    assert trade(2, 8) == trade(8, 8)
+    assert trade(10, 4) == trade(8, 4) == trade(8, 1)
+    assert trade(2, 8) != trade(2, 1)

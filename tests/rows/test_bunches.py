@@ -35,6 +35,7 @@ from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_grou
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
+from dataload.runtime.turns import in_turn
 
 FILES, ROWS = 40, 7
 
@@ -397,7 +398,7 @@ def answers_of(dataset: Dataset) -> dict[int, Done]:
         worker = _Worker(served, dataset.rowstore.blobs)
         with worker._bunches._mutex:  # All are requested before a thread begins.
             for number in range(len(dataset.row_groups)):
-                assert worker._bunches.add(number, RowGroupLife())
+                assert worker._bunches.add(number, RowGroupLife(), worker._loading)
         return {done.group: done for done in (client.recv() for _ in dataset.row_groups)}
 
 
@@ -553,10 +554,9 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
-    bunched = list[set[int]]()
-    load = scheduler._bunches._load
+    bunched, load = list[set[int]](), scheduler._made_together
     monkeypatch.setattr(
-        scheduler._bunches, "_load", lambda lives, late: (bunched.append({*lives}), load(lives, late))[1]
+        scheduler, "_made_together", lambda lives, late: (bunched.append({*lives}), load(lives, late))[1]
     )
     request_all(dataset)
     lives = scheduler._lives.copy()
@@ -694,12 +694,11 @@ def test_a_row_group_that_is_requested_twice_is_in_two_bunches(tmp_path: Path, w
         found.append([*lives])
         return ((number, []) for number in lives)
 
-    queue = bunch_queue.BunchQueue(
-        dataset.rowstore.blobs, threads, load, lambda *_: None, lambda group, _: found.append([group])
-    )
+    queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
+    loading = bunch_queue.Loading(load, lambda *_: None, lambda group, _: found.append([group]))
     with queue._mutex:
         for number in [*range(8), *range(4), *sorted([*range(4, 8)] * 2), *range(4)]:
-            assert queue.add(number, RowGroupLife())
+            assert queue.add(number, RowGroupLife(), loading)
     until(lambda: threads.idle)
     assert sorted(itertools.chain(*found)) == sorted([*range(8)] * 3)
     assert all(len(set(bunch)) == len(bunch) for bunch in found)
@@ -736,3 +735,44 @@ def test_equal_rows_make_equal_blobs(kinds: tuple[str, ...]) -> None:
         row_block.pack(columns, ROWS, layout, "here", allocate)
         made.append(memory)
     assert made[0] == made[1]
+
+
+def test_calls_of_a_bunch_keep_their_place_before_later_ones(tmp_path: Path, write: Any) -> None:
+    """The requests of a bunch have a turn. The row groups that it leaves to others, and the next bunch, have none."""
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    threads, order = DaemonExecutor(1, "test"), list[str]()
+    bunches_of = itertools.count(1)
+
+    def load(lives: Any, late: Any) -> Any:
+        order.append(f"bunch {(number := next(bunches_of))}")
+        if number == 1:
+            late()
+            yield next(iter(lives)), None
+            with in_turn(0):
+                threads.submit(order.append, "later")
+
+    def alone(*_: Any) -> None:
+        threads.submit(order.append, "alone")
+
+    queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
+    with queue._mutex:
+        for number in range(16):
+            assert queue.add(number, RowGroupLife(), bunch_queue.Loading(load, lambda *_: None, alone))
+    until(lambda: threads.idle)
+    assert order.index("later") > order.index("bunch 2")
+    assert order.index("later") > order.index("alone")
+
+
+def test_the_seconds_of_a_bunch_count_if_another_process_makes_its_first_row_group(tmp_path: Path, write: Any) -> None:
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    scheduler, blobs = dataset.rowstore.scheduler, dataset.rowstore.blobs
+    other, count = LocalTier(tmp_path / "cache"), 4 * bunch_queue.BUNCHES_AT_ONCE
+    with other.key_lock(blobs.lock_key(0)):
+        with scheduler._bunches._mutex:
+            for number in range(count):
+                scheduler.request(number, count)
+        lives = scheduler._lives.copy()
+        for number in range(1, count):
+            assert lives[number].contents.result(60) is not None
+        until(lambda: scheduler._spent.snapshot().get("decode"))
+    assert lives[0].contents.result(60) is not None

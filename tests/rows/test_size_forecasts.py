@@ -83,7 +83,7 @@ def test_text_that_one_file_lacks_is_measured(tmp_path: Path, in_struct: bool) -
         pq.write_table(pa.table(column), tmp_path / f"{number}.parquet")
     blobs = make_dataset(tmp_path, cache=False).rowstore.blobs
     blobs.measure()
-    assert made(blobs) <= blobs.bytes_of(0) < 5 * made(blobs)
+    assert 0.99 * made(blobs) < blobs.bytes_of(0) < 5 * made(blobs)
 
 
 def test_reservations_follow_blobs_that_are_larger_than_footers_say(tmp_path: Path) -> None:

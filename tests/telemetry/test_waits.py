@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,11 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
         ("transfer", {"device": "cpu"}, "use pin_memory", "raise"),
         ("transfer", {"device": "cpu", "pin_memory": True}, "use smaller dtypes", "pin_memory"),
         ("origin", {}, "warm the cache first", "planning"),
+        ("origin", {"cache": False}, "give the loader a cache", "warm the cache"),
+        ("decode", {"cache": False}, "give the loader a cache", "warm the cache"),
+        ("origin", {"share": 0.5}, "raise cache_bytes", "warm the cache"),
+        ("decode", {"share": 0.5}, "raise cache_bytes", "warm the cache"),
+        ("collate", {"collate_fn": list}, "use num_workers", "group="),
         ("origin", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
         ("decode", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
         ("map", {"map": None}, "use processes=", "warm the cache first"),
@@ -180,11 +186,18 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
     ],
 )
 def test_the_advice_is_for_the_settings_in_use(
-    cause: str, options: dict[str, Any], says: str, says_not: str, dataset: Any
+    cause: str, options: dict[str, Any], says: str, says_not: str, dataset: Any, origin: Origin, tmp_path: Path
 ) -> None:
+    opened = partial(make_dataset, "s3://bucket/data", storage_options=origin.storage_options)
+
     if "map" in options:
         dataset, options = dataset.map(dict, version=1, processes=options["map"]), {}
-    loader = make_loader(dataset, ROWS * GROUPS, **options)
+    if "share" in options:
+        limit = int(options["share"] * dataset.rowstore.blobs.num_bytes)
+        dataset, options = opened(cache=CacheConfig(str(tmp_path / "part"), limit)), {"window": 1}
+    if "cache" in options:
+        dataset, options = opened(cache=False), {}
+    loader = make_loader(dataset, 4 if "window" in options else ROWS * GROUPS, **options)
     batches = iter(loader)
     next(batches)
     stats = loader.stats()

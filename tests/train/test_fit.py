@@ -151,6 +151,7 @@ class Checked(Columns):
         ({"text": ["a", "b", "c"], "of": None}, 3),
         ({"x": Flat(torch.ones(2), torch.tensor([0, 1, 1, 2])), "label": torch.zeros(3)}, 3),
         ({"boxes": torch.zeros(0, 4), "of": torch.zeros(0), "image": torch.zeros(2, 3, 4, 4)}, 2),  # without any box
+        ({"text": ["a", "b", "c"], "boxes": torch.zeros(0, 4)}, 3),
         *[(empty, 0) for empty in (None, [], {}, {"x": []}, {"x": torch.zeros(0, 3)})],
     ],
 )

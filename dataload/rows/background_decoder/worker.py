@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from dataload.errors import DataloadError, as_sent
-from dataload.rows.making.bunch_queue import BunchQueue
+from dataload.rows.making.bunch_queue import BunchQueue, Loading
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
@@ -73,7 +73,7 @@ class _Worker:
         self._sending = threading.Lock()
         self._blobs = blobs
         self._threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
-        self._bunches = BunchQueue(blobs, self._threads, blobs.load_together, self._finish, self._make_alone)
+        self._bunches = BunchQueue(blobs, self._threads)
         blobs.memory.use_decoder_share()
 
     def run(self) -> None:
@@ -84,8 +84,12 @@ class _Worker:
             idle = idle + LOOK_SECONDS if self._threads.idle else 0.0
             if self._connection.poll(LOOK_SECONDS):
                 group, life = self._connection.recv(), RowGroupLife()
-                if not self._bunches.add(group, life):
+                if not self._bunches.add(group, life, self._loading):
                     self._make_alone(group, life)
+
+    @property
+    def _loading(self) -> Loading:
+        return Loading(self._blobs.load_together, self._finish, self._make_alone)
 
     def _make_alone(self, group: int, life: RowGroupLife) -> None:
         self._threads.submit(self._make, group, life)
@@ -109,7 +113,7 @@ class _Worker:
             sent = as_sent(made) if isinstance(made, Exception) else None
             error = sent or DataloadError(repr(made))
         making = life.timeline.end()
-        done = Done(group, made is True, error, making, making.news(), life.account.snapshot())
+        done = Done(group, made is True, error, making, making.unreported(), life.account.snapshot())
         with self._sending, suppress(OSError):
             self._connection.send(done)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dataload.rows.making.bunches import Made
 from dataload.rows.row_group_life import Lives, RowGroupLife, charged_together
 from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.turns import in_turn
 
 if TYPE_CHECKING:
     from dataload.rows.row_groups import RowGroups
@@ -19,9 +20,28 @@ if TYPE_CHECKING:
 LEAST_IN_A_BUNCH, MOST_IN_A_BUNCH = 8, 16  # With memory for fewer, their requests would not keep the connections busy.
 BUNCHES_AT_ONCE = 4
 
-Load = Callable[[Lives, Callable[[], None]], Iterator[tuple[int, Made]]]
-"""Loads a bunch, in the order of the requests. Yields each row group once it is `Made`, or is to be loaded alone, as
-those that are never yielded. It may call the second argument: the others wait for the origin."""
+
+class Loading(NamedTuple):
+    """How the row groups of a process are loaded.
+
+    Attributes:
+        load: Loads a bunch, in the order of the requests. It yields each row group with its blobs or its error. It may
+            call its second argument: those that it has not yielded wait for the origin.
+        finish: Takes each row group that was loaded, and its blobs or its error.
+        alone: Takes each row group that `load` yields with None, or not at all, to be loaded alone.
+    """
+
+    load: Callable[[Lives, Callable[[], None]], Iterator[tuple[int, Made]]]
+    finish: Callable[[int, RowGroupLife, list[memoryview] | BaseException], None]
+    alone: Callable[[int, RowGroupLife], None]
+
+    def take(self, group: int, life: RowGroupLife, made: Made) -> None:
+        """Take a row group that `load` yielded."""
+        if made is not None:
+            self.finish(group, life, made)
+            return
+        with in_turn(0):  # as all calls that load row groups, not after those of later ones
+            self.alone(group, life)
 
 
 class _Waiting(NamedTuple):
@@ -38,27 +58,16 @@ class BunchQueue:
     Args:
         blobs: The cached row groups.
         threads: The threads that load them: `BUNCHES_AT_ONCE`, besides those that wait for late requests.
-        load: Loads a bunch.
-        finish: Takes each row group that was loaded, and its blobs or its error.
-        alone: Takes each row group that is to be loaded alone.
     """
 
-    def __init__(
-        self,
-        blobs: RowGroups,
-        threads: DaemonExecutor,
-        load: Load,
-        finish: Callable[[int, RowGroupLife, list[memoryview] | BaseException], None],
-        alone: Callable[[int, RowGroupLife], None],
-    ) -> None:
+    def __init__(self, blobs: RowGroups, threads: DaemonExecutor) -> None:
         self._blobs = blobs
         self._threads = threads
-        self._load, self._finish, self._alone = load, finish, alone
         self._mutex = threading.RLock()  # Reentrant: a call may be cancelled while it is submitted.
         self._waiting: deque[_Waiting] = deque()
         self._loaders = 0  # threads that load bunches, or soon will
 
-    def add(self, group: int, life: RowGroupLife) -> bool:
+    def add(self, group: int, life: RowGroupLife, loading: Loading) -> bool:
         """Queue a row group, and let a thread load the next bunch. Return False if the row group is too large, or there
         is too little memory.
         """
@@ -69,7 +78,7 @@ class BunchQueue:
             self._waiting.append(waiting := _Waiting(group, life, num_bytes))
             if self._loaders < BUNCHES_AT_ONCE:
                 try:
-                    self._submit()
+                    self._submit(loading)
                 except RuntimeError:  # No thread can be started.
                     self._waiting.remove(waiting)
                     raise
@@ -81,32 +90,31 @@ class BunchQueue:
         """The bytes of a bunch, at most: the memory has room for all that are made at once."""
         return self._blobs.memory.held.total // BUNCHES_AT_ONCE
 
-    def _submit(self) -> None:
-        self._threads.submit(self._load_next).add_done_callback(self._cancel)
+    def _submit(self, loading: Loading) -> None:
+        self._threads.submit(self._load_next, loading).add_done_callback(self._cancel)
 
-    def _load_next(self) -> None:
+    def _load_next(self, loading: Loading) -> None:
         """Load the row groups that were requested first. Then, or once they are late, let a thread load the next."""
         with self._mutex:
             lives = {group: life for group, life, _ in self._next() if life.begin()}
         with ExitStack() as turn:
-            turn.callback(self._end_turn)
+            turn.callback(self._end_turn, loading)
             remaining = lives.copy()
             try:
                 if len(lives) > 1:
                     with charged_together(lives.values()), self._blobs.in_order():
-                        for group, made in self._load(lives, turn.close):
-                            life = remaining.pop(group)
-                            self._alone(group, life) if made is None else self._finish(group, life, made)
+                        for group, made in loading.load(lives, turn.close):
+                            loading.take(group, remaining.pop(group), made)
             except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
                 while remaining:
-                    self._finish(*remaining.popitem(), error)
+                    loading.finish(*remaining.popitem(), error)
             for group, life in remaining.items():
-                self._alone(group, life)
+                loading.take(group, life, None)
 
-    def _end_turn(self) -> None:
-        with self._mutex:
+    def _end_turn(self, loading: Loading) -> None:
+        with self._mutex, in_turn(0):
             if self._waiting:
-                self._submit()
+                self._submit(loading)
             else:
                 self._loaders -= 1
 
