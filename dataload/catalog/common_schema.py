@@ -51,7 +51,7 @@ def common_schema(
             elif has_null_type(here.type):
                 columns[name] = obj, filled(here, there)
     for name, (obj, _) in columns.items():
-        for struct in _structs_of(name) if name in members else ():
+        for struct in structs_of(name) if name in members else ():
             if struct in columns:  # a column of this name in one file, a struct in the other
                 source, field = columns[struct]
                 text = _conflict(struct, (obj, "a struct"), (source, str(field.type)))
@@ -63,7 +63,7 @@ def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:
     """Return the columns of a flat schema that a file with the flat schema `own` lacks."""
     names = set(own.names)
     nulls = {field.name for field in own if pa.types.is_null(field.type)}  # They may be structs in other files.
-    return [name for name in schema.names if name not in names and nulls.isdisjoint(_structs_of(name))]
+    return [name for name in schema.names if name not in names and nulls.isdisjoint(structs_of(name))]
 
 
 def lacking(partial: Mapping[str, str]) -> str:
@@ -84,7 +84,7 @@ def is_ragged(field: pa.Field) -> bool:
         return True  # No batch can hold the column, so its size does not matter.
 
 
-def _structs_of(name: str) -> list[str]:
+def structs_of(name: str) -> list[str]:
     """Return the names of the structs that hold a column."""
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 

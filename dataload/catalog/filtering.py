@@ -31,7 +31,7 @@ VERSION = 2  # of cached selections
 PARTS_AT_ONCE = 4
 CACHED_TOGETHER = 64  # row groups: so few that other processes need not wait for long
 ROW_GROUPS_AT_ONCE = 16
-MEMORY_DIVISOR = 32  # One part of the usable memory is for the columns of a filter, in each rank of the host.
+FILTER_DIVISOR = 32  # One part of the usable memory is for the columns of a filter, in each rank of the host.
 HELD_BYTES = 8 << 20  # of each row group in flight; the rest of its columns is streamed
 BATCH_ROWS = 1 << 14
 
@@ -114,7 +114,7 @@ class _Scan:
         self._blocks = blocks
         self._filter = chosen
         self._footers = FooterReader(blocks, manifest.chunks_of_a_file)
-        self._budget = MemoryBudget(usable_memory() // MEMORY_DIVISOR)
+        self._budget = MemoryBudget(usable_memory() // FILTER_DIVISOR)
         self._threads = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
         self._ended = threading.Event()  # The caller was interrupted, or a row group cannot be read.
 

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
+from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing, structs_of
 from dataload.catalog.footer_cache import FooterLocation, make_alone, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
@@ -152,8 +151,8 @@ class Manifest:
     def _chosen_by(self) -> dict[str, list[str]]:
         chosen: dict[str, list[str]] = {}
         for name in self.schema.names:
-            for dot in re.finditer(r"\.", name):
-                chosen.setdefault(name[: dot.start()], []).append(name)
+            for struct in structs_of(name):
+                chosen.setdefault(struct, []).append(name)
         return chosen | {name: [name] for name in self.schema.names}
 
     def only(self, numbers: Iterable[int]) -> Manifest:

@@ -36,10 +36,10 @@ def decide(manifest: Manifest, blocks: Blocks, chosen: Filter) -> list[bool | No
     nans = _may_be_nan(chosen)
 
     def decide_file(item: tuple[list[RowGroup], bool | None]) -> list[bool | None]:
-        (first, *_), decision = groups, _ = item
+        groups, decision = item
         if decision is not None:
             return [decision] * len(groups)
-        footer = read_footer(first.file, first.footer_at, blocks)
+        footer = read_footer(groups[0].file, groups[0].footer_at, blocks)
         return list(_by_statistics(footer, groups, chosen, nans))
 
     items = zip(files, _by_keys([file[0].constants for file in files], chosen), strict=True)

@@ -126,10 +126,9 @@ class _Walk:
             return [type(value).__qualname__, digest]
         if isinstance(value, (type, types.FunctionType)) and package_of(value.__module__) is None:
             return self._class(value) if isinstance(value, type) else self._function(value)
-        for kinds, describe in _KINDS:
-            if isinstance(value, kinds):
-                own = [self.describe(type(value), where), self._state(value, where)] if is_own(type(value)) else []
-                return [type(value).__qualname__, describe(self, value, where), *own]
+        if (describe := _describer_of(value)) is not None:
+            own = [self.describe(type(value), where), self._state(value, where)] if is_own(type(value)) else []
+            return [type(value).__qualname__, describe(self, value, where), *own]
         if isinstance(value, _SCALARS) and is_own(type(value)):
             base: Any = next(kind for kind in _SCALARS if isinstance(value, kind))  # Its own repr may show less.
             shown = base.__repr__(value)
@@ -287,27 +286,13 @@ def _tensor(walk: _Walk, value: Any, where: str) -> Any:
         raise ConfigError(f"{where} is a tensor that numpy cannot hold") from error
 
 
-class _TensorType(type):
-    """The type of torch's tensors, without importing torch."""
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        torch = sys.modules.get("torch")
-        return torch is not None and type(value) is torch.Tensor
-
-
-class _Tensor(metaclass=_TensorType):
-    pass
-
-
-class _ArrayType(type):
-    """Arrays and scalars of NumPy. A subclass, such as a masked array, may have more than its bytes."""
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return type(value) is np.ndarray or isinstance(value, np.generic)
-
-
-class _Array(metaclass=_ArrayType):
-    pass
+def _describer_of(value: Any) -> Callable[[_Walk, Any, str], Any] | None:
+    """Return the function that describes a value of a known kind."""
+    if type(value) is np.ndarray or isinstance(value, np.generic):  # A subclass, such as a masked array, may have more.
+        return _Walk.array
+    if type(value) is getattr(sys.modules.get("torch"), "Tensor", None):  # without importing torch
+        return _tensor
+    return next((describe for kinds, describe in _KINDS if isinstance(value, kinds)), None)
 
 
 def _partial(walk: _Walk, value: Any, where: str) -> Any:
@@ -327,8 +312,6 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
         lambda walk, value, where: [walk.describe(value.default_factory, where), walk.entries(value, where)],
     ),
     ((dict, types.MappingProxyType), lambda walk, value, where: walk.entries(value, where)),
-    (_Array, lambda walk, value, where: walk.array(value, where)),
-    (_Tensor, _tensor),
     (re.Pattern, lambda walk, value, where: [walk.describe(value.pattern, where), value.flags]),
     (slice, lambda walk, value, where: walk.items((value.start, value.stop, value.step), where)),
     (bytearray, lambda _, value, __: repr(bytes(value))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +56,6 @@ class MixedRowGroups:
 
     def __reduce__(self) -> tuple[type[MixedRowGroups], tuple[tuple[RowGroupCache, ...]]]:
         return MixedRowGroups, (self.by_dataset,)
-
-    def in_order(self) -> AbstractContextManager[None]:
-        return self.by_dataset[0].in_order()
 
     def find(self, number: int) -> list[memoryview] | None:
         blobs, own = self._of(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from statistics import fmean, median_low
@@ -69,7 +70,7 @@ class Epoch:
         """Whether all ranks reached the end of the epoch."""
         return all(record.ended for record in self.ranks.values())
 
-    @property
+    @cached_property
     def total(self) -> LoaderStats:
         """Statistics over all ranks: counts summed, seconds averaged."""
         return added([record.stats for record in self.ranks.values()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -94,10 +94,6 @@ class RowGroupCache(SizeForecast):
     def __setstate__(self, state: dict[str, RankShare]) -> None:
         self.memory.use(state["rank"])
 
-    def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
-        return next_turn()
-
     def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find. See `RowGroups.load`."""
         return self._made_once(number, self.keys(number), None, life)
@@ -124,7 +120,7 @@ class RowGroupCache(SizeForecast):
             DataError: The row group cannot be decoded.
         """
         keys = self.keys(number)
-        with self.in_order():
+        with next_turn():
             if self.get_all(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
                 return self.get_all(keys, (0, 0)) is not None

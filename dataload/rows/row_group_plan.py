@@ -82,12 +82,12 @@ class RowGroupPlan:
         It is too large where files have dictionary codes, unless `use_mean_sizes` was called.
         """
         group = self._manifest.row_groups[number]
-        return group.rows * self.layout.dtype.itemsize + self._heap_bytes(group)
+        return group.rows * self.layout.dtype.itemsize + sum(self._heap_sizes(group))
 
     def blob_sizes(self, number: int) -> list[int]:
         """Return an estimate of the bytes of each blob of a row group."""
         group = self._manifest.row_groups[number]
-        heaps = [size for _, size in self._heaps(group)]
+        heaps = self._heap_sizes(group)
         return [
             row_block.packed_bytes(rows, [size * rows // max(1, group.rows) for size in heaps], self.layout)
             for rows in self.lengths(number)
@@ -120,17 +120,14 @@ class RowGroupPlan:
         """It depends on the footers only, not on measured sizes, because it is part of the names of the blobs."""
         bounds = []
         for group in self._manifest.row_groups:
-            row_bytes = self.layout.dtype.itemsize + self._heap_bytes(group) // max(1, group.rows)
+            row_bytes = self.layout.dtype.itemsize + sum(self._heap_sizes(group)) // max(1, group.rows)
             bounds.append(1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // row_bytes)).bit_length() - 1))
         return np.array(bounds, np.int64)
 
-    def _heap_bytes(self, group: RowGroup) -> int:
-        return sum(size for _, size in self._heaps(group))
-
-    def _heaps(self, group: RowGroup) -> list[tuple[str, int]]:
-        """Return (name, estimated bytes of its values and spans) of each ragged column."""
+    def _heap_sizes(self, group: RowGroup) -> list[int]:
+        """Return the estimated bytes of the values and spans of each ragged column."""
         sizes = zip(self._manifest.ragged, group.sizes, strict=False)
-        return [(name, self._heap(name, size, group.rows)) for name, size in sizes if name in self._columns]
+        return [self._heap(name, size, group.rows) for name, size in sizes if name in self._columns]
 
     def _heap(self, name: str, size: int, rows: int) -> int:
         mean = self._mean_sizes.get(name)

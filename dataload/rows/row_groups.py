@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from dataload.formats.schema import Layout
@@ -65,9 +64,6 @@ class RowGroups(Protocol):
 
     @property
     def row_bytes(self) -> int: ...
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""

@@ -23,6 +23,7 @@ from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.memory_budget import ReservationCancelled
+from dataload.runtime.turns import next_turn
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
@@ -190,7 +191,7 @@ class RowGroupScheduler:
 
     def _run(self, group: int, life: RowGroupLife) -> None:
         try:
-            with life.charged(), self._blobs.in_order():
+            with life.charged(), next_turn():
                 found = self._blobs.find(group)
                 if found is None:
                     found = self._made(group, life)

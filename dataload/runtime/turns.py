@@ -22,7 +22,10 @@ def in_turn(turn: int) -> Iterator[None]:
 
 
 def next_turn() -> AbstractContextManager[None]:
-    """Give the calls that the block submits the next turn of this process, after those of all earlier blocks."""
+    """Give the calls that the block submits the next turn of this process, after those of all earlier blocks.
+
+    A row group is loaded in such a block: all its byte ranges come before those of later ones, of whatever dataset.
+    """
     return in_turn(next(_turns))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dataload.rows.making.bunches import Made
 from dataload.rows.row_group_life import Lives, RowGroupLife, charged_together
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.turns import in_turn
+from dataload.runtime.turns import in_turn, next_turn
 
 if TYPE_CHECKING:
     from dataload.rows.row_groups import RowGroups
@@ -102,7 +102,7 @@ class BunchQueue:
             remaining = lives.copy()
             try:
                 if len(lives) > 1:
-                    with charged_together(lives.values()), self._blobs.in_order():
+                    with charged_together(lives.values()), next_turn():
                         for group, made in loading.load(lives, turn.close):
                             loading.take(group, remaining.pop(group), made)
             except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
