@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dataload.cache.local.blob_file import FILE_NAME
-from dataload.cache.local.key_locks import is_locked, set_lock
+from dataload.cache.local.key_locks import attempts, is_locked, set_lock
 from dataload.runtime.forks import ForkAware, close_copies
 
 _SWEPT = "-swept"
 _ANNOUNCED, _DRAFT = "announced", "announced-draft"  # what this process needs of the cache
+LOOK_SECONDS = 1.0  # within which a process that looks for running ones gives a lock back
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
 
 
@@ -52,7 +54,7 @@ class StagingFolder(ForkAware):
         super().__init__()
         descriptor = os.open(self._path, OPEN_FOLDER)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError:
             os.close(descriptor)
             raise
@@ -242,3 +244,11 @@ def _close(owner: int, path: Path, descriptor: int, announced: list[int]) -> Non
     with suppress(OSError):
         path.rmdir()  # Fails if drafts are left: the next sweep needs them to drop their rows.
     os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock the own folder. A process that looks which others run may hold the lock of a new one for a moment."""
+    for _ in attempts(time.monotonic() + LOOK_SECONDS):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    raise BlockingIOError(errno.EAGAIN, "another process holds the lock of a new folder")

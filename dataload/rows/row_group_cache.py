@@ -39,7 +39,7 @@ FOOTER_BYTES = 256  # at most, of a row group's column in footers and manifest, 
 
 
 class RowGroupCache(SizeForecast):
-    """The chosen columns of a dataset's row groups, as blobs of records in the cache. Any thread may call it.
+    """The chosen columns of a dataset's row groups, as blobs of records in the cache. See `RowGroups`.
 
     Args:
         manifest: The dataset.
@@ -95,30 +95,20 @@ class RowGroupCache(SizeForecast):
         self.memory.use(state["rank"])
 
     def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
-        """Return the blobs of a row group that `find` did not find. See `RowGroups.load`."""
         return self._made_once(number, self.keys(number), None, life)
 
     def bunched_bytes(self, number: int) -> int:
-        """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
         return 0 if number in self._unkept else bunched_bytes(self, number)
 
     def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
-        """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
         for member in make_together([Member(self, number, life) for number, life in lives.items()], late):
             yield member.number, member.made
 
     def find(self, number: int) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if this host has not cached them."""
         with doing("disk"):
             return self.get_all(self.keys(number))
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
-        """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
-
-        Raises:
-            OriginError: The origin does not answer, or the file does not exist.
-            DataError: The row group cannot be decoded.
-        """
         keys = self.keys(number)
         with next_turn():
             if self.get_all(keys, (0, 0)) is None:
@@ -127,16 +117,13 @@ class RowGroupCache(SizeForecast):
             return True
 
     def touch(self) -> None:
-        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
         row_groups = range(len(self.manifest.row_groups))
         self.blocks.tier.touch(key for number in row_groups for key in self.keys(number))
 
     def is_transient(self, number: int) -> bool:
-        """Return whether a row group is cached only in the transient region, or not at all."""
         return self.blocks.tier.is_transient(self.keys(number))
 
     def describe(self, number: int) -> str:
-        """Name a row group and count the requests in flight, for the log."""
         name, limiter = redacted(self.manifest.row_groups[number].name), self.blocks.origin.limiter
         return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
 
@@ -149,16 +136,13 @@ class RowGroupCache(SizeForecast):
 
     @property
     def by_dataset(self) -> tuple[RowGroupCache, ...]:
-        """The row groups of each dataset: this one."""
         return (self,)
 
     @property
     def memory(self) -> RowGroupMemory:
-        """The memory in which row groups are made."""
         return self.maker.memory
 
     def reservation(self, number: int) -> int:
-        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
         return max(1, self.maker.reservation(number))
 
     @property
@@ -168,7 +152,6 @@ class RowGroupCache(SizeForecast):
 
     @property
     def shared(self) -> bool:
-        """Whether other processes can read the cached blobs."""
         return self.blocks.tier.shared
 
     @cached_property

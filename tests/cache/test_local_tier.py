@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -299,6 +300,20 @@ def take_a_lock(path: Path) -> None:
 
 def take_a_scratch_folder(path: Path) -> None:
     StagingFolder(path, 0).close()
+
+
+def test_a_process_that_looks_at_a_new_folder_does_not_stop_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, real = iter([True]), fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if next(looks, False):
+            raise BlockingIOError(errno.EAGAIN, "it is looked at")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    StagingFolder(tmp_path, 0).close()
 
 
 @pytest.mark.parametrize("take", [take_a_lock, take_a_scratch_folder])

@@ -140,7 +140,7 @@ class RowGroupMaker:
         life.enter(State.DECODING)
         expected = self._plan.bytes_of(number)
         if expected <= INLINE_BYTES:
-            with doing("decode"), self.memory.decode(self.decoding_bytes(number)), computing():
+            with doing("decode"), self.memory.decoding.reserve(self.decoding_bytes(number)), computing():
                 blobs = self._pack(number, keys, columns)
         else:
             blobs = self._pack_in_thread(number, keys, columns)
@@ -158,7 +158,7 @@ class RowGroupMaker:
         since, decoding = perf_counter(), Timeline()
 
         def pack() -> list[memoryview]:
-            with decoding.here(), doing("decode"), self.memory.decode(self.decoding_bytes(number)):
+            with decoding.here(), doing("decode"), self.memory.decoding.reserve(self.decoding_bytes(number)):
                 return self._pack(number, keys, columns)
 
         packed = self.memory.decoders.submit(pack)

@@ -139,12 +139,6 @@ class RowGroupMemory(ForkAware):
         finally:
             self._release_unused()
 
-    @contextmanager
-    def decode(self, size: int) -> Iterator[None]:
-        """Reserve memory for decoding for the duration of the block."""
-        with self.decoding.reserve(size):
-            yield
-
     @property
     def _of_trainer(self) -> int:
         return self.rank.memory // TRAINER_DIVISOR
