@@ -36,6 +36,7 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.turns import in_turn
+from dataload.telemetry.wait_timeline import Timeline
 
 FILES, ROWS = 40, 7
 
@@ -737,9 +738,12 @@ def test_equal_rows_make_equal_blobs(kinds: tuple[str, ...]) -> None:
     assert made[0] == made[1]
 
 
-def test_calls_of_a_bunch_keep_their_place_before_later_ones(tmp_path: Path, write: Any) -> None:
+def test_calls_of_a_bunch_keep_their_place_before_later_ones(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The requests of a bunch have a turn. The row groups that it leaves to others, and the next bunch, have none."""
     dataset = opened(write("numbers"), tmp_path / "cache")
+    monkeypatch.setattr(bunch_queue, "BUNCHES_AT_ONCE", 1)
     threads, order = DaemonExecutor(1, "test"), list[str]()
     bunches_of = itertools.count(1)
 
@@ -756,17 +760,26 @@ def test_calls_of_a_bunch_keep_their_place_before_later_ones(tmp_path: Path, wri
 
     queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
     with queue._mutex:
-        for number in range(16):
+        for number in range(2 * bunch_queue.MOST_IN_A_BUNCH):
             assert queue.add(number, RowGroupLife(), bunch_queue.Loading(load, lambda *_: None, alone))
     until(lambda: threads.idle)
     assert order.index("later") > order.index("bunch 2")
     assert order.index("later") > order.index("alone")
 
 
-def test_the_seconds_of_a_bunch_count_if_another_process_makes_its_first_row_group(tmp_path: Path, write: Any) -> None:
+def test_the_seconds_of_a_bunch_count_if_another_process_makes_its_first_row_group(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
     scheduler, blobs = dataset.rowstore.scheduler, dataset.rowstore.blobs
-    other, count = LocalTier(tmp_path / "cache"), 4 * bunch_queue.BUNCHES_AT_ONCE
+    other, count, load_alone = LocalTier(tmp_path / "cache"), 8, scheduler._load_alone
+    monkeypatch.setattr(bunch_queue, "BUNCHES_AT_ONCE", 1)
+
+    def alone(group: int, life: RowGroupLife) -> None:
+        life.timeline = Timeline()  # as the thread does that loads it
+        load_alone(group, life)
+
+    monkeypatch.setattr(scheduler, "_load_alone", alone)
     with other.key_lock(blobs.lock_key(0)):
         with scheduler._bunches._mutex:
             for number in range(count):
