@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from statistics import fmean, median_low
@@ -13,6 +12,7 @@ from statistics import fmean, median_low
 import numpy as np
 import numpy.typing as npt
 
+from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.loader_stats import BY_SOURCE, MOST_ROW_IDS, PLACE, LoaderStats, summed
 from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.wait_timeline import CAUSES
