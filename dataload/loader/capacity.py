@@ -52,14 +52,13 @@ class Capacity:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
 
-    further = 0
-
     def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
         self._dataset, self._sampler = dataset, sampler
         self._order: PositionOrder | None = None  # for which the capacity is reserved
         self._needs: list[tuple[Tier, Need]] = []
         self._leases: list[object] = []  # of the needs; each lasts as long as its object
         self._owner = os.getpid()  # of the leases
+        self.further = 0
         self._drawn_on = self._in_full = 0  # row groups: drawn on at a time, and to prefetch if the cache holds all
         self.ahead()
 

@@ -126,13 +126,16 @@ def num_rows(batch: Any) -> int:
 
     map_columns(batch, collect)
     shapes = [column.shape for column in columns if hasattr(column, "shape")]
-    lists = [column for column in columns if isinstance(column, Sized) and not isinstance(column, (str, bytes))]
-    sizes = [shape[0] for shape in shapes if shape] or [len(column) for column in lists if not shapes]
-    if columns and not sizes:
+    tensors = [shape[0] for shape in shapes if shape]
+    lists = [
+        len(column)
+        for column in columns
+        if isinstance(column, Sized) and not isinstance(column, (str, bytes)) and not hasattr(column, "shape")
+    ]
+    if columns and not tensors and (shapes or not lists):
         raise ConfigError(
             f"the rows of a batch of type {type(batch).__name__} cannot be counted: give a dict, tuple or list in "
             "which a tensor or a list has one entry per row"
         )
-    full = [size for size in sizes if size] or [len(column) for column in lists if not hasattr(column, "shape")]
-    counted: list[tuple[int, int]] = Counter(full).most_common(1) or [(0, 0)]
-    return counted[0][0]
+    counted: Counter[int] = Counter(filter(None, tensors)) or Counter(filter(None, lists)) or Counter([0])
+    return counted.most_common(1)[0][0]
