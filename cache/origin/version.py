@@ -37,7 +37,9 @@ def _volatile(info: dict[str, Any]) -> set[str]:
 def forget(filesystem: Any, path: str) -> None:
     """Make a filesystem of fsspec forget the info of an object. Some keep it in the listing of its folder alone."""
     filesystem.invalidate_cache(path)
-    filesystem.invalidate_cache(filesystem._parent(path))  # noqa: SLF001 (an extension point of fsspec)
+    parent = filesystem._parent(path)  # noqa: SLF001 (an extension point of fsspec)
+    if parent in filesystem.dircache:  # Nothing is above a repository of Hugging Face: its filesystem would raise.
+        filesystem.invalidate_cache(parent)
 
 
 def is_other(tag: str | None, version: str) -> bool:

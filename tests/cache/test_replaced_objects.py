@@ -128,6 +128,10 @@ class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no 
     protocol = "keeps-listings"
     cachable = False
 
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self.root = root
+
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         if path not in self.dircache:
             self.dircache[path] = [
@@ -137,12 +141,16 @@ class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no 
         return self.dircache[path] if detail else [info["name"] for info in self.dircache[path]]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if Path(path).is_dir():
+            return {"name": path, "size": 0, "type": "directory"}
         return next(info for info in self.ls(self._parent(path)) if info["name"] == path)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return Path(path).read_bytes()[start:end]
 
     def invalidate_cache(self, path: str | None = None) -> None:
+        if path and not path.startswith(self.root):
+            raise ValueError(f"{path} is above the root")  # as that of Hugging Face
         self.dircache.pop(path, None) if path else self.dircache.clear()
 
 
@@ -150,7 +158,7 @@ def test_listings_that_keep_infos_are_forgotten(tmp_path: Path) -> None:
     (folder := tmp_path / "data").mkdir()
     (folder / "x").write_bytes(OLD)
     fs = TierCacheFileSystem(
-        fs=KeepsListings(), cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True
+        fs=KeepsListings(str(folder)), cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True
     )
     fs.ls(str(folder))
     assert fs.cat_file(f"{folder}/x", end=BLOCK) == OLD[:BLOCK]
@@ -162,3 +170,4 @@ def test_listings_that_keep_infos_are_forgotten(tmp_path: Path) -> None:
     assert fs.cat_file(f"{folder}/x") == NEW
     (folder / "x").write_bytes(OLD)
     assert fs.info(f"{folder}/x", refresh=True)["size"] == len(OLD)
+    assert fs.blocks.origin.info(str(folder))["type"] == "directory"
