@@ -85,7 +85,7 @@ class LoaderStats:
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
         rank: The data-parallel rank.
         world_size: Number of data-parallel ranks; 0 if unknown, and for the sum of several ranks.
-        settings: What the advice depends on: no_cache, part (the cache holds a part of the rows), collate_fn,
+        settings: Names that the advice depends on: no_cache, part (the cache holds a part of the rows), collate_fn,
             num_workers, num_threads, map, processes, pin_memory.
     """
 
