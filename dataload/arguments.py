@@ -19,10 +19,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# The settings that only CacheConfig takes.
+CACHE_SETTINGS = frozenset(
+    ("block_bytes", "policy", "consistency", "engine", "in_flight", "origin_id", "allow_network_filesystem")
+)
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return a question that names the known name nearest to a misspelt one; `otherwise` if none is near."""
     near = difflib.get_close_matches(name, [*known], n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def unknown_keyword(name: str, known: Iterable[str], otherwise: str) -> ConfigError:
+    """Return the error for a keyword argument that is not among the known ones."""
+    within_cache = "pass it inside cache=CacheConfig(...)"
+    return ConfigError(
+        f"{name}= is unknown: {within_cache if name in CACHE_SETTINGS else did_you_mean(name, known, otherwise)}"
+    )
 
 
 def known_keywords(*passed_on: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -41,8 +55,7 @@ def known_keywords(*passed_on: Callable[..., object]) -> Callable[[Callable[P, R
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    hint = did_you_mean(name, known, f"it is not an argument of {function.__name__}")
-                    raise ConfigError(f"{name}= is unknown: {hint}")
+                    raise unknown_keyword(name, known, f"it is not an argument of {function.__name__}")
             return function(*args, **kwargs)
 
         return checked

@@ -3,7 +3,7 @@
     python train_accelerate.py TRAIN HELD_OUT
     accelerate launch --num-processes 8 train_accelerate.py TRAIN HELD_OUT          # or torchrun
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9.
 """
 
 import argparse

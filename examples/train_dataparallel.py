@@ -7,7 +7,7 @@ memory first. One Python process drives all GPUs, whose threads share the interp
 DataParallel reduces gradients after backward; DDP overlaps both. DataParallel cannot use several machines. Its
 advantage is that it needs no launcher and no ranks.
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9.
 """
 
 import argparse

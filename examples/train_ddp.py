@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr HOST train_ddp.py TRAIN HELD_OUT   # on HOST
     torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr HOST train_ddp.py TRAIN HELD_OUT   # on the other
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9. All
-machines must share the folder of checkpoints. A run that is killed and restarted resumes from the last checkpoint.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9.
+All machines must share the folder of checkpoints. A run that is killed and restarted resumes from the last checkpoint.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main():
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     options["device"] = "cuda" if torch.cuda.is_available() else None
     loader = make_loader(args.train, args.batch_size, **options)
-    held_out = make_loader(args.held_out, args.batch_size, shuffle=False, **options)
+    held_out = make_loader(args.held_out, args.batch_size, **options)  # shuffled: each machine reads only its part
 
     numbers = loader.dataset.schema.field("image").type.list_size
     torch.manual_seed(0)

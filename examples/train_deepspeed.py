@@ -2,7 +2,7 @@
 
     deepspeed train_deepspeed.py TRAIN HELD_OUT        # or torchrun, or srun
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9.
 """
 
 import argparse
@@ -39,12 +39,15 @@ def main():
     config = {"train_micro_batch_size_per_gpu": args.batch_size, "zero_optimization": {"stage": 2}}
     config["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    for epoch in range(args.epochs):
+    path, saved = engine.load_checkpoint("checkpoints")  # without a checkpoint, both are None
+    if path:
+        loader.load_state_dict(saved["loader"])
+    for epoch in range(saved["epoch"] if path else 0, args.epochs):
         for batch in loader:  # each row once over all ranks, a new order each time
             image, label = (batch[name].to(engine.device) for name in ("image", "label"))
             engine.backward(nn.functional.cross_entropy(engine(image.float()), label))
             engine.step()
-        engine.save_checkpoint("checkpoints", client_state={"loader": loader.state_dict()})
+        engine.save_checkpoint("checkpoints", client_state={"loader": loader.state_dict(), "epoch": epoch + 1})
         scores = evaluate_over(engine, held_out, right)
         if engine.global_rank == 0:
             print(f"epoch {epoch}: accuracy {scores['accuracy']:.1%} of {scores['rows']} rows")

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 train_fsdp2.py TRAIN HELD_OUT --tensor-parallel 2
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9. A run
-that is restarted on another number of ranks resumes from the last checkpoint.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9. A
+run that is restarted on another number of ranks resumes from the last checkpoint.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 train_huggingface.py TRAIN HELD_OUT
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 train_plain_ddp.py TRAIN HELD_OUT
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9. To
-resume a killed run at its last save, start the same command again, with any number of ranks.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-size lists of numbers, `label` is 0 to 9.
+To resume a killed run at its last save, start the same command again, with any number of ranks.
 """
 
 import argparse

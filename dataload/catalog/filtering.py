@@ -74,7 +74,9 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
         found = get_or_make(blocks, key, lambda: selection)
     result = manifest.selected(Selection.from_bytes(found))
     if not result.num_rows:
-        raise ConfigError(f"filters={shown(filters)} leave none of {manifest.num_rows} rows")
+        raise ConfigError(
+            f"filters={shown(filters)} leave none of {manifest.num_rows} rows: compare the values with `dataload head`"
+        )
     return result
 
 

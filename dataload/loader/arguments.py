@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from dataload.arguments import did_you_mean, local_folder, whole_number
+from dataload.arguments import local_folder, unknown_keyword, whole_number
 from dataload.errors import ConfigError
 from dataload.loader.transform import Transform
 from dataload.samplers.order import SHUFFLES
@@ -84,8 +84,8 @@ def _check_for_torch(workers: int, dataloader_kwargs: Mapping[str, Any], own_nam
         if name in _OWN:
             raise ConfigError(f"{name}= is not an argument of make_loader, which makes its own: leave it out")
         if name not in known:
-            unknown = "it is an argument of neither make_loader nor DataLoader"
-            raise ConfigError(f"{name}= is unknown: {did_you_mean(name, [*own_names, *known], unknown)}")
+            otherwise = "it is an argument of neither make_loader nor DataLoader"
+            raise unknown_keyword(name, [*own_names, *known], otherwise)
     if not dataloader_kwargs.get("in_order", True):
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
     try:

@@ -231,9 +231,9 @@ def mix(
         >>> sources = {name: f"{folder.name}/{name}.parquet" for name in ("books", "code")}
         >>> mixture = mix(sources, {"books": 2, "code": 1}, name_column="source", cache=False)
         >>> mixture
-        Mixture(books: 6 rows, weight 2, code: 6 rows, weight 1)
+        Mixture(books: 6 rows, weight 2, code: 6 rows, weight 1; id: int64; no cache)
         >>> [sorted(batch["source"].tolist()) for batch in make_loader(mixture, 3)]
-        [[0, 0, 1], [0, 0, 1]]
+        [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
         >>> folder.cleanup()
     """
     if isinstance(sources, Mapping):

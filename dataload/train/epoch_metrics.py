@@ -83,7 +83,10 @@ class EpochMetrics:
         total, every = sum_ranks(first_of_each(everyone)), sum_ranks([state for _, state in everyone])
         rows = int(total["counts"].get("rows", 0))  # After a resume with more ranks, rank 0 may have all of them.
         if not rows:
-            raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
+            raise ConfigError(
+                "the loader gave no batch: it is an iterator that is used up, or has fewer rows than a global batch: "
+                "lower batch_size"
+            )
         mean = {name: every["counts"][name] / len(everyone) for name in AVERAGED if name in every["counts"]}
         if "skipped_steps" in mean:
             mean["skipped_steps"] = round(mean["skipped_steps"])

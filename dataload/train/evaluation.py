@@ -83,7 +83,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     if not any(rows.values()):
         raise ConfigError("no rows to evaluate on: give a loader of at least one row on one rank")
     if len(set(rows.values())) > 1:
-        raise ConfigError(f"metrics of unequal numbers of rows: {rows}")
+        raise ConfigError(f"metrics of unequal numbers of rows: {rows}: give each one value for each row of a batch")
     means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}
     return {**means, "rows": next(iter(rows.values()))}
 

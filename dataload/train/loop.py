@@ -137,7 +137,10 @@ class TrainingLoop:
 
     def _resume_loader(self, path: Path, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
-            raise ConfigError(f"{path} does not match this call of fit: only one of the two has the state of a loader")
+            raise ConfigError(
+                f"{path} does not match this call of fit: only one of the two has the state of a loader; pass such a "
+                "loader as that run did, or resume=None"
+            )
         if not self._stateful:
             return
         own = states[self.world.rank] if len(states) == self.world.world_size else states[0]

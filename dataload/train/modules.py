@@ -67,7 +67,10 @@ def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[No
         return
     selected = [module for module in model.modules() if _matches(module, selector)]
     if not selected:
-        raise ConfigError(f"activation_checkpointing={selector!r} matched no module in {type(model).__name__}")
+        raise ConfigError(
+            f"activation_checkpointing={selector!r} matched no module in {type(model).__name__}: pass a class of its "
+            "modules"
+        )
     originals = [vars(module).get("forward") for module in selected]
     for module in selected:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)

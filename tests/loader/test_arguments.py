@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataload import ConfigError, World, make_loader, mix
+from dataload import CacheConfig, ConfigError, World, make_loader, mix
+from dataload.arguments import CACHE_SETTINGS
 from dataload.catalog.description import columns_text
 from dataload.dataset import make_dataset
 
@@ -53,6 +56,7 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"num_worker": 2}, r"num_worker= is unknown: did you mean 'num_workers'\?"),
         ({"persistent_worker": True}, r"did you mean 'persistent_workers'\?"),
         ({"zzz": 1}, "neither make_loader nor DataLoader"),
+        ({"in_flight": 16}, r"in_flight= is unknown: pass it inside cache=CacheConfig\(...\)"),
         ({"sampler": [0]}, "sampler= is not an argument"),
         ({"batch_sampler": [[0]]}, "batch_sampler= is not an argument"),
         ({"in_order": False}, "cannot be resumed"),
@@ -110,6 +114,7 @@ def test_an_argument_of_a_dataset_raises_before_any_request(
         ({"weights": [1, -1]}, "weight -1 of source 1"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
         ({"zzz": 1}, "zzz= is unknown: it is not an argument of mix"),
+        ({"engine": "fsspec"}, r"engine= is unknown: pass it inside cache=CacheConfig\(...\)"),
     ],
 )
 def test_an_argument_of_a_mixture_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
@@ -207,3 +212,7 @@ def test_a_tilde_is_the_home_of_the_user(folder: Path, monkeypatch: pytest.Monke
     assert make_loader(str(folder), 2, stats_dir="~/stats", cache=False).stats_dir == folder / "stats"
     with pytest.raises(ConfigError, match="cache_dir='~no-such-user/x': this user has no home folder"):
         make_loader(str(folder), 2, cache_dir="~no-such-user/x")
+
+
+def test_the_settings_that_only_a_cache_config_takes_are_known() -> None:
+    assert {field.name for field in fields(CacheConfig)} - signature(make_loader).parameters.keys() == CACHE_SETTINGS

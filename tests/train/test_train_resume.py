@@ -426,6 +426,16 @@ def test_checkpoint_of_another_setup_is_refused(tmp_path):
         fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
 
 
+@pytest.mark.parametrize("changed", [nn.Linear(3, 4), nn.Linear(3, 8, bias=False)], ids=["shape", "name"])
+def test_the_state_of_another_model_is_refused(tmp_path, changed):
+    model, optimizer = build()
+    fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_dir=tmp_path, progress=False)
+    model[0] = changed.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with pytest.raises(ConfigError, match="checkpoint-000001 has the state of another model .*0[.].*: resume with that"):
+        fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
+
+
 def one_group_each(parameters):
     return torch.optim.SGD([{"params": [each]} for each in parameters], 0.1)
 
@@ -712,6 +722,18 @@ def test_the_state_of_an_evaluation_is_resumed(tmp_path):
     expected = rates_of(tmp_path / "at once", 6)
     assert expected == (pytest.approx(0.05 * 0.01), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert rates_of(tmp_path / "resumed", 2, 4, 6) == expected
+
+
+@pytest.mark.parametrize("first", [None, Plateau], ids=["added", "left out"])
+def test_an_evaluation_may_be_added_or_left_out(tmp_path, caplog, first):
+    for epochs, make in ((1, first), (2, Plateau if first is None else None)):
+        model, optimizer = build()
+        evaluate = make and make(optimizer)
+        options = {"evaluate": evaluate, "checkpoint_dir": tmp_path, "progress": False}
+        history = fit(model, optimizer, in_order(8), squared_error, epochs=epochs, **options)
+    assert len(history) == 2
+    assert ("average" in history[1]) == (first is None)
+    assert caplog.text.count("has a state of evaluate, which begins anew") == 1
 
 
 def test_a_run_that_is_done_says_so(tmp_path, caplog):

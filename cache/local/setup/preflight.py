@@ -87,7 +87,10 @@ def _other_file(path: Path) -> str | None:
     return None
 
 
-OVERRIDE = "name a folder on a local disk, or, if only one host uses this folder, set allow_network_filesystem=True"
+OVERRIDE = (
+    "name a folder on a local disk, or, if only one host uses this folder, allow it: "
+    "cache=CacheConfig(..., allow_network_filesystem=True), or --allow-network-filesystem"
+)
 
 
 def not_local(path: Path, kind: str) -> str:

@@ -179,39 +179,40 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     """Load the state of each part from the checkpoint at `path`; return the rest.
 
     Raises:
-        ConfigError: The checkpoint has other parts, or the state of another optimizer.
+        ConfigError: The checkpoint has other parts, or the state of another model or optimizer.
     """
     rest = load_plain(path / REST)
     states = rest.pop("parts")
-    if unmatched := states.keys() ^ parts.keys():
+    if unmatched := (states.keys() ^ parts.keys()) - {"evaluate"}:
         raise ConfigError(
-            f"{path} does not match this call of fit: only one of the two has {', '.join(sorted(unmatched))}"
+            f"{path} does not match this call of fit: only one of the two has {', '.join(sorted(unmatched))}; pass "
+            "what that run passed, or give this run a checkpoint_dir of its own, or resume=None"
         )
+    if "evaluate" in states.keys() ^ parts.keys() and is_first():  # It does not change the training.
+        log.warning("only one of %s and this call of fit has a state of evaluate, which begins anew", path)
+    states = {name: state for name, state in states.items() if name in parts}
     states = map_leaves(states, allocator(parts.get("model"), parts.get("optimizer")))
     with _dcp_errors():
         reader = _SafeReader(path)
         reader.read_metadata()  # here, because DCP would hide its errors
         dcp_load(tensors(states), storage_reader=reader)
-    for name, part in parts.items():
-        if name == "optimizer":
-            _load_optimizer(path, part, states[name])
-        else:
-            part.load_state_dict(states[name])
+    for name, state in states.items():
+        try:
+            _load_optimizer(path, parts[name], state) if name == "optimizer" else parts[name].load_state_dict(state)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{path} has the state of another {name} ({' '.join(repr(error).split())}): resume with that {name}, "
+                "or give this run a checkpoint_dir of its own, or resume=None"
+            ) from error
     return rest
 
 
 def _load_optimizer(path: Path, optimizer: Any, state: dict[str, Any]) -> None:
     """Load the state of the optimizer. Log learning rates of this call of fit that the checkpoint replaces."""
     given = _learning_rates(optimizer)
-    try:
-        optimizer.load_state_dict(state)
-        for group in optimizer.param_groups:
-            _ = [group[name] for name in optimizer.defaults]  # torch itself misses them in the first step only
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"{path} has the state of another optimizer ({error!r}): resume with that optimizer, or give this run a "
-            "checkpoint_dir of its own"
-        ) from error
+    optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        _ = [group[name] for name in optimizer.defaults]  # torch itself misses them in the first step only
     resumed = _learning_rates(optimizer)
     if resumed != given and is_first():
         log.warning("resumed with the learning rate of %s, %s, not %s of this call of fit", path, resumed, given)

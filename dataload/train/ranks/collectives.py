@@ -75,7 +75,7 @@ def agree(what: str, value: Any) -> None:
     ranks = ranks_by(gather(value))
     if len(ranks) > 1:
         listed = "; ".join(f"{other!r} on ranks {own}" for other, own in ranks.items())
-        raise ConfigError(f"ranks do not agree on {what}: {listed}")
+        raise ConfigError(f"ranks do not agree on {what}: {listed}; pass the same on all ranks")
 
 
 def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:
