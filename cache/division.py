@@ -225,10 +225,8 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
         count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
         stays_below = int(groups[count]) if count < len(groups) else stays_below
     filtered, named = _joined_filter(needs) if sample > 1 else None, {need.name: need for need in needs}
-    return Division(
-        *(region, total, stays_below, groups, sample, filtered),
-        tuple((named[name], part) for name, part in sorted(parts.items())) if region else (),
-    )
+    shared = tuple((named[name], part) for name, part in sorted(parts.items())) if region else ()
+    return Division(region, total, stays_below, groups, sample, filtered, shared)
 
 
 def _joined_filter(needs: Iterable[Need]) -> Bits:

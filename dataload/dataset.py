@@ -241,7 +241,11 @@ class Dataset(MapStyle):
 
         (own,) = self.rowstore.blobs.by_dataset
         stage = stage_of(
-            *(function, own, self.manifest, self.schema, self.blocks),
+            function,
+            own,
+            self.manifest,
+            self.schema,
+            self.blocks,
             columns=columns,
             version=version,
             processes=processes,
