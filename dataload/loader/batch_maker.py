@@ -27,6 +27,7 @@ from dataload.rows.collate import Batch, Empty
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
+from dataload.rows.row_store import Loads
 from dataload.runtime.redact import redacted
 from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline, doing
@@ -121,12 +122,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
-        sizes, cursor, opened, waits = request.sizes, request.cursor, dict[int, bool](), dict[int, float]()
-        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, opened, waits), request.rows)
-        sources = ((self._dataset.source_of(group), seconds) for group, seconds in waits.items())
+        sizes, cursor, loads = request.sizes, request.cursor, Loads()
+        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, loads), request.rows)
+        sources = ((self._dataset.source_of(group), seconds) for group, seconds in loads.waits.items())
         loading = summed({name: seconds} for name, seconds in sources if name is not None)
         row_groups: dict[int, Mapping[str, float] | None] = {
-            group: {} if new else None for group, new in opened.items()
+            group: {} if new else None for group, new in loads.opened.items()
         }
         by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
         memory, start = empty if self.only_gathers else None, 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -36,6 +37,26 @@ class Selected(Protocol):
 
     def rows(self, numbers: Array) -> Array:
         """Return the rows' numbers in the row groups, by their numbers in the dataset: int64 [n] both."""
+
+
+@dataclass
+class Loads:
+    """The row groups that a gather needed.
+
+    Attributes:
+        opened: Each row group of the rows, and whether the gather had to open it.
+        waits: Seconds that the gather waited for row groups, by the row group that came last.
+    """
+
+    opened: dict[int, bool] = field(default_factory=dict)
+    waits: dict[int, float] = field(default_factory=dict)
+
+    def add(self, lives: Mapping[int, RowGroupLife], seconds: float) -> None:
+        """Note that these row groups had to be opened, after a wait for all of them."""
+        if lives:
+            self.opened.update(dict.fromkeys(lives, True))
+            latest = max(lives, key=lambda group: lives[group].ended)
+            self.waits[latest] = self.waits.get(latest, 0.0) + seconds
 
 
 class RowStore(ForkAware):
@@ -129,17 +150,14 @@ class RowStore(ForkAware):
         self,
         rows: Array,
         stop: Future[None] | None = None,
-        opened: dict[int, bool] | None = None,
-        waits: dict[int, float] | None = None,
+        loads: Loads | None = None,
     ) -> Records:
         """Return rows by their numbers, in the order given.
 
         Args:
             rows: Row numbers of the dataset in file order, int64 [n].
             stop: Done when the rows are no longer needed. The gather then stops waiting for row groups.
-            opened: Filled with the row groups of the rows, and for each, whether this gather had to open it. None
-                charges loads to no account of the ledger.
-            waits: Filled with the seconds that this gather waited for row groups, by the row group that came last.
+            loads: Filled with the row groups that this gather needed. None charges loads to no account of the ledger.
 
         Raises:
             OriginError: The origin does not answer, or a file does not exist.
@@ -150,9 +168,9 @@ class RowStore(ForkAware):
         if self._selected is not None:
             rows = self._selected.rows(rows)
         blobs = self._blob_index.find(rows)
-        if opened is not None:
-            opened.update(dict.fromkeys(self._row_groups_of(blobs), False))
         needed: list[int] = []
+        if loads is not None:
+            loads.opened.update(dict.fromkeys(self._row_groups_of(blobs), False))
         lives: dict[int, RowGroupLife] = {}
         loaded: dict[int, list[memoryview]] = {}
         cancelled, unreadable = set[int](), set[int]()
@@ -164,23 +182,20 @@ class RowStore(ForkAware):
                 found = row_groups.take(rows, blobs)
                 if found is not None:
                     if self._by_use:
-                        row_groups.use(opened or ())
+                        row_groups.use(loads.opened if loads else ())
                     return found
                 if stop is not None and stop.done():  # No request may follow `forget`.
                     raise CancelledError
-                needed = self._row_groups_of(blobs) if opened is None else list(opened)
-                missing = [group for group in needed if group not in row_groups]
+                needed = list(loads.opened) if loads else self._row_groups_of(blobs)
                 lives = {
-                    group: self._request(group, awaited=True, counted=opened is not None, own_thread=group in cancelled)
-                    for group in missing
+                    group: self._request(group, awaited=True, counted=loads is not None, own_thread=group in cancelled)
+                    for group in needed
+                    if group not in row_groups
                 }
-            if opened is not None:
-                opened.update(dict.fromkeys(missing, True))
             since = perf_counter()
             results = {group: self.scheduler.contents_of(group, life, stop) for group, life in lives.items()}
-            if waits is not None and lives:
-                latest = max(lives, key=lambda group: lives[group].ended)
-                waits[latest] = waits.get(latest, 0.0) + perf_counter() - since
+            if loads is not None:
+                loads.add(lives, perf_counter() - since)
             loaded = {group: contents for group, contents in results.items() if contents is not None}
             cancelled = results.keys() - loaded.keys()
 

@@ -35,6 +35,7 @@ from dataload.mixture.mixture import MOST_WEIGHTS
 from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_store import Loads
 from dataload.runtime.turns import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
@@ -522,9 +523,9 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
             others.set()
 
     monkeypatch.setattr(store.scheduler, "_finish", noted)
-    waits: dict[int, float] = {}
-    assert len(store.gather(rows, None, {}, waits).rows) == len(NAMES)
-    assert waits.keys() == {first[last]}
+    loads = Loads()
+    assert len(store.gather(rows, loads=loads).rows) == len(NAMES)
+    assert loads.waits.keys() == {first[last]}
 
 
 LARGE = {"a": [[1000] * 30], "b": [[1000] * 20], "c": [[1000] * 10]}
@@ -573,9 +574,9 @@ def test_the_row_group_that_a_loader_used_least_recently_is_closed_first(sources
     for store in (mixture.rowstore, pickle.loads(pickle.dumps(mixture)).rowstore):
         store.capacity = 2
         for row, is_new in ((0, True), (200, True), (0, False), (261, True), (0, False), (200, True)):
-            opened: dict[int, bool] = {}
-            store.gather(np.array([row]), opened=opened)
-            assert [*opened.values()] == [is_new]
+            loads = Loads()
+            store.gather(np.array([row]), loads=loads)
+            assert [*loads.opened.values()] == [is_new]
 
 
 def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:

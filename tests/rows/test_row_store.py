@@ -87,9 +87,9 @@ def test_an_open_row_group_that_is_needed_again_is_closed_last(dataset: Any) -> 
     store.gather(np.array([0, 5]))
     store.prefetch([0])
     store.gather(np.array([10]))
-    opened: dict[int, bool] = {}
-    store.gather(np.array([0]), opened=opened)
-    assert opened == {0: False}
+    loads = row_store.Loads()
+    store.gather(np.array([0]), loads=loads)
+    assert loads.opened == {0: False}
 
 
 def test_the_row_groups_of_a_gather_are_not_evicted(dataset: Any) -> None:
@@ -396,7 +396,7 @@ def test_a_load_that_no_thread_can_run_is_not_under_way(dataset: Any, monkeypatc
         patch.setattr(store.scheduler, "_threads", DaemonExecutor(1, "dataload-load"))  # Others may have threads.
         patch.setattr(threading.Thread, "start", at_the_limit)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            store.gather(np.array([0]), opened={})
+            store.gather(np.array([0]), loads=row_store.Loads())
     assert not store.scheduler.ledger.peek(0).get("under_way")
     assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
 
