@@ -433,7 +433,7 @@ def test_the_state_of_another_model_is_refused(tmp_path, changed):
     model[0] = changed.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with pytest.raises(
-        ConfigError, match="checkpoint-000001 has the state of another model .*0[.].*: resume with that"
+        ConfigError, match=r"checkpoint-000001 has the state of another model .*0\..*: resume with that"
     ):
         fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
 
