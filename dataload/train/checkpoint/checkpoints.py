@@ -189,7 +189,7 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
             "what that run passed, or give this run a checkpoint_dir of its own, or resume=None"
         )
     if "evaluate" in states.keys() ^ parts.keys() and is_first():  # It does not change the training.
-        log.warning("only one of %s and this call of fit has a state of evaluate, which begins anew", path)
+        log.warning("only one of %s and this call of fit has a state of evaluate, which begins again", path)
     states = {name: state for name, state in states.items() if name in parts}
     states = map_leaves(states, allocator(parts.get("model"), parts.get("optimizer")))
     with _dcp_errors():
