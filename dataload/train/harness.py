@@ -196,15 +196,13 @@ def _recorded(
 ) -> Iterator[None]:
     """Record the loop for TensorBoard and the profiler during the block."""
     with ExitStack() as stack:
-        writers = list[TensorBoardWriter]()
 
         def log_to() -> None:
             if log_dir is not None:
-                writers.append(TensorBoardWriter(loop.stats_dir or log_dir, log_every, device, loop.step))
+                writer = TensorBoardWriter(loop.stats_dir or log_dir, log_every, device, loop.step)
+                loop.tensorboard = stack.enter_context(closing(writer))
 
         on_first(log_to)
-        for writer in writers:
-            loop.tensorboard = stack.enter_context(closing(writer))
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         yield
 
