@@ -749,6 +749,7 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
         ({"scheduler": len}, r"has no step\(\)"),
         ({"scheduler": ReduceLROnPlateau(build()[1])}, "ReduceLROnPlateau follows a metric"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
+        ({"checkpoint_every": 3}, "checkpoint_every=3 needs checkpoint_dir"),
         ({"epoch": 3}, r"epoch= is unknown: did you mean 'epochs'\?"),
         ({"zzz": 3}, "zzz= is unknown: it is not an argument of fit"),
         ({"loader": []}, "the loader gave no batch"),

@@ -421,8 +421,9 @@ def with_noise(folder, checkpoints=None, crash_at=None):
         torch.manual_seed(0)
         model, loader = Network(), make_loader(make_dataset(folder, cache=False), 4, mesh=dp)
         torch.manual_seed(dist.get_rank())
-        options = {"checkpoint_dir": checkpoints, "checkpoint_every": 4, "precision": "fp32", "progress": False}
-        history = fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, **options)
+        options = {"checkpoint_dir": checkpoints, "checkpoint_every": checkpoints and 4, "progress": False}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        history = fit(model, optimizer, loader, loss, epochs=1, precision="fp32", **options)
         return history, draws, loader.stats()
 
     return group_ended(run)

@@ -77,7 +77,7 @@ def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
         return ((model(batch["x"]).squeeze(1) - batch["y"]) ** 2).mean() * (1 + 0.1 * torch.rand(()))
 
     options = {"epochs": EPOCHS, "precision": "fp32", "clip_grad_norm": 1.0, "scheduler": scheduler, "timeout": 30}
-    options |= {"checkpoint_dir": checkpoints, "checkpoint_every": EVERY, "progress": False}
+    options |= {"checkpoint_dir": checkpoints, "checkpoint_every": checkpoints and EVERY, "progress": False}
     history = fit(model, optimizer, loader, loss, **options)
     state = torch.cat([value.double().ravel() for value in model.state_dict().values()])
     return state, [record["loss"] for record in history], [record["rows"] for record in history]

@@ -212,7 +212,7 @@ def test_skipped_steps_are_those_of_all_ranks(tmp_path):
                 raise CrashError
             return model(batch["x"].float()).float().square().mean()
 
-        options = {"epochs": 1, "precision": "fp16", "checkpoint_every": 4, "checkpoint_dir": folder}
+        options = {"epochs": 1, "precision": "fp16", "checkpoint_every": folder and 4, "checkpoint_dir": folder}
         return fit(model, optimizer, Drawing(), loss, progress=False, **options)[0]
 
     with pytest.raises(CrashError):
