@@ -15,7 +15,7 @@ from dataload.errors import ConfigError
 from dataload.rows.batch_tree import map_columns, map_tensors, map_values
 from dataload.rows.collate import Flat
 from dataload.train.checkpoint.state import host_copy, rng_state, set_rng_state
-from dataload.train.modules import begin_training, modes_kept
+from dataload.train.modules import begin_training, check_not_wrapped, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
 from dataload.train.ranks.collectives import gather
@@ -63,11 +63,12 @@ def find_batch_size(
 
     Raises:
         ConfigError: `start` rows do not fit, it is not from 1 to `limit`, `batch` has no rows, or the ranks of the
-            model wait for each other in each step: it is sharded, or has SyncBatchNorm.
+            model wait for each other in each step: it is sharded, in DDP or FSDP, or has SyncBatchNorm.
         Exception: Any exception of a step that does not mean full memory.
     """
     if not 1 <= start <= limit:
         raise ConfigError(f"start={start} must be from 1 to limit={limit}")
+    check_not_wrapped(model)
     world = World.detect()
     device = device_of(world, device)
     best, fastest, size = 0, 0.0, start

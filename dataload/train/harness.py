@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from dataload.arguments import is_url, known_keywords, local_folder, whole_number
 from dataload.errors import ConfigError
@@ -22,7 +20,7 @@ from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.modules import ModuleSelector, begin_training, recomputed
+from dataload.train.modules import ModuleSelector, begin_training, check_not_wrapped, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
 from dataload.train.ranks.collectives import agree, gather, is_first, on_first
@@ -78,7 +76,7 @@ def fit(
         model: Each module trains in the mode that it is in when `fit` is called, and returns to this mode after each
             evaluation: a BatchNorm in eval mode stays frozen. If all modules are in the same mode, as in a new model or
             after `model.eval()`, `fit` calls `model.train()`.
-        optimizer: The optimizer of the model's parameters.
+        optimizer: The optimizer of the model's parameters. A loss with parameters is a submodule of the model.
         loader: This rank's batches. A batch is a dict, tuple or list of columns; `fit` moves tensors to the device.
             The rows of a batch are the first dimension that most of its tensors have, apart from empty ones. Batches
             without rows are skipped. Ranks whose loaders end early take part in the last steps with no rows.
@@ -154,8 +152,9 @@ def fit(
         [32, 32]
     """
     check_options(precision, accumulate, clip_grad_norm)
-    _check_arguments(comm_hook, epochs, checkpoint_dir, checkpoint_every, log_every, scheduler, loader, model, optimizer)
+    _check_arguments(comm_hook, epochs, checkpoint_dir, checkpoint_every, log_every, scheduler, loader)
     mesh, world = _data_parallel(loader, mesh)
+    _check_parameters(model, optimizer, alone=world.world_size == 1 and checkpoint_dir is None)
     device = device_of(World.detect(), device)
 
     def train() -> list[dict[str, Any]]:
@@ -215,8 +214,6 @@ def _check_arguments(
     log_every: int,
     scheduler: Any,
     loader: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
 ) -> None:
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
@@ -238,20 +235,28 @@ def _check_arguments(
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
         )
-    _check_model(model, optimizer)
 
 
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if any(isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) for module in model.modules()):
-        raise ConfigError(
-            "the model is in DistributedDataParallel or FullyShardedDataParallel: pass the module inside, which fit "
-            "replicates, or shard it by fully_shard"
-        )
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+    """Raise ConfigError if the model is in DDP or FSDP1, or the optimizer has other parameters than the model.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        alone: Whether there is one rank, which saves nothing: then the optimizer may have further parameters.
+    """
+    check_not_wrapped(model)
     own = set(model.parameters())
-    if own and not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if own and not own & trained:
         raise ConfigError(
             "the optimizer has none of the model's parameters, so it would train nothing: make it from "
             "model.parameters(), after fully_shard or any other change that replaces them"
+        )
+    if not (alone or trained <= own):
+        raise ConfigError(
+            "the optimizer has parameters that the model lacks, which fit neither exchanges between ranks nor saves: "
+            "make their module, such as a loss, a submodule of the model"
         )
 
 

@@ -7,12 +7,23 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dataload.errors import ConfigError
 from dataload.train.ranks.sharded import reshard
 
 ModuleSelector = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise ConfigError if a part of the model is in DDP or FSDP1, whose forward and backward wait for other ranks."""
+    if any(isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) for module in model.modules()):
+        raise ConfigError(
+            "the model is in DistributedDataParallel or FullyShardedDataParallel: pass the module inside, which fit "
+            "replicates, or shard it by fully_shard"
+        )
 
 
 def begin_training(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
-from dataload.train import fit
+from dataload.train import find_batch_size, fit
 from dataload.train.ranks import collectives
 from dataload.train.ranks import process_group as groups
 from dataload.train.ranks.collectives import share_buffers
@@ -156,10 +156,49 @@ def test_a_model_in_ddp_is_not_replicated_twice(ranks):
         assert "pass the module inside" in str(error)
 
 
+def searched():
+    model, optimizer = build()
+    batch = next(iter(in_order(4)))
+    with process_group(World.detect(), CPU):
+        find_batch_size(DistributedDataParallel(model), optimizer, batch, squared_error, precision="fp32")
+
+
+def test_the_batch_size_of_a_model_in_ddp_is_not_searched(ranks):
+    """A rank whose memory is full would leave the others waiting."""
+    for error in ranks(2, searched):
+        assert isinstance(error, ConfigError)
+        assert "pass the module inside" in str(error)
+
+
 def test_an_optimizer_of_other_parameters_would_train_nothing():
     (model, _), (_, other) = build(), build()
     with pytest.raises(ConfigError, match="has none of the model's parameters"):
         fit(model, other, in_order(4), squared_error, epochs=1, progress=False)
+
+
+def with_a_loss_that_learns(is_submodule, **options):
+    model, _ = build()
+    loss = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], 1e-3)
+    if is_submodule:
+        model.forward = nn.Sequential(*model).forward
+        model.add_module("loss", loss)
+
+    def weighted(replica, batch):
+        return loss(replica(batch["x"]) - batch["y"]).square().mean()
+
+    fit(model, optimizer, in_order(4), weighted, epochs=1, precision="fp32", progress=False, **options)
+    return loss.weight.item()
+
+
+def test_parameters_outside_of_the_model_are_neither_exchanged_nor_saved(ranks, tmp_path):
+    for error in ranks(2, with_a_loss_that_learns, False):
+        assert "the optimizer has parameters that the model lacks" in str(error)
+    with pytest.raises(ConfigError, match="a submodule of the model"):
+        with_a_loss_that_learns(False, checkpoint_dir=tmp_path)
+    with_a_loss_that_learns(False)
+    first, second = ranks(2, with_a_loss_that_learns, True)
+    assert first == second
 
 
 class OnAnotherDevice(nn.Linear):
