@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
@@ -18,7 +18,7 @@ from dataload.samplers.rank_sampler import RankSampler
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
 from dataload.train.ranks.collectives import gather
-from dataload.train.ranks.process_group import check_ranks_run, process_group, ranks_of
+from dataload.train.ranks.process_group import check_ranks_run, process_group, ranks_of, sampler_with
 from dataload.world import World
 
 CHUNK = 1 << 14  # values per sum; torch sums this many in one thread, in a fixed order
@@ -90,13 +90,26 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
 
 def _padding(loader: Any) -> int:
     """Return how many rows at the end of this rank's batches repeat other rows."""
-    sampler = getattr(loader, "sampler", None)
-    if hasattr(loader, "padding") or not isinstance(sampler, DistributedSampler):
-        return getattr(loader, "padding", 0)
+    if hasattr(loader, "padding"):
+        return int(loader.padding)
+    sampler = sampler_with(loader, "num_replicas")
+    if not isinstance(sampler, DistributedSampler):
+        return 0
+    return max(0, _repeated(sampler) - _dropped(loader, sampler))
+
+
+def _repeated(sampler: DistributedSampler[Any]) -> int:
+    """Return how many rows at the end of this rank's share repeat other rows."""
     if isinstance(sampler, RankSampler):
         return sampler.padding_from(sampler.cursor)
     repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
     return int(sampler.rank >= sampler.num_replicas - repeated)
+
+
+def _dropped(loader: Any, sampler: DistributedSampler[Any]) -> int:
+    """Return how many rows at the end of this rank's share are in no batch."""
+    batches = getattr(loader, "batch_sampler", None)
+    return len(sampler) % batches.batch_size if isinstance(batches, BatchSampler) and batches.drop_last else 0
 
 
 def _repeats_unknown_rows(loader: Any, padding: int, totals: Mapping[str, tuple[float, int]]) -> bool:

@@ -28,6 +28,7 @@ from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, feed
 from dataload.train.ranks.collectives import agree, gather, on_first, process_number, share_buffers
+from dataload.train.ranks.process_group import sampler_with
 from dataload.train.ranks.sharded import reshard
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
@@ -180,8 +181,8 @@ class TrainingLoop:
             )
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
-            target: Any = self.loader if hasattr(self.loader, "set_epoch") else getattr(self.loader, "sampler", None)
-            if hasattr(target, "set_epoch"):
+            target = self.loader if hasattr(self.loader, "set_epoch") else sampler_with(self.loader, "set_epoch")
+            if target is not None:
                 target.set_epoch(number)
             with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
                 self._epoch(number, advance, resumed)

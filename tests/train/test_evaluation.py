@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, parameters_of, squared_error
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
@@ -106,8 +106,10 @@ def test_a_rank_without_a_process_group_of_the_others_is_an_error(folder):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     own = make_loader(folder, 16, cache=False, world=World(0, 2))
-    plain = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 2, 0))
-    for loader in (own, plain):
+    sampler = DistributedSampler(range(8), 2, 0)
+    plain = DataLoader(range(8), 2, sampler=sampler)
+    in_batches = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+    for loader in (own, plain, in_batches):
         with pytest.raises(ConfigError, match=r"one of 2 ranks, .* call torch\.distributed\.init_process_group"):
             evaluate_over(model, loader, metrics)
         with pytest.raises(ConfigError, match=r"one of 2 ranks, .* start them with torchrun"):
@@ -183,30 +185,40 @@ def test_ranks_may_have_more_or_nothing(ranks):
     assert all("no rows" in str(error) for error in ranks(2, unevenly, (0, 0)))
 
 
-def with_the_sampler_of_torch(rows):
+def with_the_sampler_of_torch(rows, batch_size=2, drop_last=False, in_batches=False):
     """Evaluate over a DataLoader of torch, whose sampler repeats rows until each rank has as many."""
     world = World.detect()
-    with process_group(world, torch.device("cpu")):
-        sampler = DistributedSampler(range(rows), world.world_size, world.rank, shuffle=False)
-        loader = DataLoader(torch.arange(rows), 2, sampler=sampler)
-        return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
+    sampler = DistributedSampler(range(rows), world.world_size, world.rank, shuffle=False)
+    options = {"sampler": sampler, "batch_size": batch_size, "drop_last": drop_last}
+    if in_batches:
+        options = {"batch_sampler": BatchSampler(**options)}
+    loader = DataLoader(torch.arange(rows), **options)
+    return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])
-def test_rows_that_the_sampler_of_torch_repeats_do_not_count(ranks, rows):
-    assert ranks(3, with_the_sampler_of_torch, rows) == [{"x": (rows - 1) / 2, "rows": rows}] * 3
+def test_rows_that_the_sampler_of_torch_repeats_do_not_count(ranks, rows, in_batches):
+    found = ranks(3, with_the_sampler_of_torch, rows, in_batches=in_batches)
+    assert found == [{"x": (rows - 1) / 2, "rows": rows}] * 3
 
 
-def with_a_sampler_of_batches(rows):
+def with_a_sampler_of_batches(rows, batch_size=2, drop_last=False):
     """Evaluate over a DataLoader of torch, whose sampler pads the last global batch."""
-    with process_group(World.detect(), torch.device("cpu")):
-        loader = DataLoader(torch.arange(rows), 2, sampler=ShardedSampler([rows], batch_size=2))
-        return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
+    sampler = ShardedSampler([rows], batch_size=batch_size, shuffle=False)
+    loader = DataLoader(torch.arange(rows), batch_size, sampler=sampler, drop_last=drop_last)
+    return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
 
 
 def test_rows_that_a_sampler_of_this_package_repeats_do_not_count(ranks):
     """Each of 4 ranks has 2 of the last 5 rows: one of the third rank and both of the last one repeat others."""
     assert ranks(4, with_a_sampler_of_batches, 13) == [{"x": 6.0, "rows": 13}] * 4
+
+
+@pytest.mark.parametrize("evaluate", [with_the_sampler_of_torch, with_a_sampler_of_batches])
+def test_a_row_that_repeats_another_one_may_be_in_no_batch(ranks, evaluate):
+    """Each rank has 5 of 9 rows, of which the last one, which may be a repeated one, is dropped."""
+    assert ranks(2, evaluate, 9, batch_size=4, drop_last=True) == [{"x": 3.5, "rows": 8}] * 2
 
 
 class Batches(list):

@@ -22,7 +22,7 @@ from regression import Rows, assert_close, build, in_order, parameters_of, squar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dataload import make_dataset, make_loader, mix
 from dataload.errors import ConfigError
@@ -673,6 +673,24 @@ def test_loader_gets_its_epoch_and_its_state(tmp_path, traffic):
     assert second.calls == [{"epoch": 4, "fingerprint": "f"}, 2, "iter"]
     assert [(record["hits"], record["bytes_origin"]) for record in history] == [(3, 7)] * 3
     assert "misses" not in history[0]
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_each_epoch_has_an_order_of_its_own(in_batches):
+    sampler = DistributedSampler(Rows(), 1, 0)
+    options = {"sampler": sampler, "batch_size": 8}
+    if in_batches:
+        options = {"batch_sampler": BatchSampler(**options, drop_last=False)}
+    model, optimizer = build()
+    rows = []
+
+    def loss(model, batch):
+        rows.extend(batch["name"])
+        return squared_error(model, batch)
+
+    fit(model, optimizer, DataLoader(Rows(), **options), loss, epochs=2, progress=False)
+    assert sorted(rows[:40]) == sorted(rows[40:])
+    assert rows[:40] != rows[40:]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])

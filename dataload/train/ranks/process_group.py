@@ -65,9 +65,16 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
     dist.destroy_process_group()
 
 
+def sampler_with(loader: Any, attribute: str) -> Any:
+    """Return the sampler of a loader, its batch sampler, or the sampler in that one: the first with `attribute`."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return next((sampler for sampler in samplers if hasattr(sampler, attribute)), None)
+
+
 def ranks_of(loader: Any) -> int:
     """Return how many ranks share the rows of a loader, of this package or with torch's DistributedSampler."""
-    return int(getattr(getattr(loader, "sampler", None), "num_replicas", 1))
+    return int(getattr(sampler_with(loader, "num_replicas"), "num_replicas", 1))
 
 
 def check_ranks_run(loader: Any) -> None:
