@@ -132,20 +132,20 @@ class _Sum:
 
     def __init__(self, padding: int) -> None:
         self._padding = padding
-        self._held: list[Tensor] = []  # one tensor: the values that are in no chunk yet
+        self._held: Tensor | None = None  # the values that are in no chunk yet
         self._total: float = 0
         self._count = 0
 
     def add(self, values: Tensor) -> None:
-        held = torch.cat([*self._held, values])
+        held = torch.cat([values] if self._held is None else [self._held, values])
         if whole := max(0, len(held) - self._padding) // CHUNK * CHUNK:
             self._add_up(held[:whole])
-        self._held = [held[whole:]]
+        self._held = held[whole:]
 
     def total(self) -> tuple[float, int]:
         """Return the sum and the number of values."""
-        for held in self._held:
-            self._add_up(held[: len(held) - self._padding])
+        if self._held is not None:
+            self._add_up(self._held[: len(self._held) - self._padding])
         return self._total, self._count
 
     def _add_up(self, values: Tensor) -> None:
