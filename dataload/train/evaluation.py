@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from dataload.errors import ConfigError
@@ -17,7 +18,7 @@ from dataload.rows.batch_tree import on_device
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
-from dataload.train.ranks.collectives import gather
+from dataload.train.ranks.collectives import gather, share_buffers
 from dataload.train.ranks.process_group import check_ranks_run, process_group, ranks_of, sampler_with
 from dataload.world import World
 
@@ -59,9 +60,14 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     padding = _padding(loader)  # read before the loop, because iterating changes it
     device = _device_of(next(model.parameters(), torch.empty(0)))
     own: dict[str, _Sum] = {}
+    mesh = getattr(loader, "mesh", None)
     exchange = process_group(World.detect(), torch.device("cpu")) if ranks_of(loader) > 1 else nullcontext()
     with exchange, evaluating(model):
         check_ranks_run(loader)
+        if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+            # The first forward would wait for those of all ranks, of which one may have no batch.
+            share_buffers(model.module, mesh)
+            model.require_forward_param_sync = False
         for batch in batches_on(loader, device):
             for name, value in metric_fn(model, on_device(batch, device)).items():
                 if name == "rows":
@@ -70,7 +76,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)
         totals = {name: metric.total() for name, metric in own.items()}
-        gathered = gather((totals, _repeats_unknown_rows(loader, padding, totals)), getattr(loader, "mesh", None))
+        gathered = gather((totals, _repeats_unknown_rows(loader, padding, totals)), mesh)
     if any(is_unknown for _, is_unknown in gathered):
         raise ConfigError(
             "the transform or metric_fn changes the number of rows, so it is unknown which of them repeat others at "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, parameters_of, squared_error
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dataload.dataset import make_dataset
@@ -173,16 +174,29 @@ def test_a_transform_that_drops_rows_beside_rows_that_repeat_others(ranks, tmp_p
         assert "changes the number of rows" in str(error)
 
 
-def unevenly(batches):
+def unevenly(batches, make_model=nn.Identity):
     with process_group(World.detect(), torch.device("cpu")):
-        own = [torch.ones(4)] * batches[World.detect().rank]
-        return evaluate_over(nn.Identity(), own, lambda model, batch: {"x": batch * 3})
+        own = [torch.ones(4, 1)] * batches[World.detect().rank]
+        return evaluate_over(make_model(), own, lambda model, batch: {"x": model(batch)[:, 0] * 3})
 
 
 def test_ranks_may_have_more_or_nothing(ranks):
     assert ranks(2, unevenly, (3, 1)) == [{"x": 3.0, "rows": 16}] * 2
     assert ranks(2, unevenly, (0, 1)) == [{"x": 3.0, "rows": 4}] * 2
     assert all("no rows" in str(error) for error in ranks(2, unevenly, (0, 0)))
+
+
+def with_buffers_of_this_rank():
+    model = DistributedDataParallel(nn.BatchNorm1d(1, eps=0))
+    model.module.running_mean.fill_(World.detect().rank - 1)
+    return model
+
+
+@pytest.mark.parametrize("batches", [(3, 1), (0, 1), (1, 0)])
+def test_ranks_evaluate_with_the_buffers_of_the_first_one(ranks, batches):
+    """DDP would wait for the first forward of a rank that has no batch."""
+    found = ranks(2, unevenly, batches, with_buffers_of_this_rank)
+    assert found == [{"x": 6.0, "rows": 4 * sum(batches)}] * 2
 
 
 def with_the_sampler_of_torch(rows, batch_size=2, drop_last=False, in_batches=False):
