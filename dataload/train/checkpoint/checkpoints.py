@@ -191,7 +191,8 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     if "evaluate" in states.keys() ^ parts.keys() and is_first():  # It does not change the training.
         log.warning("only one of %s and this call of fit has a state of evaluate, which begins again", path)
     states = {name: state for name, state in states.items() if name in parts}
-    states = map_leaves(states, allocator(parts.get("model"), parts.get("optimizer")))
+    live = tensors({name: part.state_dict() for name, part in parts.items()})
+    states = map_leaves(states, allocator(live, parts.get("optimizer")))
     with _dcp_errors():
         reader = _SafeReader(path)
         reader.read_metadata()  # here, because DCP would hide its errors

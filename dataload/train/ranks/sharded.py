@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -79,12 +79,6 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers under each of their names, of which shared ones have several."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a plain tensor. For a sharded one, all ranks of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -106,25 +100,22 @@ def clip_grad_norm(parameters: Iterable[Tensor], limit: float) -> None:
         nn.utils.clip_grads_with_norm_(alike, limit, total)
 
 
-def allocator(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Callable[[str, Any], Any]:
+def allocator(live: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> Callable[[str, Any], Any]:
     """Return a function that replaces a meta tensor of a checkpoint by an uninitialized tensor to load it into.
 
-    A tensor of a sharded parameter, or of the optimizer's state of one, is sharded in the same way. So each rank
+    It is sharded like the tensor of this name, or like the parameter whose optimizer state it is. So each rank
     allocates and reads only its own part. Other tensors are in host memory.
 
     Args:
-        model: The model that is loaded, if one is.
+        live: The tensors of this run by name.
         optimizer: The optimizer that is loaded, if one is.
     """
-    targets: dict[str, Tensor] = (
-        {} if model is None else {f"model.{name}": each for name, each in _named_tensors(model)}
-    )
     parameters = [each for group in optimizer.param_groups for each in group["params"]] if optimizer is not None else []
 
     def allocate(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        target = targets.get(name)
+        target = live.get(name)
         if (match := OPTIMIZER_STATE.match(name)) and int(match[1]) < len(parameters):
             target = parameters[int(match[1])]
         if isinstance(target, DTensor) and target.shape == leaf.shape:
