@@ -94,8 +94,10 @@ def fit(
         comm_hook: Compress gradients between ranks to "bf16" or "fp16", or by "powersgd". The error feedback of
             PowerSGD is not saved and starts at zero after a resume.
         static_graph: Promise DDP the same graph in each step, so that parameters may remain without gradients. With
-            three ranks or more, a resumed run may then differ in the last bits from an uninterrupted one.
-        compile: True, or the arguments of torch.compile.
+            `accumulate`, or three ranks or more, a resumed run may then differ in the last bits from an uninterrupted
+            one.
+        compile: True, or the arguments of torch.compile. If the last batch is smaller, torch compiles the model again,
+            for any size, and a resumed run probably differs in the last bits from an uninterrupted one.
         evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode, without
             gradients and in the precision of the training. See `evaluate_over`. If it has state_dict and
             load_state_dict, as an object with the moving average of the weights may, checkpoints have its state, which
@@ -103,7 +105,8 @@ def fit(
         checkpoint_dir: A mounted folder that all ranks see, not a URL. It gets a checkpoint at the end of each epoch,
             before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch, as long as all ranks have further
-            batches. The loader needs a state_dict.
+            batches. The loader needs a state_dict. Random numbers that are drawn while it makes a batch must come from
+            this state.
         keep: Number of latest checkpoints of this run to keep. Checkpoints of earlier runs in the folder stay.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of

@@ -53,6 +53,12 @@ def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its sampler have for themselves."""
+    found = [getattr(each, "generator", None) for each in (loader, sampler_with(loader, "generator"))]
+    return [each for each in found if isinstance(each, torch.Generator)]
+
+
 @dataclass
 class TrainingLoop:
     """The state of a training run, and its epochs.
@@ -106,6 +112,7 @@ class TrainingLoop:
         }
         self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         self._stateful = hasattr(self.loader, "load_state_dict")
+        self._generators = [] if self._stateful else _generators_of(self.loader)
 
     def resume(self, path: Path | None) -> Resumed:
         """Resume from the checkpoint at `path`, the same one on all ranks. Do nothing if it is None.
@@ -128,7 +135,7 @@ class TrainingLoop:
             if own["so far"]:
                 # The saved state is from after the loader drew from the generators at the start of its iteration.
                 return Resumed(own["so far"], partial(set_rng_state, own["generators"]))
-            set_rng_state(own["generators"])
+            set_rng_state(own["generators"], self._generators)
         elif self.world.rank == 0 and ranks[0]["so far"]:
             metrics = sum_ranks([rank["so far"] for rank in ranks])
             for name in metrics["counts"].keys() & set(AVERAGED):
@@ -287,7 +294,7 @@ class TrainingLoop:
         if not self.checkpoints.enabled:
             return
         with stage("checkpoint"):
-            own = {"generators": rng_state(), "so far": metrics, "loader": loader_state}
+            own = {"generators": rng_state(self._generators), "so far": metrics, "loader": loader_state}
             rest = {"history": self.history, "step": self.step, "processes": gather((self.world.rank, own))}
             self.checkpoints.save(self._states(), rest)
 

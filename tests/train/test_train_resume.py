@@ -19,7 +19,7 @@ from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - f
 from regression import Rows, build, in_order, parameters_of, squared_error
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
@@ -92,6 +92,34 @@ def test_a_loader_without_state_is_resumed_at_the_end_of_an_epoch(tmp_path, cras
     assert torch.equal(actual, expected)
     assert again == figures
     assert [epoch for epoch, *_ in figures] == [0, 1, 2, 3]
+
+
+def shuffled_by_its_own_generator(where):
+    own = torch.Generator().manual_seed(0)
+    if where == "loader":
+        return DataLoader(Rows(), 8, shuffle=True, generator=own)
+    sampler = RandomSampler(Rows(), generator=own)
+    if where == "sampler":
+        return DataLoader(Rows(), 8, sampler=sampler)
+    return DataLoader(Rows(), batch_sampler=BatchSampler(sampler, 8, drop_last=False))
+
+
+@pytest.mark.parametrize("where", ["loader", "sampler", "batch_sampler"])
+def test_the_generator_of_a_loader_is_resumed(tmp_path, where):
+    def train(*epochs):
+        folder, rows = tmp_path / str(len(epochs)), []
+
+        def loss(model, batch):
+            rows.extend(batch["name"])
+            return squared_error(model, batch)
+
+        for total in epochs:
+            model, optimizer = build()
+            loader = shuffled_by_its_own_generator(where)
+            fit(model, optimizer, loader, loss, epochs=total, checkpoint_dir=folder, progress=False)
+        return rows
+
+    assert train(1, 2, 3) == train(3)
 
 
 def test_checkpoints_in_an_epoch_need_a_loader_with_a_state(tmp_path):

@@ -180,18 +180,25 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the metadata of a checkpoint may not contain {module}.{name}")
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the states of the global generators of torch (CPU and current GPU), Python and NumPy as plain data."""
+def rng_state(more: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """Return the states of the global generators of torch (CPU and current GPU), Python and NumPy as plain data.
+
+    Args:
+        more: Further generators.
+    """
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
+    own = {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
+    return {**own, "more": [each.get_state() for each in more]}
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], more: Iterable[torch.Generator] = ()) -> None:
     """Restore a state that `rng_state` returned. The state of a GPU is ignored on a machine without one."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    for each, own in zip(more, state["more"], strict=False):  # A run may resume with another kind of loader.
+        each.set_state(own)
