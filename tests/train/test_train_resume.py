@@ -205,6 +205,25 @@ def test_ranks_with_unequal_numbers_of_batches_are_resumed_before_the_first_of_t
     assert ranks(2, uneven_resumed, tmp_path) == [latest] * 2
 
 
+def train_sparse(folder, *epochs):
+    """Train for each number of epochs in turn, as after a kill."""
+    draw = torch.Generator().manual_seed(World.detect().rank)
+    batches = [torch.randint(50, (8,), generator=draw) for _ in range(6)]
+    for total in epochs:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(50, 7, sparse=True), nn.Linear(7, 90), nn.Tanh(), nn.Linear(90, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"epochs": total, "precision": "fp32", "checkpoint_dir": folder, "progress": False}
+        fit(model, optimizer, batches, lambda model, batch: model(batch).square().mean(), **options)
+    return parameters_of(model)
+
+
+def test_a_model_with_sparse_gradients_is_resumed_on_three_ranks(ranks, tmp_path):
+    expected = ranks(3, train_sparse, tmp_path / "at once", 3)
+    actual = ranks(3, train_sparse, tmp_path / "resumed", 1, 2, 3)
+    assert all(torch.equal(vector, expected[0]) for vector in expected + actual)
+
+
 def train_from_files(folder, crash_at=None):
     model, batches = nn.Linear(1, 1), count()
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)

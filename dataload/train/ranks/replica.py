@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
@@ -48,8 +49,7 @@ def replicate(
         static_graph=static_graph,
     )
     replica.training = model.training
-    # DDP would take the graph of this backward for the static one, and expects sparse gradients of such modules.
-    if not static_graph and not any(map(_has_sparse_gradients, model.modules())):
+    if not static_graph:  # DDP would take the graph of this backward for the static one.
         _settle_buckets(replica)
     if comm_hook == "powersgd":
         replica.register_comm_hook(powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook)
@@ -72,10 +72,6 @@ def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
             "fully_shard(model, mesh=mesh) before fit, or use a mesh with one data-parallel dimension"
         )
     return mesh.get_group()
-
-
-def _has_sparse_gradients(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def _settle_buckets(replica: DistributedDataParallel) -> None:
@@ -104,11 +100,22 @@ class _SumOfParameters(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trained: dict[nn.Parameter, nn.Module] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    self.trained.setdefault(parameter, module)  # As for DDP, the first module counts.
 
     def __call__(self) -> Tensor:
-        return reduce(torch.add, [parameter.sum().abs().double() for parameter in self.trained])
+        return reduce(torch.add, [_used(*each).sum().abs().double() for each in self.trained.items()])
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Return the buffers under the model's own names, which DDP looks up in each forward and may ignore."""
         return self.model.named_buffers(*args, **kwargs)
+
+
+def _used(parameter: Tensor, module: nn.Module) -> Tensor:
+    """Return values of a parameter whose gradient has the layout that DDP expects: sparse for a sparse embedding."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        return embedding(torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True)
+    return parameter
