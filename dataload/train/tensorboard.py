@@ -69,8 +69,11 @@ class TensorBoardWriter:
         self._add({f"step/{name}": value for name, value in metrics.items() if value is not None}, step)
 
     def epoch(self, record: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of an epoch that ended with optimizer step `step`."""
-        self._add({f"epoch/{name}": value for name, value in record.items() if name != "epoch"}, step)
+        """Write the metrics of an epoch that ended with optimizer step `step`.
+
+        Their points are at the next step. So a run that is resumed after `step`, and writes them again, hides them.
+        """
+        self._add({f"epoch/{name}": value for name, value in record.items() if name != "epoch"}, step + 1)
         self._try(self._writer.flush)
 
     def close(self) -> None:

@@ -261,8 +261,8 @@ def test_tensorboard_gets_the_figures(tmp_path):
     events.Reload()
     points = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert points["step/learning rate"] == [(step, pytest.approx(0.05 * 0.5**step)) for step in range(2, 21, 2)]
-    assert points["epoch/loss"] == [(10, pytest.approx(history[0]["loss"])), (20, pytest.approx(history[1]["loss"]))]
-    assert points["epoch/rows"] == [(10, 40), (20, 40)]
+    assert points["epoch/loss"] == [(11, pytest.approx(history[0]["loss"])), (21, pytest.approx(history[1]["loss"]))]
+    assert points["epoch/rows"] == [(11, 40), (21, 40)]
     for name in ("loss", "rows per second", "stall fraction", "memory"):
         assert [step for step, value in points[f"step/{name}"] if value >= 0] == list(range(2, 21, 2)), name
 
@@ -305,7 +305,7 @@ def test_only_rank_0_needs_to_know_where_to_log(ranks, tmp_path):
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
-    """The steps after the checkpoint, which the resumed run repeats, are hidden."""
+    """The points after the checkpoint, which the resumed run writes again, are hidden."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model, optimizer = build()
@@ -323,6 +323,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     events = EventAccumulator(str(tmp_path / "log"))
     events.Reload()
     assert [point.step for point in events.Scalars("step/learning rate")] == list(range(1, 21))
+    assert [point.step for point in events.Scalars("epoch/loss")] == [11, 21]
 
 
 class Slow:
