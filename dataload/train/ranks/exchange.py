@@ -26,6 +26,7 @@ class Exchange:
 
     def __init__(self, model: Callable[..., Any], ranks: int = 1) -> None:
         self.model = model
+        self._uncompiled: Any = model
         self.ranks = ranks
 
     def compile(self, options: bool | Mapping[str, Any]) -> None:
@@ -49,28 +50,18 @@ class Replicated(Exchange):
 
     def __init__(self, replica: DistributedDataParallel, ranks: int) -> None:
         super().__init__(replica, ranks)
-        self._replica = replica
         self._exchanges = bool(replica.static_graph)  # DDP must exchange in the first backward of a static graph.
 
     def during(self, *, last: bool) -> AbstractContextManager[None]:
         exchanges, self._exchanges = last or self._exchanges, False
-        return nullcontext() if exchanges else self._replica.no_sync()
+        return nullcontext() if exchanges else self._uncompiled.no_sync()
 
 
 class Sharded(Exchange):
-    """A model that the caller has sharded by FSDP2.
-
-    Args:
-        model: The model.
-        ranks: Number of data-parallel ranks.
-    """
-
-    def __init__(self, model: nn.Module, ranks: int) -> None:
-        super().__init__(model, ranks)
-        self._sharded = model
+    """A model that the caller has sharded by FSDP2."""
 
     def during(self, *, last: bool) -> AbstractContextManager[None]:
-        exchange_gradients(self._sharded, last)
+        exchange_gradients(self._uncompiled, last)
         return nullcontext()
 
 
