@@ -191,6 +191,14 @@ def test_a_column_that_has_the_name_of_a_member_inside_a_list(stored: Callable[.
     assert stored(written([batch])).__getitems__(range(100)).columns[".x"].tolist() == [*range(100)]
 
 
+def test_a_column_without_a_name(stored: Callable[..., Any]) -> None:
+    dataset = stored(written([pa.record_batch([pa.array(range(100)), pa.array(range(100))], ["", "x"])]))
+    assert dataset.__getitems__(range(100)).columns[""].tolist() == [*range(100)]
+    [group] = dataset.row_groups
+    sizes = read_footer(group.file, group.footer_at, dataset.blocks).decoded_bytes(0, ["", "x"])
+    assert sizes[0] == sizes[1]
+
+
 def test_dictionaries_that_grow(stored: Callable[..., Any]) -> None:
     """Later dictionaries of a stream replace or extend the earlier ones; those of a file extend them."""
     words = [["a"], ["a", "bb"], ["a", "bb", "ccc"]]

@@ -48,9 +48,11 @@ class ArrowFooter:
                 self._dictionaries.append(needed)
         self.lengths = [batch.rows for batch in self._batches]
         slices_of = cache(partial(_buffer_slices, self.schema))
-        self._slices = [slices_of(batch.views) for batch in self._batches]
-        for number, (batch, slices) in enumerate(zip(self._batches, self._slices, strict=True)):
-            if len(batch.buffers) != slices[""].stop:
+        self._slices: list[dict[str, slice]] = []
+        for number, batch in enumerate(self._batches):
+            slices, count = slices_of(batch.views)
+            self._slices.append(slices)
+            if len(batch.buffers) != count:
                 raise ValueError(f"record batch {number} has {len(batch.buffers)} buffers, which do not fit the schema")
 
     @classmethod
@@ -183,12 +185,13 @@ class _Reader:
             yield self._table.slice(first, rows)
 
 
-def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
-    """Return the slice of a record batch's buffers by dotted column name; "" maps to all buffers.
+def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> tuple[dict[str, slice], int]:
+    """Return the slice of a record batch's buffers by dotted column name, and the number of all buffers.
 
     views: number of character buffers of each view column.
     """
-    slices, character_buffers = {}, iter(views)
+    slices: dict[str, slice] = {}
+    character_buffers = iter(views)
 
     def add(name: str | None, kind: pa.DataType, start: int) -> int:  # None: inside a list, where names are no columns
         if isinstance(kind, pa.BaseExtensionType):
@@ -210,5 +213,4 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
     end = 0
     for field in schema:
         end = add(field.name, field.type, end)
-    slices[""] = slice(0, end)
-    return slices
+    return slices, end
