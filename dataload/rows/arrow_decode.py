@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import bounds, numbers, plain, unwrapped, valid
+from dataload.formats.arrow_arrays import bounds, elements, numbers, plain, unwrapped, valid
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, portable, storage
 from dataload.formats.exact_values import array_of
 from dataload.formats.null_types import has_null_type
@@ -177,16 +177,18 @@ class _Decoder:
         if rows is not None:
             filled = self._filled(column)
             found = None if filled is not column else ~rows
-            column = filled if found is None else _emptied(column)
+            column = filled
         if is_bytes(column.type):
+            column = column if found is None else pc.fill_null(column, pa.scalar("", column.type))
             starts, data = bounds(column)
             return Ragged(data, starts, found), None
-        elements = unwrapped(column.flatten())
-        offsets = np.concatenate(([0], np.cumsum(numbers(pc.list_value_length(column)), dtype=np.int64)))
-        values = numbers(elements)
-        if elements.null_count:
-            nulls = ~valid(elements)
-            values = self._without_nulls(values, nulls, elements, "nulls inside its lists", column.type)
+        lengths, inner = elements(column)
+        inner = unwrapped(inner)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        values = numbers(inner)
+        if inner.null_count:
+            nulls = ~valid(inner)
+            values = self._without_nulls(values, nulls, inner, "nulls inside its lists", column.type)
             rows = np.zeros(len(column), np.bool_) if rows is None else rows
             rows[np.searchsorted(offsets, np.flatnonzero(nulls), side="right") - 1] = True
         return Ragged(values, offsets, found), rows
@@ -266,9 +268,3 @@ def _accepted(kind: pa.DataType) -> list[pa.DataType]:
 
 def _whole(chunks: pa.ChunkedArray) -> pa.Array:
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-
-
-def _emptied(column: pa.Array) -> pa.Array:
-    """Return the column of strings, bytes or lists with an empty value in place of each null."""
-    empty: Any = [] if is_list(column.type) else ""
-    return pc.fill_null(column, pa.scalar(empty, column.type))

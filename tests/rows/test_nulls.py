@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -134,6 +135,22 @@ def test_nulls_of_lists_of_numbers(rows: list[Any], kind: Any, start: int) -> No
         assert filled is None or [plain(value) for value in filled] == [
             [7 if value is None else value for value in row] for row in rows
         ]
+
+
+@pytest.mark.parametrize(
+    "elements",
+    [
+        pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 1, 1], pa.int8())),
+        pc.run_end_encode(pa.array([1, 0, 1, 1])),
+    ],
+    ids=["bool8", "runs"],
+)
+def test_a_null_list_of_elements_that_arrow_cannot_replace(elements: pa.Array) -> None:
+    offsets = pa.array([0, 1, 3, 4], pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, elements, mask=pa.array([False, True, False]))
+    table = pa.table({"c": lists})
+    assert [plain(value) for value in whole(table, null_masks=True)["c"]] == [[1], None, [1]]
+    assert whole(table, null_masks=True, ragged="flat")["c"].offsets.tolist() == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.float32()])
