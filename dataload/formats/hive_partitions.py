@@ -70,14 +70,14 @@ def _check_text(obj: Object, names: Iterable[str], values: Mapping[str, str | No
 
 
 def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.Schema) -> pa.Table:
-    """Return a table of `rows` rows with the columns of `schema` that are constants."""
+    """Return a table of `rows` rows with the columns of `schema` that are constants. Nulls have the null type."""
     if not constants:
         return table
     columns = dict(zip(table.column_names, table.columns, strict=True))
     for name, value in constants:
         if name in schema.names:
             kind = schema.field(name).type
-            columns[name] = pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)
+            columns[name] = pa.nulls(rows) if value is None else pa.repeat(pa.scalar(value, kind), rows)
     return pa.table(columns)
 
 

@@ -83,6 +83,19 @@ def test_a_named_column_is_null_where_a_file_lacks_it(
     assert [row["n.is_null"] for row in marked] == [True, True, False, False, False, False]
 
 
+def test_lists_of_runs_that_a_file_lacks(tmp_path: Path) -> None:
+    offsets = pa.array([0, 2, 3], pa.int32())
+    members = {"n": [1, 1, 2], "t": ["a", "a", "b"]}
+    lists = {name: pa.ListArray.from_arrays(offsets, pc.run_end_encode(pa.array(row))) for name, row in members.items()}
+    for number, columns in enumerate([{"x": [1, 2]}, {"x": [3, 4], **lists}]):
+        table = pa.table(columns)
+        with pa.ipc.new_file(tmp_path / f"{number}.arrow", table.schema) as writer:
+            writer.write_table(table)
+    found = rows(tmp_path, columns=["x", "n", "t"], null_masks=True)
+    assert [row["n"] for row in found] == [None, None, [1, 1], [2]]
+    assert [row["t"] for row in found] == [None, None, ["a", "a"], ["b"]]
+
+
 def test_the_order_does_not_depend_on_columns_that_files_lack(evolved: Path) -> None:
     def order(columns: list[str]) -> list[int]:
         loader = make_loader(evolved, 2, columns=columns, null_masks=True, cache=False)
