@@ -62,7 +62,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
     if mapped := {*made} & {*chosen.columns}:
         raise ConfigError(f"map made the column {min(mapped)!r}")
-    if lacking := [name for name in chosen.columns if name in manifest.partial and "." in name]:
+    if lacking := [name for name in chosen.columns if name in manifest.partial and _is_member(name, manifest, blocks)]:
         file = manifest.partial[lacking[0]]
         raise ConfigError(
             f"filters= cannot use {lacking[0]!r}, because {file} lacks this member: filter the rows by others"
@@ -78,6 +78,14 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
             f"filters={shown(filters)} leave none of {manifest.num_rows} rows: compare the values with `dataload head`"
         )
     return result
+
+
+def _is_member(name: str, manifest: Manifest, blocks: Blocks) -> bool:
+    """Return whether a column is a member of a struct, in the first file that has it."""
+    for group in manifest.row_groups:
+        if name not in dict(group.constants):
+            return name not in read_footer(group.file, group.footer_at, blocks).schema.names
+    return False
 
 
 def _with_values(name: str, kind: pa.DataType, schema: pa.Schema) -> pa.DataType:

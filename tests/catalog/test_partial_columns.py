@@ -117,6 +117,25 @@ def test_filters_on_a_column_that_files_lack(evolved: Path) -> None:
         kept([("s.b", "=", "p")])
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_filters_on_a_column_with_a_dot_that_files_lack(tmp_path: Path, order: int) -> None:
+    """It is no member of a struct. So the rows are those of a column without a dot."""
+    tables: list[dict[str, Any]] = [{"x": [1, 2]}, {"x": [3, 4], "user.id": [7, 8], "user_id": [7, 8]}]
+    write(tmp_path / "table", *tables[::order])
+    for sign, value in ((">", 7), ("not in", [7]), ("in", [None, 8])):
+        kept = [
+            [row["x"] for row in rows(tmp_path / "table", columns=["x"], filters=[(name, sign, value)])]
+            for name in ("user.id", "user_id")
+        ]
+        assert kept[0] == kept[1] != []
+
+
+def test_filters_on_a_member_that_the_first_file_lacks(tmp_path: Path) -> None:
+    write(tmp_path, {"x": [1], "s": [{"a": 1}]}, {"x": [2], "s": [{"a": 1, "b": 2}]})
+    with pytest.raises(ConfigError, match=r"filters= cannot use 's\.b', because .*0\.parquet lacks this member"):
+        rows(tmp_path, columns=["x"], filters=[("s.b", "=", 2)])
+
+
 def test_a_column_that_is_a_key_of_folders_elsewhere(tmp_path: Path) -> None:
     write(tmp_path / "day=1", {"x": [1]})
     write(tmp_path / "day=2", {"x": [1], "day": [2]})
