@@ -13,7 +13,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataload.formats.arrow_types import children, has_elements, is_bytes, is_text, number, with_members
+from dataload.formats.arrow_types import (
+    children,
+    has_elements,
+    has_members,
+    is_bytes,
+    is_text,
+    number,
+    storage,
+    with_members,
+)
 
 Array = npt.NDArray[Any]
 EXACT_INTEGER, EXACT_POWER = 2**53, 22  # the largest integer and power of ten that a float64 holds exactly
@@ -139,6 +148,29 @@ def _plain_list(array: pa.Array) -> pa.Array:
     values = plain(array.values)
     own = array.buffers()[: kind.num_buffers]
     return pa.Array.from_buffers(with_members(kind, [field]), len(array), own, offset=array.offset, children=[values])
+
+
+def member(struct: pa.StructArray, number: int) -> pa.Array:
+    """Return a member of a struct, null where the struct is null. Runs are decoded."""
+    kind = struct.type[number].type
+    if not pa.types.is_union(storage(kind)) and not pa.types.is_run_end_encoded(kind):
+        return pc.struct_field(struct, number)
+    values = unwrapped(struct.field(number))  # Unions and runs have no bitmap, and Arrow would add one.
+    return pc.if_else(struct.is_valid(), values, pa.nulls(len(struct), values.type))
+
+
+def as_comparable(column: Any, kind: pa.DataType) -> Any:
+    """Return an array or chunked array as a type that `comparable` gives. Structs have the members of that type."""
+    if isinstance(column, pa.ChunkedArray):
+        return pa.chunked_array([as_comparable(chunk, kind) for chunk in column.chunks], kind)
+    if pa.types.is_run_end_encoded(column.type):  # Arrow cannot cast it.
+        column = pc.run_end_decode(column)
+    if not has_members(column.type):
+        return column.cast(kind)
+    struct = unwrapped(column)
+    positions = {field.name: position for position, field in enumerate(struct.type)}
+    members = [as_comparable(member(struct, positions[field.name]), field.type) for field in kind]
+    return pa.StructArray.from_arrays(members, fields=list(kind), mask=struct.is_null())
 
 
 def elements(array: pa.Array) -> tuple[Array, pa.Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,23 @@ def portable(kind: pa.DataType) -> pa.DataType:
         child.with_type(portable(child.type)).with_nullable(child.nullable or not is_view) for child in children(kind)
     ]
     return kind if fields == children(kind) or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
+
+
+def comparable(kind: pa.DataType) -> pa.DataType:
+    """Return the type to which a column is cast before it is compared: Arrow cannot compare values of some types."""
+    kind = storage(kind)
+    if pa.types.is_struct(kind):
+        return pa.struct(comparable_fields(kind))
+    if pa.types.is_fixed_size_binary(kind):  # Other files may have another size, or none.
+        return pa.binary()
+    replaced = {pa.float16(): pa.float32(), pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+    return replaced.get(kind, kind)
+
+
+def comparable_fields(fields: Iterable[pa.Field]) -> list[pa.Field]:
+    """Return columns with `comparable` types, and without unsupported ones, also of members of structs."""
+    kept = (field for field in fields if has_members(field.type) or unsupported(field.type) is None)
+    return [pa.field(field.name, comparable(field.type)) for field in kept]
 
 
 def unsupported(kind: pa.DataType) -> str | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import unwrapped
+from dataload.formats.arrow_arrays import member, unwrapped
 from dataload.formats.arrow_types import (
     fixed_shape,
     has_members,
@@ -148,9 +148,10 @@ def flatten_table(table: pa.Table) -> pa.Table:
         columns: list[tuple[str, pa.ChunkedArray]] = []
         for name, column in zip(table.column_names, table.columns, strict=True):
             if has_members(column.type):
-                members = unwrapped(column)
-                names = [f"{name}.{member.name}" for member in members.type]
-                columns += zip(names, members.flatten(), strict=True)
+                chunks = unwrapped(column).chunks
+                for number, field in enumerate(chunks[0].type):
+                    members = [member(chunk, number) for chunk in chunks]
+                    columns.append((f"{name}.{field.name}", pa.chunked_array(members)))
             else:
                 columns.append((name, column))
         table = pa.table([column for _, column in columns], [name for name, _ in columns])

@@ -514,6 +514,36 @@ def test_runs_are_decoded() -> None:
     assert whole(pa.table({"l": lists}))["l"] == [["a", None], [None]]
 
 
+def test_runs_in_a_null_struct() -> None:
+    kinds = (pa.int32(), pa.string())
+    members = [pc.run_end_encode(pa.array(row, kind)) for row, kind in zip([[1, 1, 2], ["a"] * 3], kinds, strict=True)]
+    struct = pa.StructArray.from_arrays(members, ["r", "t"], mask=pa.array([False, True, False]))
+    deep = pa.StructArray.from_arrays([struct], ["s"], mask=pa.array([True, False, False]))
+    columns = pa.chunked_array([struct, struct[1:]]), pa.chunked_array([deep, deep[1:]])
+    batch = whole(pa.table(dict(zip("sd", columns, strict=True))), {"s.r": -1, "d.s.r": -1})
+    assert (batch["s.r"].tolist(), batch["s.t"]) == ([1, -1, 2, -1, 2], ["a", None, "a", None, "a"])
+    assert (batch["d.s.r"].tolist(), batch["d.s.t"]) == ([-1, -1, 2, -1, 2], [None, None, "a", None, "a"])
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_a_member_beside_a_union_in_a_null_struct(mode: str, tmp_path: Path) -> None:
+    codes, values = pa.array([0, 1, 0], pa.int8()), [pa.array([1, 2, 3]), pa.array(["a", "b", "c"])]
+    union = pa.UnionArray.from_sparse(codes, values)
+    if mode == "dense":
+        union = pa.UnionArray.from_dense(codes, pa.array([0, 1, 2], pa.int32()), values)
+    members = [union, pa.array([0.5, 1.5, 2.5])]
+    struct = pa.StructArray.from_arrays(members, ["u", "f"], mask=pa.array([False, True, False]))
+    deep = pa.StructArray.from_arrays([struct], ["s"], mask=pa.array([True, False, False]))
+    table = pa.table({"s": struct, "d": deep})
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    dataset = make_dataset(tmp_path, columns=["s.f", "d.s.f"], cache=False)
+    found = [[float(value) for value in row.values()] for row in dataset.__getitems__(range(3))]
+    np.testing.assert_equal(found, [[0.5, np.nan], [np.nan, np.nan], [2.5, 2.5]])
+    rows = first_rows(dataset.manifest, ["s.u", "d.s.u"], dataset.blocks, 3)
+    assert [list(row.values()) for row in rows] == [[1, None], [None, None], [3, 3]]
+
+
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 @pytest.mark.parametrize("wrap", [lambda kind: kind, lambda kind: pa.map_(pa.string(), kind)], ids=["list", "map"])
 def test_some_files_say_that_members_are_never_null(tmp_path: Path, order: tuple[bool, bool], wrap: Any) -> None:
