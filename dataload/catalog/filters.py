@@ -23,7 +23,8 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.formats.arrow_types import NO_VALUE, has_members, is_bytes, number, storage, unsupported
+from dataload.formats.arrow_arrays import as_comparable
+from dataload.formats.arrow_types import NO_VALUE, comparable, comparable_fields, has_members, is_bytes, number
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,
@@ -74,20 +75,13 @@ class Filter:
             ConfigError: The expression cannot be evaluated, such as a division by zero.
         """
         try:
-            columns = [_plain(table.column(field.name)).cast(field.type) for field in self.schema]
+            columns = [as_comparable(table.column(field.name), field.type) for field in self.schema]
             known = pads.InMemoryDataset(pa.table(columns, schema=self.schema))
             found = known.scanner(columns={"matches": self.expression}, use_threads=False).to_table().column(0)
         except (pa.ArrowException, KeyError) as error:
             raise ConfigError(f"filters={self} cannot be evaluated: {shown(error)}") from error
         parts = [chunk.to_numpy(zero_copy_only=False) for chunk in found.fill_null(False).chunks]
         return np.concatenate([np.empty(0, np.bool_), *parts])
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column without runs, which Arrow cannot cast."""
-    if not pa.types.is_run_end_encoded(column.type):
-        return column
-    return pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type)
 
 
 def shown(filters: object) -> str:
@@ -127,8 +121,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
         DataError: The files have different types for a column.
     """
     check_form(filters)
-    fields = (field for field in schema if unsupported(field.type) is None)
-    schema = pa.schema([pa.field(field.name, comparable(field.type)) for field in fields])
+    schema = pa.schema(comparable_fields(schema))
     paths = {name: path for name, (path, _) in paths_of(schema).items()}
     if isinstance(filters, pc.Expression):
         expression = filters
@@ -147,15 +140,6 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
     columns, reduced = _read(expression, schema, paths)
     manifest.check_columns(columns)
     return Filter(expression, reduced, columns)
-
-
-def comparable(kind: pa.DataType) -> pa.DataType:
-    """Return the type to which a column is cast before it is compared: Arrow cannot compare values of some types."""
-    kind = storage(kind)
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(member.name, comparable(member.type)) for member in kind])
-    replaced = {pa.float16(): pa.float32(), pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-    return replaced.get(kind, kind)
 
 
 def _lists(filters: Any) -> list[Sequence[Any]]:

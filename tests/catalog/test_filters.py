@@ -619,9 +619,50 @@ def test_filters_that_cannot_work(filters: Any, says: str, stored: Stored) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_runs(tmp_path: Path) -> None:
-    table = pa.table({"r": pc.run_end_encode(pa.array([1, 1, 2])), "id": [0, 1, 2]})
-    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as file:
+def ids_kept(source: Path, filters: Filters) -> list[int]:
+    dataset = make_dataset(source, columns=["id"], filters=filters, cache=False)
+    return dataset.__getitems__(range(len(dataset))).columns["id"].tolist()
+
+
+def write_ipc(path: Path, table: pa.Table) -> None:
+    with pa.ipc.new_file(path, table.schema) as file:
         file.write_table(table)
-    dataset = make_dataset(tmp_path / "x.arrow", filters=[("r", "=", 1)], cache=False)
-    assert [dataset[number]["id"] for number in range(len(dataset))] == [0, 1]
+
+
+def test_runs(tmp_path: Path) -> None:
+    runs = pc.run_end_encode(pa.array([1, 1, 2]))
+    struct = pa.StructArray.from_arrays([runs], ["r"], mask=pa.array([False, True, False]))
+    write_ipc(tmp_path / "x.arrow", pa.table({"r": runs, "s": struct, "id": [0, 1, 2]}))
+    assert ids_kept(tmp_path, [("r", "=", 1)]) == [0, 1]
+    assert ids_kept(tmp_path, [("s.r", "=", 1)]) == [0]
+
+
+def test_members_beside_a_union(tmp_path: Path) -> None:
+    union = pa.UnionArray.from_sparse(pa.array([0, 0, 0], pa.int8()), [pa.array([1, 2, 3])])
+    struct = pa.StructArray.from_arrays([union, pa.array([0, 1, 2])], ["u", "f"], mask=pa.array([False, True, False]))
+    deep = pa.StructArray.from_arrays([struct, union], ["s", "u"])
+    write_ipc(tmp_path / "x.arrow", pa.table({"s": struct, "d": deep, "id": [0, 1, 2]}))
+    assert ids_kept(tmp_path, [("s.f", ">=", 0)]) == ids_kept(tmp_path, [("d.s.f", ">=", 0)]) == [0, 2]
+    assert ids_kept(tmp_path, pc.field("s").is_null()) == [1]
+    with pytest.raises(ConfigError, match=r"'s\.u' has type sparse_union.*only single values"):
+        ids_kept(tmp_path, [("s.u", "=", 1)])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_bytes_that_have_a_fixed_size_in_some_files(tmp_path: Path, order: int) -> None:
+    for number, kind in enumerate([pa.binary(2), pa.binary(), pa.large_binary()][::order]):
+        table = pa.table({"h": pa.array([b"aa", b"bb"], kind), "id": [number, -1]})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    for value in (b"aa", pa.scalar(b"aa", pa.binary(2))):
+        assert ids_kept(tmp_path, pc.field("h") == value) == [0, 1, 2]
+    assert ids_kept(tmp_path, [("h", "=", b"aa")]) == ids_kept(tmp_path, [("h", "in", [b"aa", b"a"])]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_structs_whose_members_have_another_order_in_other_files(tmp_path: Path, order: int) -> None:
+    kinds = {"a": pa.int64(), "b": pa.string()}
+    for number, names in enumerate(["ab", "ba"][::order]):
+        struct = pa.array([{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, None], pa.struct([(n, kinds[n]) for n in names]))
+        pq.write_table(pa.table({"s": struct, "id": [number, -1, -1]}), tmp_path / f"{number}.parquet")
+    assert ids_kept(tmp_path, [("s.a", "=", 1), ("s.b", "=", "x")]) == [0, 1]
+    assert ids_kept(tmp_path, (pc.field("s", "a") == 1) & (pc.field("s", "b") == "x")) == [0, 1]
