@@ -174,10 +174,10 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     problem: object
     try:
         if sign not in COMPARISONS:
-            among = field.isin(_array(list(_held(value, kind)), kind))
+            among = field.isin(_held(list(value), kind))
             expression = among if sign == "in" else ~among
-        elif pa.types.is_integer(kind) and (exact := _number(value)) is not None:
-            expression = _integer_compared(field, COMPARISONS[sign], exact, kind)
+        elif (exact := _number(value, kind)) is not None:
+            expression = _number_compared(field, COMPARISONS[sign], exact, kind)
         else:
             expression = COMPARISONS[sign](field, _array([value], kind)[0])
         problem = _problem(expression, schema)
@@ -191,62 +191,89 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     return expression
 
 
-def _number(value: Any) -> int | float | Fraction | None:
-    """Return the value if it is a number, as one of Python, which compares numbers exactly."""
+def _number(value: Any, kind: pa.DataType) -> int | float | Fraction | None:
+    """Return a number that is compared exactly with integers or decimals, as one of Python; None for other values.
+
+    Decimals and floats are compared as floats: 0.1 equals the decimal 0.1.
+    """
     if isinstance(value, np.generic) and value.dtype.kind in "iuf":
         value = value.item()
+    if isinstance(value, bool) or not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+        return None
     if isinstance(value, Decimal):
         return Fraction(value) if value.is_finite() else float(value)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) or (isinstance(value, float) and pa.types.is_integer(kind)) else None
 
 
-def _integer_compared(
+def _number_compared(
     field: pc.Expression, compare: Callable[[Any, Any], Any], value: float | Fraction, kind: pa.DataType
 ) -> pc.Expression:
-    """Return the comparison of a column of integers with a number, by an integer of the column's type.
+    """Return the comparison of a column of integers or decimals with a number, by one of the column's type.
 
-    Arrow would cast both to floats, and raises if the column has an integer that they cannot hold.
+    Arrow would cast integers to floats, and raises if the column has an integer that they cannot hold, or if decimals
+    have fewer digits than the number.
     """
-    with suppress(*NO_VALUE):  # infinity, NaN, and integers outside of the type
-        whole = pa.scalar(math.ceil(value) if compare in {ge, lt} else math.floor(value), kind)
-        if whole.as_py() == value or compare not in {eq, ne}:
-            return compare(field, whole)
-    return field.is_valid() if compare(0, value) else pc.scalar(False)  # All integers of the type compare like 0.
-
-
-def _held(values: Iterable[Any], kind: pa.DataType) -> Iterable[Any]:
-    """Return the values without the numbers that a type of integers or decimals does not have: Arrow would round."""
-    if pa.types.is_integer(kind):
-        return _integers(values, kind)
-    if pa.types.is_decimal(kind):
-        return [value for value in values if not isinstance(value, Decimal) or _is_held(value, kind)]
-    return values
-
-
-def _integers(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
-    limits = np.iinfo(str(kind))
-    for value in values:
-        if (exact := _number(value)) is None:
-            yield value
-        elif limits.min <= exact <= limits.max and exact == int(exact):
-            yield int(exact)
-
-
-def _is_held(value: Decimal, kind: pa.DataType) -> bool:
     with suppress(*NO_VALUE):
-        return bool(pa.scalar(value, kind).as_py() == value)
-    return False
+        rounded = _rounded(value, kind, math.ceil if compare in {ge, lt} else math.floor)
+        if rounded.as_py() == value or compare not in {eq, ne}:
+            return compare(field, rounded)
+    return field.is_valid() if compare(0, value) else pc.scalar(False)  # All numbers of the type compare like 0.
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return values with the type of the column if that is exact, else with their own, which Arrow casts."""
+def _rounded(value: float | Fraction, kind: pa.DataType, rounding: Callable[[Any], int]) -> pa.Scalar:
+    """Return the number of a type of integers or decimals that a number is rounded to.
+
+    Raises:
+        Exception: One of `NO_VALUE`, for infinity, NaN, and numbers outside of the type.
+    """
+    if pa.types.is_integer(kind):
+        return pa.scalar(rounding(value), kind)
+    return pa.scalar(Decimal(f"{rounding(value * Fraction(10) ** kind.scale)}e{-kind.scale}"), kind)
+
+
+def _held(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return the values that a type has, as an array of it. Arrow would round the others.
+
+    Raises:
+        Exception: One of `NO_VALUE`. Arrow cannot compare the values with those of the type.
+    """
+    array = _exact(values, kind)
+    if array is None:
+        array = _array(list(_without_other_numbers(values, kind)), kind)
+    if array.type == kind:
+        return array
+    rounded = array.cast(kind, safe=False)
+    return rounded.filter(pc.fill_null(pc.equal(rounded, array), True))
+
+
+def _without_other_numbers(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
+    """Yield the values without the numbers that a type of integers or decimals does not have."""
+    for value in values:
+        if (exact := _number(value, kind)) is None:
+            yield value
+            continue
+        with suppress(*NO_VALUE):
+            rounded = _rounded(exact, kind, math.floor).as_py()
+            if rounded == exact:
+                yield rounded
+
+
+def _exact(values: list[Any], kind: pa.DataType) -> pa.Array | None:
+    """Return values as an array of a type, or None if it does not have all of them."""
     with suppress(*NO_VALUE):
         array = pa.array(values, kind)
         if array.to_pylist() == values:
             return array
-    array = pa.array(values)
-    # Older releases of pyarrow compare decimals of other digits by their integers.
-    return array.cast(pa.float64()) if pa.types.is_decimal(array.type) else array
+    return None
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return values with the type of the column if that is exact, else with their own, which Arrow casts."""
+    if (array := _exact(values, kind)) is not None:
+        return array
+    if pa.types.is_floating(kind):
+        values = [float(value) if isinstance(value, (int, Decimal)) else value for value in values]
+    return pa.array(values)
 
 
 def _problem(expression: pc.Expression, schema: pa.Schema) -> str | None:
