@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import lmdb
@@ -16,7 +17,7 @@ import lmdb
 from dataload.cache.division import Division
 from dataload.cache.local import blob_file
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError
+from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError, Shortage
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
@@ -210,68 +211,80 @@ class CacheFolder:
             pin: Evict only blobs that no running process has used since it started, and those above their share.
             before_evicting: Called before blobs are evicted.
         """
-        index, region = self.index, division.region
+        index, allow_transient = self.index, False
+        missing = partial(index.shortage, row.size, limit=limit, region=division.region)
         _remove_damaged(self.file_of(row.digest), row.digest)
         for _ in range(ADMIT_ATTEMPTS):
             try:
-                missing = index.admit(row, limit=limit, region=region, allow_transient=False)
+                if index.admit(row, limit=limit, region=division.region, allow_transient=allow_transient) is None:
+                    return True
             except RowExistsError:  # of the corrupt blob, or of drafts of a dead writer that are not swept yet
                 self._clear_drafts(row.digest, draft)
                 step("discard: unlinked")
                 index.drop(row.digest)
                 continue
-            if missing is None:
-                return True
             before_evicting()
             before = self.oldest_process() if pin else AFTER_ALL
-            if self._evict(max(missing), index.pinned(before)):
-                continue
-            # Other data may have filled the region with pinned blobs.
-            overfull = region > 0 and missing.pinned > row.size
-            if division.stays(row.group) and self._evict_surplus(division, max(missing)):
-                continue
-            victims = index.pinned(AFTER_ALL if overfull else before)
-            if not overfull:
-                victims = chain(self._transient.victims(division, row), victims)
-            if missing.total > 0 and not (
-                (overfull and self._evict_surplus(division, missing.total)) or self._evict(missing.total, victims)
-            ):
+            if self._evict_for_pinned(row, missing, division, before):
+                allow_transient = False
+            elif self._evict_for_transient(row, missing, division, before):
+                allow_transient = True
+            else:
                 return False
-            if index.admit(row, limit=limit, region=region, allow_transient=True) is None:
-                return True
         return False
 
     def evict(self, keep_bytes: int) -> None:
         """Evict blobs, the least recently used first, until at most `keep_bytes` remain."""
-        over = self.index.used_bytes() - keep_bytes
-        if over > 0:
-            self._release_some(over, chain(self.index.transient(), self.index.pinned()))
 
-    def _evict(self, size: int, victims: Iterator[Row]) -> bool:
-        """Evict blobs in order until `size` bytes are free, none if all are too small. Return whether it succeeded."""
-        first, missing = list[Row](), size
-        while missing > 0 and (row := next(victims, None)) is not None:
+        def over() -> int:
+            return self.index.used_bytes() - keep_bytes
+
+        self._release_some(over, chain(self.index.transient(), self.index.pinned()))
+
+    def _evict_for_pinned(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
+        """Evict blobs last used before a time (ns), or some that need not stay, until a row can be pinned."""
+
+        def size() -> int:
+            return max(missing())
+
+        if self._evict(size, self.index.pinned(before)):
+            return True
+        return division.stays(row.group) and self._evict_surplus(division, size)
+
+    def _evict_for_transient(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
+        """Evict transient blobs, then those last used before a time (ns), until a row fits as a transient one."""
+
+        def size() -> int:
+            return missing().total
+
+        if division.region and missing().pinned > row.size:  # Other data has filled the region with pinned blobs.
+            return self._evict_surplus(division, size) or self._evict(size, self.index.pinned())
+        return self._evict(size, chain(self._transient.victims(division, row), self.index.pinned(before)))
+
+    def _evict(self, missing: Callable[[], int], victims: Iterator[Row]) -> bool:
+        """Evict blobs in order until nothing is missing, none if all are too small. Return whether it succeeded."""
+        first, size = list[Row](), missing()
+        while size > 0 and (row := next(victims, None)) is not None:
             first.append(row)
-            missing -= row.size
-        return missing <= 0 and self._release_some(size, chain(first, victims)) <= 0
+            size -= row.size
+        return size <= 0 and self._release_some(missing, chain(first, victims)) <= 0
 
-    def _evict_surplus(self, division: Division, size: int) -> bool:
-        """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""
+    def _evict_surplus(self, division: Division, missing: Callable[[], int]) -> bool:
+        """Evict blobs that need not stay until nothing is missing. Return whether that succeeded."""
+        size = missing()
         while size > 0 and (surplus := self._surplus.take(division, size, self.index.pinned)):
-            size = self._release_some(size, iter(surplus))
+            size = self._release_some(missing, iter(surplus))
         return size <= 0
 
-    def _release_some(self, size: int, victims: Iterator[Row]) -> int:
-        """Release blobs until `size` bytes are free or no victims are left. Return the bytes that are still missing."""
-        batch: list[Row] = []
-        for row in victims:
-            batch.append(row)
-            if len(batch) == EVICTED_TOGETHER or sum(row.size for row in batch) >= size:
-                size -= self.remove([row.digest for row in batch])
-                batch = []
-                if size <= 0:
-                    return size
-        return size - self.remove([row.digest for row in batch])
+    def _release_some(self, missing: Callable[[], int], victims: Iterator[Row]) -> int:
+        """Release blobs until nothing is missing or no victims are left. Return the bytes that are still missing.
+
+        Other processes may evict for the same shortage, so each batch of blobs is for the bytes that are missing then.
+        """
+        size = missing()
+        while size > 0 and (batch := _first(victims, size)):
+            size = min(size - self.remove(batch), missing())
+        return size
 
     def remove(self, digests: Iterable[bytes]) -> int:
         """Remove a few blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.
@@ -299,6 +312,17 @@ class CacheFolder:
     def oldest_process(self) -> int:
         """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""
         return oldest_start(self.path / "tmp")
+
+
+def _first(rows: Iterator[Row], size: int) -> list[bytes]:
+    """Take the first rows, until they have `size` bytes, and at most `EVICTED_TOGETHER`. Return their digests."""
+    found: list[bytes] = []
+    for row in islice(rows, EVICTED_TOGETHER):
+        found.append(row.digest)
+        size -= row.size
+        if size <= 0:
+            break
+    return found
 
 
 def _make(folder: Path, evict: Callable[[], None]) -> None:

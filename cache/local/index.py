@@ -138,6 +138,11 @@ class Index(LmdbFile):
         with self._transaction() as txn:
             return self._account(txn, _USED)
 
+    def shortage(self, size: int, *, limit: int, region: int) -> Shortage:
+        """Return the bytes that must be freed now to admit a row of `size` bytes, see `admit`."""
+        with self._transaction() as txn:
+            return self._shortage(txn, size, limit=limit, region=region)
+
     def owed_bytes(self, *, repair: bool = False) -> int:
         """Return the difference in bytes between the accounts and the sums of the rows.
 
@@ -184,8 +189,7 @@ class Index(LmdbFile):
         with self._transaction(write=True) as txn:
             if txn.get(row.digest, db=self._tables[_ROWS]) is not None:
                 raise RowExistsError(row.name)
-            used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
-            missing = Shortage.of(row.size, used=used, transient=transient, limit=limit, region=region)
+            missing = self._shortage(txn, row.size, limit=limit, region=region)
             if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
                 return missing
             # The time is of this transaction: no older row appears after a younger one.
@@ -200,8 +204,7 @@ class Index(LmdbFile):
         """
         size = sum(row.size for row in rows)
         with self._transaction(write=True) as txn:
-            used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
-            missing = Shortage.of(size, used=used, transient=transient, limit=limit, region=region)
+            missing = self._shortage(txn, size, limit=limit, region=region)
             if max(missing) > 0 or any(txn.get(row.digest, db=self._tables[_ROWS]) is not None for row in rows):
                 return False
             now = self._now(txn)
@@ -225,6 +228,10 @@ class Index(LmdbFile):
                     if row is not None and row.pinned:
                         self._drop(txn, digest)
                         self._put(txn, replace(row, used_at=now))
+
+    def _shortage(self, txn: Any, size: int, *, limit: int, region: int) -> Shortage:
+        used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
+        return Shortage.of(size, used=used, transient=transient, limit=limit, region=region)
 
     def _scan(self, stamp: int) -> Iterator[Row]:
         """Yield the rows from a stamp on, in stamp order, read in short transactions."""

@@ -20,9 +20,10 @@ import lmdb
 import pytest
 
 from dataload.cache.buffer_pool import BufferPool
+from dataload.cache.division import Division
 from dataload.cache.local import blob_file, failpoints, fsck, writer
 from dataload.cache.local.directory import CacheFolder
-from dataload.cache.local.index import Index
+from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import _open_folders, open_folder
 from dataload.cache.local.setup import recovery
@@ -645,6 +646,32 @@ def test_a_blob_over_the_limit_evicts_nothing(tmp_path: Path) -> None:
 
     assert len(tier.get_or_fill(key("huge"), huge)) == 3 * SIZE
     assert_sound(tier, {"a", "b"})
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_processes_that_evict_at_once_evict_for_one_shortage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fills: bool
+) -> None:
+    """Ranks that restart with a lower limit all find the whole shortage."""
+    folder = LocalTier(tmp_path / "c").folder
+    folder.index.enter(Row(key(str(number)).digest, key(str(number)).name, ROW, 1 + number) for number in range(160))
+    remove = folder.remove
+
+    def act(name: str) -> None:
+        if fills:
+            new = Row(key(name).digest, key(name).name, ROW)
+            assert folder.reserve(new, "", 120 * ROW, Division(), pin=False, before_evicting=lambda: None)
+        else:
+            folder.evict(120 * ROW)
+
+    def remove_after_another(digests: list[bytes]) -> int:
+        monkeypatch.undo()
+        act("another")
+        return remove(digests)
+
+    monkeypatch.setattr(folder, "remove", remove_after_another)
+    act("first")
+    assert folder.index.used_bytes() == 120 * ROW
 
 
 def test_files_that_somebody_deleted_make_room(tmp_path: Path) -> None:
