@@ -145,12 +145,13 @@ def remove(path: str) -> bool:
 
 
 def oldest_start(parent: Path) -> int:
-    """Return the start time of the oldest process with a staging folder, in ns since the Unix epoch.
-
-    That process may be dead. A look at its lock could take the lock that a new process is just acquiring.
-    """
-    starts = (folder.name.partition("-")[0] for folder in parent.iterdir())
-    return min((int(start) for start in starts if start.isdecimal()), default=time.time_ns())
+    """Return the start time of the oldest running process with a staging folder, in ns since the Unix epoch."""
+    for folder in sorted(parent.iterdir()):  # Their names begin with the start.
+        start = folder.name.partition("-")[0]
+        with _locked(folder) as dead:
+            if dead is False and start.isdecimal():
+                return int(start)
+    return time.time_ns()
 
 
 def users(cache: Path) -> str:
@@ -217,14 +218,17 @@ def _listed(folder: Path) -> list[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Hold the lock of a folder in `tmp/`. Yield False if its owner holds it, None if there is no such folder."""
+    """Share the lock of a folder in `tmp/`. Yield False if its owner holds it, None if there is no such folder.
+
+    Processes that look at a dead one at the same time do not take each other for its owner.
+    """
     try:
         descriptor = os.open(folder, OPEN_FOLDER)
     except (FileNotFoundError, NotADirectoryError):
         yield None
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         yield False
     else:

@@ -21,7 +21,7 @@ import pytest
 
 from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.division import Division
-from dataload.cache.local import blob_file, failpoints, fsck, writer
+from dataload.cache.local import blob_file, failpoints, fsck, staging, writer
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
@@ -725,6 +725,22 @@ def test_pin_gives_way_to_a_later_job(tmp_path: Path) -> None:
     for name in "xyz":
         put(tier, name)
     assert_sound(tier, {"c", "x", "y"})
+
+
+def test_pin_keeps_nothing_for_a_killed_process(tmp_path: Path) -> None:
+    """No process has opened the cache since, so the folder of the dead one is still there."""
+    path = tmp_path / "c"
+    with SPAWN.Pool(1) as pool:
+        pool.apply(fill_elsewhere, (str(path), "abc"))
+        pool.close()
+        pool.join()
+    tier = LocalTier(path, 3 * ROW, "pin")
+    assert tier.folder
+    dead = path / "tmp" / f"{1:020d}-1@host-0"
+    dead.mkdir()
+    with staging._locked(dead):  # as another process does that looks which ones run
+        put(tier, "x")
+    assert_sound(tier, {"b", "c", "x"})
 
 
 def fill_elsewhere(path: str, names: str) -> None:
