@@ -13,7 +13,7 @@ from fsspec.core import has_magic
 from fsspec.utils import glob_translate
 
 from dataload.cache.local import blob_file
-from dataload.cache.local.directory import CacheFolder
+from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.errors import ConfigError
@@ -52,7 +52,8 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
         if (path / "FORMAT").exists():
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)
     except (OSError, lmdb.Error) as error:
-        raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
+        way = "end the processes that use it if they hang, or look at its disk, and try again"
+        raise ConfigError(f"the cache at {path} cannot be opened just now ({error}): {way}") from error
     raise NoCacheError(f"no cache at {path}: pass the folder of a cache as path")
 
 
@@ -68,6 +69,9 @@ def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int
 
     Returns:
         The intact blobs and the problems.
+
+    Raises:
+        OSError: This process may have no further file or memory map.
     """
     report = Report()
     known = {row.digest: row for row in folder.index.rows()}
@@ -159,6 +163,8 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
     except FileNotFoundError:
         return "is in the index, but its file is missing"
     except OSError as error:
+        if error.errno in EXHAUSTED:  # of this process: the blob may be intact
+            raise
         return str(error)
     if (name, status.st_size) != (row.name, row.size):
         return f"is {name!r} of {status.st_size} bytes, the index says {row.name!r} of {row.size}"

@@ -263,6 +263,17 @@ def test_a_process_without_maps_removes_no_blob(tmp_path: Path, *, is_small: boo
     assert fsck.verify(tier.folder).problems == []
 
 
+def test_a_process_without_maps_repairs_nothing(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", Clock())
+    for name in ("x/0", "x/3"):
+        put(tier, name)
+    with no_more_maps(), pytest.raises(OSError, match=r"raise vm\.max_map_count"):
+        for _ in range(4 * READ_FAILURES):  # Another thread may free a few maps.
+            fsck.verify(tier.folder, repair=True)
+    report = fsck.verify(tier.folder)
+    assert (report.blobs, report.problems) == (2, [])
+
+
 def test_a_trial_that_meets_a_maker_at_work_reports_no_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After errors, a process tries to write without waiting."""
     clock = Clock()
