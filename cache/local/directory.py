@@ -20,6 +20,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError, Shortage
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
+from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
 from dataload.cache.local.setup.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
@@ -70,6 +71,7 @@ class CacheFolder:
         allow_network_filesystem: Open the folder on any filesystem.
 
     Attributes:
+        uses: The uses of blobs that are not in the index yet.
         rebuilt: Whether this opening rebuilt the index.
         default_limit: Byte limit of tiers that have none of their own.
 
@@ -110,10 +112,10 @@ class CacheFolder:
             cause = error.strerror or error
             way = "name a folder you may write to, or read without a cache by cache=False"
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): {way}") from error
-        self._surplus, self._transient = Surplus(), TransientRows(self.index)
+        self._surplus, self._transient, self.uses = Surplus(), TransientRows(self.index), RecentUses(self.index)
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
-            self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
+            self, _close, os.getpid(), path, self.index, self.uses, self.staging, self.locks, self.ended
         )
 
     def _recover(self, *, detectable: bool) -> None:
@@ -195,9 +197,7 @@ class CacheFolder:
             self.index.drop(digest, timeout=timeout)  # The row of a file that is there belongs to that file.
         remove(mark)
 
-    def reserve(
-        self, row: Row, draft: str, limit: int, division: Division, *, pin: bool, before_evicting: Callable[[], None]
-    ) -> bool:
+    def reserve(self, row: Row, draft: str, limit: int, division: Division, *, pin: bool) -> bool:
         """Enter a row, evicting as many blobs as it takes. Return whether it fits.
 
         The caller holds the lock of the row's key. A row that does not fit is not entered, and nothing is evicted.
@@ -209,7 +209,6 @@ class CacheFolder:
             limit: Most bytes on disk.
             division: How loaders share the cache. A blob that cannot be pinned replaces the oldest of its need.
             pin: Evict only blobs that no running process has used since it started, and those above their share.
-            before_evicting: Called before blobs are evicted.
         """
         index, allow_transient = self.index, False
         missing = partial(index.shortage, row.size, limit=limit, region=division.region)
@@ -223,7 +222,7 @@ class CacheFolder:
                 step("discard: unlinked")
                 index.drop(row.digest)
                 continue
-            before_evicting()
+            self.uses.flush()
             before = self.oldest_process() if pin else AFTER_ALL
             if self._evict_for_pinned(row, missing, division, before):
                 allow_transient = False
@@ -353,12 +352,19 @@ def _touch(path: Path) -> None:
 
 
 def _close(
-    owner: int, path: Path, index: Index, staging: StagingFolder, locks: KeyLocks, ended: threading.Event
+    owner: int,
+    path: Path,
+    index: Index,
+    uses: RecentUses,
+    staging: StagingFolder,
+    locks: KeyLocks,
+    ended: threading.Event,
 ) -> None:
     if os.getpid() != owner:
         return
     try:
         with suppress(OSError, lmdb.Error), locks.hold(_SETUP, CLOSE_SECONDS) as held:
+            uses.flush(timeout=0)
             staging.close()
             if held and not living(path / "tmp"):
                 index.sync()

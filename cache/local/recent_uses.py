@@ -8,13 +8,20 @@ import time
 from dataload.cache.local.index import Index
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 
-FLUSH_SECONDS = 1.0  # Uses are written in batches, at most this much later: the first one, too.
+# Uses are written in batches: by a use after this time, by an eviction, or as the folder is closed. No thread writes
+# them: to start one within a hit may hang at the limit of memory maps.
+FLUSH_SECONDS = 1.0
 
 
 class RecentUses:
-    """The digests of used blobs, which `flush` writes to the index together. Any thread may call it."""
+    """The digests of used blobs, which `flush` writes to the index together. Any thread may call it.
 
-    def __init__(self) -> None:
+    Args:
+        index: The index of the cache.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
         self._mutex = threading.Lock()
         self._digests: set[bytes] = set()
         self._flush_at = 0.0
@@ -31,7 +38,7 @@ class RecentUses:
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
             self._digests.add(digest)
 
-    def flush(self, index: Index, timeout: float = LOCK_SECONDS) -> None:
+    def flush(self, timeout: float = LOCK_SECONDS) -> None:
         """Record the uses in the index. With a timeout of 0, leave them to a later flush if another process holds it.
 
         Raises:
@@ -43,7 +50,7 @@ class RecentUses:
             digests, self._digests = self._digests, set()
             self._flush_at = time.monotonic() + FLUSH_SECONDS
         try:
-            index.touch(digests, timeout)
+            self._index.touch(digests, timeout)
         except TimeoutError:
             with self._mutex:
                 self._digests |= digests

@@ -25,7 +25,6 @@ from dataload.cache.local.index import Row
 from dataload.cache.local.key_waits import acquire, wait_for_holder
 from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.needs import Lease, needs_of
-from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWriter
 from dataload.cache.tier import BlobKey, Fill, Span, Tier, Waited
@@ -84,7 +83,6 @@ class LocalTier(ForkAware, Tier):
         self.needs = needs_of(self.path)
         self.health = Health(str(self.path), self.clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
-        self.uses = RecentUses()
         self.busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`
         self._folder: CacheFolder | None = None
         self._opening = threading.Lock()
@@ -212,10 +210,7 @@ class LocalTier(ForkAware, Tier):
         disk_limit: Most bytes of the cache that a full disk has space for.
         """
         pin, row, limit = self.policy == "pin", Row(key.digest, key.name, size), min(self.limit, disk_limit)
-        if self.uses.is_due:
-            self.uses.flush(folder.index, timeout=0)
-        flush = partial(self.uses.flush, folder.index)
-        if folder.reserve(row, draft, limit, self.division(), pin=pin, before_evicting=flush):
+        if folder.reserve(row, draft, limit, self.division(), pin=pin):
             return True
         if limit < self.limit:  # The caller reports the full disk.
             return False
@@ -278,8 +273,8 @@ class LocalTier(ForkAware, Tier):
             if found is not None or self.health.reads.tripped:
                 self.health.reads.worked()
         if found is not None:
-            self.uses.add(key.digest)
-            if self.uses.is_due and not self.health.writes.tripped:
+            folder.uses.add(key.digest)
+            if folder.uses.is_due and not self.health.writes.tripped:
                 with self.fallback("recording uses", self.health.writes, folder):
-                    self.uses.flush(folder.index, timeout=0)
+                    folder.uses.flush(timeout=0)
         return found

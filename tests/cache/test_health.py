@@ -359,7 +359,7 @@ def test_a_use_that_cannot_be_written_down_is_still_a_hit(tmp_path: Path, monkey
     tier = LocalTier(tmp_path / "cache", LIMIT, "lru")
     put(tier, "x/0")
     monkeypatch.setattr("dataload.cache.local.recent_uses.FLUSH_SECONDS", 0)
-    tier.uses.flush(tier.folder.index)
+    tier.folder.uses.flush()
 
     def touch(*_: object) -> None:
         raise lmdb.MapFullError("full")

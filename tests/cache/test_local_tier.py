@@ -660,7 +660,7 @@ def test_processes_that_evict_at_once_evict_for_one_shortage(
     def act(name: str) -> None:
         if fills:
             new = Row(key(name).digest, key(name).name, ROW)
-            assert folder.reserve(new, "", 120 * ROW, Division(), pin=False, before_evicting=lambda: None)
+            assert folder.reserve(new, "", 120 * ROW, Division(), pin=False)
         else:
             folder.evict(120 * ROW)
 
@@ -690,7 +690,7 @@ def test_uses_are_written_down_in_time(tmp_path: Path, monkeypatch: pytest.Monke
     for name in "abc":
         put(tier, name)
     monkeypatch.setattr("dataload.cache.local.recent_uses.FLUSH_SECONDS", 0)
-    tier.uses.flush(tier.folder.index)
+    tier.folder.uses.flush()
     tier.get(key("a"))
     assert tier.folder.index.rows()[-1].name == key("a").name
 
@@ -701,7 +701,18 @@ def test_the_first_use_is_not_written_down_alone(tmp_path: Path) -> None:
         put(tier, name)
     tier.get(key("a"))
     assert tier.folder.index.rows()[-1].name == key("c").name
-    tier.uses.flush(tier.folder.index)
+    tier.folder.uses.flush()
+    assert tier.folder.index.rows()[-1].name == key("a").name
+
+
+def test_a_process_that_ends_at_once_writes_its_uses(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
+    for name in "abc":
+        put(tier, name)
+    with SPAWN.Pool(1) as pool:
+        assert pool.apply(read_elsewhere, (str(tier.path),)) == data_of("a")
+        pool.close()
+        pool.join()
     assert tier.folder.index.rows()[-1].name == key("a").name
 
 

@@ -55,7 +55,7 @@ def test_what_does_not_fit_passes_through_in_the_order_in_which_it_came(tmp_path
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, 0, 1, 2, 3, 4)
     assert kept(tier) == [0, 1, 2, 3, 4]
-    tier.uses.flush(tier.folder.index)  # All were used just now; that does not make any of them the last to have come.
+    tier.folder.uses.flush()  # All were used just now; that does not make any of them the last to have come.
     put(tier, 5)
     assert kept(tier) == [0, 1, 2, 4, 5]
     put(tier, 6, 7)

@@ -81,11 +81,11 @@ def test_hits_do_not_wait_for_a_process_stopped_in_the_index(tier: LocalTier, mo
     with stopped(stop_in_a_transaction, tier.path):
         monkeypatch.setattr(index.time, "sleep", waits)
         for _ in range(1000):
-            tier.uses._flush_at = 0.0  # Every hit would record uses.
+            tier.folder.uses._flush_at = 0.0  # Every hit would record uses.
             assert all(look(tier, name) for name in NAMES)
         monkeypatch.undo()
     assert "errors" not in tier.stats()
-    tier.uses.flush(tier.folder.index)
+    tier.folder.uses.flush()
 
 
 def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,7 +54,7 @@ def test_an_admission_reads_few_rows_of_the_index_whatever_their_number(
     def admit(number: int) -> int:
         read.clear()
         new = row("a", number, pinned=True)
-        assert folder.reserve(new, "", count * SIZE, division, pin=True, before_evicting=lambda: None)
+        assert folder.reserve(new, "", count * SIZE, division, pin=True)
         return len(read)
 
     assert admit(count) < 1.1 * count
