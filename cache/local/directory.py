@@ -72,7 +72,6 @@ class CacheFolder:
 
     Attributes:
         uses: The uses of blobs that are not in the index yet.
-        rebuilt: Whether this opening rebuilt the index.
         default_limit: Byte limit of tiers that have none of their own.
 
     Raises:
@@ -120,11 +119,10 @@ class CacheFolder:
 
     def _recover(self, *, detectable: bool) -> None:
         """Recover the folder and enter it. On a full disk, remove a blob first: a warm cache must open."""
-        self.rebuilt, removed = False, None
+        removed = None
         while True:
             try:
-                rebuilt, used = recover(self.path, self.index, self.locks, detectable=detectable)
-                self.rebuilt |= rebuilt
+                used = recover(self.path, self.index, self.locks, detectable=detectable)
                 self.default_limit = default_limit.fix(self.path, used)
                 self.staging = StagingFolder(self.path / "tmp", self.index.start())
                 break
@@ -232,13 +230,19 @@ class CacheFolder:
                 return False
         return False
 
-    def evict(self, keep_bytes: int) -> None:
-        """Evict blobs, the least recently used first, until at most `keep_bytes` remain."""
+    def evict(self, keep_bytes: int, *, pin: bool = False) -> None:
+        """Evict blobs, the least recently used first, until at most `keep_bytes` remain.
+
+        Args:
+            keep_bytes: Most bytes that remain.
+            pin: Keep pinned blobs that a running process has used since the oldest one started.
+        """
 
         def over() -> int:
             return self.index.used_bytes() - keep_bytes
 
-        self._release_some(over, chain(self.index.transient(), self.index.pinned()))
+        before = self.oldest_process() if pin else AFTER_ALL
+        self._release_some(over, chain(self.index.transient(), self.index.pinned(before)))
 
     def _evict_for_pinned(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
         """Evict blobs last used before a time (ns), or some that need not stay, until a row can be pinned."""

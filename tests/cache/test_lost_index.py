@@ -104,6 +104,16 @@ def neighbour(path: Path, then: Callable[[LocalTier], object] = lambda _: None) 
         os.close(there)
 
 
+@pytest.fixture
+def rebuilds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The indexes that are rebuilt from here on."""
+    found, rebuild = list[Path](), recovery._rebuild
+    monkeypatch.setattr(
+        recovery, "_rebuild", lambda index, path, blobs: (found.append(path), rebuild(index, path, blobs))[1]
+    )
+    return found
+
+
 # Power failures
 
 
@@ -138,7 +148,6 @@ def test_after_a_power_failure_the_index_is_made_anew(
     tier = LocalTier(left, LIMIT, "lru")
     folder = tier.folder
     failpoints.watch(None)
-    assert folder.rebuilt
     assert seen.index("rebuild: dropped") < seen.index("lmdb"), "a torn index was opened"
     assert {row.digest for row in folder.index.rows()} == {key("x/3").digest}
     assert not zeroed.exists()
@@ -163,16 +172,20 @@ def test_a_rebuild_is_announced_and_reads_many_footers_at_a_time(
         return read(file)
 
     monkeypatch.setattr(blob_file, "read_footer", read_together)
-    assert LocalTier(left, LIMIT, "lru").folder.rebuilt
+    folder = LocalTier(left, LIMIT, "lru").folder
+    assert len(folder.index.rows()) == len(NAMES)
 
 
-def test_what_was_closed_is_believed_after_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_closed_is_believed_after_a_reboot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rebuilds: list[Path]
+) -> None:
     put(LocalTier(tmp_path, LIMIT), "x/0")
     assert (tmp_path / "index" / "state").read_text() == "closed"
+    rebuilds.clear()
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     tier = LocalTier(tmp_path, LIMIT)
-    assert not tier.folder.rebuilt
     assert look(tier, "x/0")
+    assert not rebuilds
     assert (tmp_path / "index" / "state").read_text() == "another boot"
 
 
@@ -185,19 +198,20 @@ def test_the_index_is_on_the_disk_before_it_is_noted_as_closed(tmp_path: Path, m
     assert said == ["sync", "noted"]
 
 
-def test_a_killed_process_is_no_power_failure(left: Path) -> None:
+def test_a_killed_process_is_no_power_failure(left: Path, rebuilds: list[Path]) -> None:
     tier = LocalTier(left, LIMIT, "lru")
-    assert not tier.folder.rebuilt
     assert all(look(tier, name) for name in NAMES)
+    assert not rebuilds
 
 
-def test_a_state_that_nobody_wrote(left: Path) -> None:
+def test_a_state_that_nobody_wrote(left: Path, rebuilds: list[Path]) -> None:
     (left / "index" / "state").write_bytes(b"\xff\xfe")
     folder = open_folder(left)
-    assert folder.rebuilt
+    assert len(rebuilds) == 1
     (left / "index" / "state").write_bytes(b"\xff\xfe")
     folder.close()
-    assert open_folder(left).rebuilt
+    open_folder(left).close()
+    assert len(rebuilds) == 2
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
@@ -243,12 +257,13 @@ def test_a_kill_while_an_index_is_made_or_closed(left: Path, step: str) -> None:
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
-def test_without_a_boot_id_nothing_left_open_is_believed(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_boot_id_nothing_left_open_is_believed(
+    left: Path, monkeypatch: pytest.MonkeyPatch, rebuilds: list[Path]
+) -> None:
     monkeypatch.setattr(recovery, "boot_id", lambda: "")
-    folder = open_folder(left)
-    assert folder.rebuilt
-    folder.close()
-    assert open_folder(left).rebuilt
+    for count in (1, 2):
+        open_folder(left).close()
+        assert len(rebuilds) == count
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
@@ -256,22 +271,21 @@ def test_without_a_boot_id_nothing_left_open_is_believed(left: Path, monkeypatch
 
 
 @pytest.mark.parametrize("lost", ["index", "data.mdb", "zeros", "short", "empty", "garbage", "state"])
-def test_a_lost_index_is_made_anew(left: Path, lost: str) -> None:
+def test_a_lost_index_is_made_anew(left: Path, rebuilds: list[Path], lost: str) -> None:
     lose_index(left, lost)
     tier = LocalTier(left, LIMIT, "lru")
-    assert tier.folder.rebuilt
     assert all(is_kept(tier, name) for name in NAMES)
+    assert rebuilds
     del tier
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
-def test_a_cache_without_its_format_is_made_anew(left: Path) -> None:
+def test_a_cache_without_its_format_is_made_anew(left: Path, rebuilds: list[Path]) -> None:
     """A program that cleans up may have removed it."""
     (left / "FORMAT").unlink()
     (left / "LIMIT").unlink(missing_ok=True)
-    folder = open_folder(left)
-    assert folder.rebuilt
-    folder.close()
+    open_folder(left).close()
+    assert rebuilds
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
@@ -319,6 +333,25 @@ def test_a_new_index_keeps_the_limit(left: Path) -> None:
     tier = LocalTier(left, 25_000, "lru")
     assert tier.folder.index.used_bytes() <= 25_000
     assert bytes_in(files_of(left).values()) == tier.folder.index.used_bytes()
+
+
+def test_a_lower_limit_holds_for_a_process_that_only_reads(tmp_path: Path) -> None:
+    first = LocalTier(tmp_path / "c", LIMIT)
+    for name in NAMES:
+        put(first, name)
+    del first
+    tier = LocalTier(tmp_path / "c", 55_000)
+    assert [name for name in NAMES if look(tier, name)] == ["x/2", "x/3", "y/0"]
+    assert tier.folder.index.used_bytes() <= 55_000
+
+
+def test_a_process_with_a_lower_limit_leaves_what_others_use(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with neighbour(path):
+        put(LocalTier(path, LIMIT), "x/2")
+        tier = LocalTier(path, 100)
+        assert look(tier, "x/0")
+        assert look(tier, "x/2")
 
 
 def test_a_new_index_takes_nothing_for_a_blob_that_is_none(left: Path) -> None:
@@ -387,9 +420,10 @@ def test_an_index_is_not_dropped_under_others(tmp_path: Path) -> None:
     assert_sound(path, LIMIT)
 
 
-def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rebuilds: list[Path]) -> None:
     tier = LocalTier(tmp_path, LIMIT, "lru")
     put(tier, "x/0")
+    rebuilds.clear()
     real, first = index.Index.admit, tier.folder
     broken: list[int] = [1]
 
@@ -405,7 +439,7 @@ def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     put(tier, "y/0")
     assert is_kept(tier, "y/0")
     assert tier.folder is not first
-    assert tier.folder.rebuilt
+    assert rebuilds
 
 
 def test_an_index_cut_short_is_filled_up_to_its_last_page(left: Path) -> None:
@@ -597,17 +631,17 @@ def test_a_folder_that_cannot_be_made_anew(tmp_path: Path) -> None:
     assert is_kept(tier, "x/0")
 
 
-def test_what_made_it_doubtful_who_lives_is_put_right_later(tmp_path: Path) -> None:
+def test_what_made_it_doubtful_who_lives_is_put_right_later(tmp_path: Path, rebuilds: list[Path]) -> None:
     """Two processes with different lock files may lose a row; the next process with the folder to itself rebuilds."""
     path = tmp_path / "c"
     with neighbour(path):
         (path / "locks").unlink()
         tier = LocalTier(path, LIMIT, "lru")
-        assert not tier.folder.rebuilt
         tier.folder.index.drop(key("x/0").digest)
         del tier
+    assert not rebuilds
     folder = open_folder(path)
-    assert folder.rebuilt
+    assert rebuilds
     assert {row.digest for row in folder.index.rows()} == {key("x/0").digest}
 
 

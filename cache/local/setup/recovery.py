@@ -38,7 +38,7 @@ _CLOSED = "closed"
 log = logging.getLogger(__name__)
 
 
-def recover(path: Path, index: Index, locks: KeyLocks, *, detectable: bool) -> tuple[bool, int | None]:
+def recover(path: Path, index: Index, locks: KeyLocks, *, detectable: bool) -> int | None:
     """Remove the files and rows that dead processes left. Rebuild the index if it is lost, damaged or not trusted.
 
     The caller holds the set-up lock.
@@ -50,7 +50,7 @@ def recover(path: Path, index: Index, locks: KeyLocks, *, detectable: bool) -> t
         detectable: Whether other running processes can be detected. If not, the index is not rebuilt.
 
     Returns:
-        Whether the index was rebuilt, and the bytes of all blobs; None if a stopped process holds the index.
+        The bytes of all blobs; None if a stopped process holds the index.
 
     Raises:
         OSError: The disk fails, or other processes use a damaged index.
@@ -59,7 +59,7 @@ def recover(path: Path, index: Index, locks: KeyLocks, *, detectable: bool) -> t
     step("recover: locked")
     swept = sweep(path / "tmp")
     step("recover: swept")
-    rebuilt, used = _open_index(path, index, exclusive=detectable and not living(path / "tmp"))
+    used = _open_index(path, index, exclusive=detectable and not living(path / "tmp"))
     forgotten = [] if used is None else _forget(path, index, locks, swept)
     used = index.used_bytes() if forgotten else used
     step("recover: forgotten")
@@ -67,20 +67,21 @@ def recover(path: Path, index: Index, locks: KeyLocks, *, detectable: bool) -> t
         shutil.rmtree(dead, ignore_errors=True)  # A running writer may be removing these files, too.
     if not detectable:
         doubt(path / "index")
-    return rebuilt, used
+    return used
 
 
-def _open_index(path: Path, index: Index, *, exclusive: bool) -> tuple[bool, int | None]:
-    rebuilt, used = exclusive and not trusted(path / "index"), None
-    if not rebuilt:
+def _open_index(path: Path, index: Index, *, exclusive: bool) -> int | None:
+    """Open the index, or rebuild it. Return the bytes of all blobs; None if a stopped process holds the index."""
+    lost, used = exclusive and not trusted(path / "index"), None
+    if not lost:
         try:
             used = index.used_bytes()
         except (FileNotFoundError, *DAMAGED) as error:
             log.debug("cache %s: the index cannot be read: %s", path, error)
-            rebuilt = True
+            lost = True
         except TimeoutError:  # A stopped process holds the index lock. Cached blobs are readable without the index.
             pass
-    if rebuilt:
+    if lost:
         if not exclusive:  # Other processes may still use the old index: two indexes would allow twice the limit.
             reason = "the index is lost or damaged, and in use by other processes; it is rebuilt once they exit"
             raise OSError(errno.EBUSY, reason, str(path / "index"))
@@ -88,7 +89,7 @@ def _open_index(path: Path, index: Index, *, exclusive: bool) -> tuple[bool, int
         used = index.used_bytes()
     if exclusive:
         note_open(path / "index")
-    return rebuilt, used
+    return used
 
 
 def _forget(path: Path, index: Index, locks: KeyLocks, swept: dict[Path, set[bytes]]) -> list[Path]:
