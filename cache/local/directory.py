@@ -220,7 +220,7 @@ class CacheFolder:
                 step("discard: unlinked")
                 index.drop(row.digest)
                 continue
-            self.uses.flush()
+            self._flush_uses()
             before = self.oldest_process() if pin else AFTER_ALL
             if self._evict_for_pinned(row, missing, division, before):
                 allow_transient = False
@@ -243,6 +243,14 @@ class CacheFolder:
 
         before = self.oldest_process() if pin else AFTER_ALL
         self._release_some(over, chain(self.index.transient(), self.index.pinned(before)))
+
+    def _flush_uses(self) -> None:
+        """Write the uses to the index. A full disk has no space for them, and an eviction makes some."""
+        try:
+            self.uses.flush()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def _evict_for_pinned(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
         """Evict blobs last used before a time (ns), or some that need not stay, until a row can be pinned."""

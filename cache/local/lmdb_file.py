@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import struct
 import threading
 import time
@@ -21,6 +22,7 @@ from dataload.runtime.forks import ForkAware
 
 MAP_BYTES = 64 << 30  # address space, not disk; enough for 300 million rows
 SMALL_MAP_BYTES = 1 << 30
+FULL_BYTES = 64 << 10  # A disk with less free space is full.
 LOCK_SECONDS = 2.0  # A transaction takes milliseconds. A process that holds the lock for longer was stopped.
 
 DAMAGED = (
@@ -51,7 +53,7 @@ class LmdbFile(ForkAware):
     Raises:
         TimeoutError: Any method: another process holds the lock for `LOCK_SECONDS`, so it was probably stopped.
         lmdb.Error: Any method; one of `DAMAGED` if the file must be rebuilt.
-        OSError: Any method: ESTALE after `shut`.
+        OSError: Any method: ESTALE after `shut`, ENOSPC on a full disk.
     """
 
     def __init__(self, path: Path, tables: tuple[bytes, ...]) -> None:
@@ -131,6 +133,10 @@ class LmdbFile(ForkAware):
                         with self._ready(create=create).begin(write=write) as txn:
                             yield txn
                         return
+                except lmdb.Error as error:
+                    if self._lacks_space(error):
+                        raise OSError(errno.ENOSPC, f"no space for the index: {error}", str(self._path)) from error
+                    raise
                 except (struct.error, UnicodeDecodeError, OverflowError) as error:
                     raise lmdb.CorruptedError(f"the index holds an invalid value: {error}") from error
                 finally:  # Also after a Ctrl-C between the lock and the transaction.
@@ -139,6 +145,12 @@ class LmdbFile(ForkAware):
         holders = f"; {users(self._path.parent)}" if timeout else ""  # It takes longer than a transaction.
         reason = f"another process has held the index for {timeout:g} s{holders}"
         raise TimeoutError(errno.ETIMEDOUT, reason, str(self._path))
+
+    def _lacks_space(self, error: lmdb.Error) -> bool:
+        """Return whether a full disk caused an error. LMDB calls a short write an input/output error."""
+        if type(error) is lmdb.Error:
+            return shutil.disk_usage(self._path).free < FULL_BYTES
+        return isinstance(error, lmdb.DiskError)
 
     def _lock_file(self, *, create: bool) -> int:
         """Return a descriptor of LMDB's file. Only `make` creates the file."""

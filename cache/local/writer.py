@@ -83,6 +83,20 @@ class BlobWriter(Draft):
             return found
         return in_memory
 
+    def enter(self, folder: CacheFolder, draft: str) -> bool:
+        """Enter the blob in the index. Return whether it fits. If the disk is full, evict as in a full cache.
+
+        Raises:
+            OSError: The disk is full, and the policy allows no eviction.
+        """
+        reserve = partial(self._tier.reserve, folder, self.key, self._size, draft)
+        try:
+            return reserve()
+        except OSError as error:
+            if error.errno not in FULL or not reserve(folder.index.used_bytes()):
+                raise
+        return True
+
     def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
         digest = self.key.digest
         folder.index.check_not_replaced()
@@ -91,7 +105,7 @@ class BlobWriter(Draft):
         descriptor = self._create(folder, self._path)
         step("fill: drafted")
         try:
-            if not self._tier.reserve(folder, self.key, self._size, self._path):
+            if not self.enter(folder, self._path):
                 self._tier.health.writes.worked()
                 return None
             step("fill: reserved")
@@ -236,7 +250,12 @@ class BulkWriter:
         """Enter the blobs of these writers in the index. Return which of them fit."""
         tier = self.tier
         rows, region = [writer.row for writer in writers], tier.division().region
-        all_fit = folder.index.admit_all(rows, limit=tier.limit, region=region)
+        try:
+            all_fit = folder.index.admit_all(rows, limit=tier.limit, region=region)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            all_fit = False
         for writer in writers:
-            writer.is_entered = all_fit or tier.reserve(folder, writer.key, writer.row.size, writer.draft)
+            writer.is_entered = all_fit or writer.enter(folder, writer.draft)
         return [writer.is_entered for writer in writers]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lmdb
@@ -531,6 +532,35 @@ def test_a_cache_on_a_full_disk_evicts_what_its_policy_allows(small_disk: Path, 
     assert fsck.verify(tier.folder).problems == []
 
 
+@pytest.mark.parametrize("error", [lmdb.DiskError, lmdb.Error])
+@pytest.mark.parametrize("bulk", [False, True])
+def test_an_index_that_has_no_space_for_a_row_evicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[lmdb.Error], *, bulk: bool
+) -> None:
+    monkeypatch.setattr(RecentUses, "_run", lambda _: None)  # That thread may be the one that fails.
+    tier = LocalTier(tmp_path / "c", 1 << 30, "lru")
+    for name in ("x/3", "y/3"):
+        put(tier, name)
+    assert tier.get(key("y/3"))  # whose use has no space either
+    failures, put_row = iter([True] * (3 if bulk else 2)), Index._put_row
+
+    def fails_at_first(*given: Any) -> None:
+        if next(failures, False):
+            raise error("No space left on device")
+        put_row(*given)
+
+    monkeypatch.setattr(Index, "_put_row", fails_at_first)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    if bulk:
+        tier.bulk.put_together([(key("w/3"), memoryview(data_of("w/3")))])
+    else:
+        put(tier, "w/3")
+    assert [name for name in ("w/3", "x/3", "y/3") if tier.get(key(name))] == ["w/3", "y/3"]
+    assert tier.stats()["health"]["state"] == "normal"
+    assert "errors" not in tier.stats()
+    assert fsck.verify(tier.folder).problems == []
+
+
 @pytest.mark.parametrize("bulk", [False, True])
 def test_a_disk_that_has_no_space_for_more_files(small_disk: Path, *, bulk: bool) -> None:
     tier = LocalTier(small_disk / "c", 1 << 19, "lru")
@@ -582,6 +612,20 @@ def test_a_warm_cache_on_a_full_disk_is_opened(small_disk: Path, full: str) -> N
     assert tier.stats()["health"]["state"] == "normal"
     assert fsck.verify(tier.folder).problems == []
     assert (path / "index" / "state").read_text() == recovery.boot_id()
+
+
+def test_a_lost_index_on_a_full_disk_is_made_anew(small_disk: Path) -> None:
+    path = small_disk / "c"
+    tier = LocalTier(path, 1 << 30, "lru")
+    for name in ("x/5", "y/5", "z/5"):
+        put(tier, name)
+    tier.folder.close()
+    shutil.rmtree(path / "index")
+    fill_up(small_disk)
+    tier = LocalTier(path, 1 << 30, "lru")
+    assert len([name for name in ("x/5", "y/5", "z/5") if tier.get(key(name))]) == 2
+    assert tier.stats()["health"]["state"] == "normal"
+    assert fsck.verify(tier.folder).problems == []
 
 
 def test_a_disk_that_fills_up_and_is_freed(small_disk: Path) -> None:
