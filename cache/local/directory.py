@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import lmdb
@@ -24,12 +24,11 @@ from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
 from dataload.cache.local.setup.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
-from dataload.cache.local.surplus import Surplus, TransientRows
+from dataload.cache.local.surplus import Surplus, TransientRows, release, release_if_enough
 from dataload.errors import ConfigError
 
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
-EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # this process has too many maps or files
 ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
@@ -83,7 +82,7 @@ class CacheFolder:
 
     def __init__(self, path: Path, *, allow_network_filesystem: bool = False) -> None:
         self.path = path
-        self._blobs = str(path / "blobs")
+        self._blobs, self._tmp = str(path / "blobs"), path / "tmp"
         self.closed = False
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ class CacheFolder:
             try:
                 used = recover(self.path, self.index, self.locks, detectable=detectable)
                 self.default_limit = default_limit.fix(self.path, used)
-                self.staging = StagingFolder(self.path / "tmp", self.index.start())
+                self.staging = StagingFolder(self._tmp, self.index.start())
                 break
             except OSError as error:
                 if error.errno not in FULL or removed is not None:
@@ -187,7 +186,7 @@ class CacheFolder:
         mark = self.staging.mark(digest)
         if draft is None:
             self.unlink(digest)
-            self._clear_drafts(digest, mark)  # Drafts of a dead writer, not swept yet: the row accounts for them.
+            clear_drafts(self._tmp, digest, mark)  # Drafts of a dead writer, not swept yet: the row accounts for them.
             step("discard: unlinked")
         else:
             remove(draft)
@@ -216,12 +215,12 @@ class CacheFolder:
                 if index.admit(row, limit=limit, region=division.region, allow_transient=allow_transient) is None:
                     return True
             except RowExistsError:  # of the corrupt blob, or of drafts of a dead writer that are not swept yet
-                self._clear_drafts(row.digest, draft)
+                clear_drafts(self._tmp, row.digest, draft)
                 step("discard: unlinked")
                 index.drop(row.digest)
                 continue
             self._flush_uses()
-            before = self.oldest_process() if pin else AFTER_ALL
+            before = oldest_start(self._tmp) if pin else AFTER_ALL
             if self._evict_for_pinned(row, missing, division, before):
                 allow_transient = False
             elif self._evict_for_transient(row, missing, division, before):
@@ -241,8 +240,8 @@ class CacheFolder:
         def over() -> int:
             return self.index.used_bytes() - keep_bytes
 
-        before = self.oldest_process() if pin else AFTER_ALL
-        self._release_some(over, chain(self.index.transient(), self.index.pinned(before)))
+        before = oldest_start(self._tmp) if pin else AFTER_ALL
+        release(over, chain(self.index.transient(), self.index.pinned(before)), self.remove)
 
     def _flush_uses(self) -> None:
         """Write the uses to the index. A full disk has no space for them, and an eviction makes some."""
@@ -258,9 +257,9 @@ class CacheFolder:
         def size() -> int:
             return max(missing())
 
-        if self._evict(size, self.index.pinned(before)):
+        if release_if_enough(size, self.index.pinned(before), self.remove):
             return True
-        return division.stays(row.group) and self._evict_surplus(division, size)
+        return division.stays(row.group) and self._surplus.release(division, size, self.index.pinned, self.remove)
 
     def _evict_for_transient(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
         """Evict transient blobs, then those last used before a time (ns), until a row fits as a transient one."""
@@ -268,34 +267,12 @@ class CacheFolder:
         def size() -> int:
             return missing().total
 
+        victims: Iterator[Row] = chain(self._transient.victims(division, row), self.index.pinned(before))
         if division.region and missing().pinned > row.size:  # Other data has filled the region with pinned blobs.
-            return self._evict_surplus(division, size) or self._evict(size, self.index.pinned())
-        return self._evict(size, chain(self._transient.victims(division, row), self.index.pinned(before)))
-
-    def _evict(self, missing: Callable[[], int], victims: Iterator[Row]) -> bool:
-        """Evict blobs in order until nothing is missing, none if all are too small. Return whether it succeeded."""
-        first, size = list[Row](), missing()
-        while size > 0 and (row := next(victims, None)) is not None:
-            first.append(row)
-            size -= row.size
-        return size <= 0 and self._release_some(missing, chain(first, victims)) <= 0
-
-    def _evict_surplus(self, division: Division, missing: Callable[[], int]) -> bool:
-        """Evict blobs that need not stay until nothing is missing. Return whether that succeeded."""
-        size = missing()
-        while size > 0 and (surplus := self._surplus.take(division, size, self.index.pinned)):
-            size = self._release_some(missing, iter(surplus))
-        return size <= 0
-
-    def _release_some(self, missing: Callable[[], int], victims: Iterator[Row]) -> int:
-        """Release blobs until nothing is missing or no victims are left. Return the bytes that are still missing.
-
-        Other processes may evict for the same shortage, so each batch of blobs is for the bytes that are missing then.
-        """
-        size = missing()
-        while size > 0 and (batch := _first(victims, size)):
-            size = min(size - self.remove(batch), missing())
-        return size
+            if self._surplus.release(division, size, self.index.pinned, self.remove):
+                return True
+            victims = self.index.pinned()
+        return release_if_enough(size, victims, self.remove)
 
     def remove(self, digests: Iterable[bytes]) -> int:
         """Remove a few blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.
@@ -309,31 +286,13 @@ class CacheFolder:
                 if stack.enter_context(self.locks.hold_to_evict(digest)):
                     mark = marks[digest] = self.staging.mark(digest)
                     if not self.unlink(digest):
-                        self._clear_drafts(digest, mark)  # Drafts of a dead writer: the row accounts for them.
+                        clear_drafts(self._tmp, digest, mark)  # Drafts of a dead writer: the row accounts for them.
             step("evict: unlinked")
             freed = self.index.drop(*marks) if marks else 0
             step("evict: dropped")
             for mark in marks.values():  # Not reached if the drop failed: the rows still need their marks.
                 remove(mark)
         return freed
-
-    def _clear_drafts(self, digest: bytes, keep: str) -> None:
-        clear_drafts(self.path / "tmp", digest, keep)
-
-    def oldest_process(self) -> int:
-        """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""
-        return oldest_start(self.path / "tmp")
-
-
-def _first(rows: Iterator[Row], size: int) -> list[bytes]:
-    """Take the first rows, until they have `size` bytes, and at most `EVICTED_TOGETHER`. Return their digests."""
-    found: list[bytes] = []
-    for row in islice(rows, EVICTED_TOGETHER):
-        found.append(row.digest)
-        size -= row.size
-        if size <= 0:
-            break
-    return found
 
 
 def _make(folder: Path, evict: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Choose blobs to evict: first those that no loader needs, then those above the share of their dataset."""
+"""Choose blobs to evict, first those that no loader needs, then those above the share of their dataset; evict them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,52 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 
 from dataload.cache.division import Division
 from dataload.cache.local.index import Index, Row
 from dataload.cache.tier import RECORDS
 
 _NAME = re.compile(rf"#({RECORDS}[^#]*|\d+-\d+)$")  # of a blob of records, or of a block of a file
+EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
 PAUSES = 20  # times the duration of a scan, until the next one
+
+Missing = Callable[[], int]
+"""`missing()` returns the bytes that must be freed now; 0 or less: none."""
+
+Remove = Callable[[Iterable[bytes]], int]
+"""`remove(digests)` removes a few blobs, and returns the bytes that were freed."""
+
+
+def release(missing: Missing, victims: Iterator[Row], remove: Remove) -> int:
+    """Remove blobs in order until nothing is missing or no victims are left. Return the bytes that are still missing.
+
+    Other processes may evict for the same shortage, so each batch of blobs is for the bytes that are missing then.
+    """
+    size = missing()
+    while size > 0 and (batch := _first(victims, size)):
+        size = min(size - remove(batch), missing())
+    return size
+
+
+def release_if_enough(missing: Missing, victims: Iterator[Row], remove: Remove) -> bool:
+    """Remove blobs in order until nothing is missing, none if all are too small. Return whether it succeeded."""
+    first, size = list[Row](), missing()
+    while size > 0 and (row := next(victims, None)) is not None:
+        first.append(row)
+        size -= row.size
+    return size <= 0 and release(missing, chain(first, victims), remove) <= 0
+
+
+def _first(rows: Iterator[Row], size: int) -> list[bytes]:
+    """Take the first rows, until they have `size` bytes, and at most `EVICTED_TOGETHER`. Return their digests."""
+    found: list[bytes] = []
+    for row in islice(rows, EVICTED_TOGETHER):
+        found.append(row.digest)
+        size -= row.size
+        if size <= 0:
+            break
+    return found
 
 
 class Surplus:
@@ -33,6 +71,13 @@ class Surplus:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._found: weakref.WeakKeyDictionary[Division, _Found] = weakref.WeakKeyDictionary()
+
+    def release(self, division: Division, missing: Missing, scan: Callable[[], Iterable[Row]], remove: Remove) -> bool:
+        """Remove blobs that need not stay until nothing is missing. Return whether it succeeded; see `take`."""
+        size = missing()
+        while size > 0 and (surplus := self.take(division, size, scan)):
+            size = release(missing, iter(surplus), remove)
+        return size <= 0
 
     def take(self, division: Division, size: int, scan: Callable[[], Iterable[Row]]) -> list[Row]:
         """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.

@@ -13,7 +13,7 @@ from tiers import key
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.division import MAX_TRANSIENT, Need
-from dataload.cache.local import blob_file
+from dataload.cache.local import blob_file, directory
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate
 from dataload.loader import capacity
@@ -98,13 +98,15 @@ def test_without_a_region_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:
     assert tier.stats()["refused"] == 2
 
 
-def test_what_no_running_process_uses_makes_room_for_what_stays(tmp_path: Path) -> None:
+def test_what_no_running_process_uses_makes_room_for_what_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tier_of(tmp_path, 5, region=2), *range(6))
     tier = tier_of(tmp_path, 5, region=2)  # another process, as far as it can tell
-    tier.folder.oldest_process = lambda: 1 << 62
+    monkeypatch.setattr(directory, "oldest_start", lambda _: 1 << 62)
     put(tier, 6, 7, 8)
     assert {6, 7, 8} <= set(kept(tier))
-    tier.folder.oldest_process = lambda: 0
+    monkeypatch.setattr(directory, "oldest_start", lambda _: 0)
     put(tier, 9)
     assert {6, 7, 8, 9} <= set(kept(tier))
 
@@ -123,22 +125,22 @@ def test_blobs_in_use_stay_though_the_clock_is_set_back(tmp_path: Path, monkeypa
     assert {5, 6} <= set(kept(later))
 
 
-def test_what_is_touched_stays_though_it_was_not_used_lately(tmp_path: Path) -> None:
+def test_what_is_touched_stays_though_it_was_not_used_lately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tier_of(tmp_path, 5, region=2)
     put(first, 0, 1, 2)
     tier = tier_of(tmp_path, 5, region=2)
     started = max(row.used_at for row in tier.folder.index.rows()) + 1
-    tier.folder.oldest_process = lambda: started
+    monkeypatch.setattr(directory, "oldest_start", lambda _: started)
     tier.touch([key(f"x/{name}") for name in (0, 1, 9)])
     put(tier, 3, 4, 5)
     assert kept(tier) == [0, 1, 3, 4, 5]  # no process used 2
 
 
-def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None:
+def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache was warmed to its limit, and all blobs are in use."""
     put(tier_of(tmp_path, 5, region=0), *range(5))
     tier = tier_of(tmp_path, 5, region=2)
-    tier.folder.oldest_process = lambda: 0
+    monkeypatch.setattr(directory, "oldest_start", lambda _: 0)
     for name in (5, 6, 7, 8):
         put(tier, name)
         assert {name - 1, name} & set(range(5, 10)) <= set(kept(tier))
