@@ -338,7 +338,7 @@ def _close(
             uses.flush(timeout=0)
             staging.close()
             if held and not living(path / "tmp"):
-                index.sync()
+                index.shut(sync=True)
                 step("close: synced")
                 recovery.note_closed(path / "index")
         staging.close()

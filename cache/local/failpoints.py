@@ -20,7 +20,7 @@ STEPS = (
     "recover: forgotten",  # these rows are dropped
     "rebuild: dropped",  # the old index is removed
     "rebuild: entered",  # the new index has its rows, but is not trusted yet
-    "close: synced",  # the index is synced, but not recorded as closed
+    "close: synced",  # the index is synced and shut, but not recorded as closed
 )
 
 _watcher: Callable[[str], object] | None = None

@@ -88,11 +88,19 @@ class LmdbFile(ForkAware):
                 os.close(self._descriptor)
                 self._descriptor = None
 
-    def shut(self) -> None:
-        """Close the file for good: later uses, in any thread, raise OSError (ESTALE)."""
+    def shut(self, *, sync: bool = False) -> None:
+        """Close the file for good: later uses, in any thread, raise OSError (ESTALE).
+
+        Args:
+            sync: First write all changes to disk. No thread changes anything in between.
+        """
         with self._gate:
-            self._shut = True
-            self.close()
+            try:
+                if sync:
+                    self.sync()
+            finally:
+                self._shut = True
+                self.close()
 
     def sync(self) -> None:
         """Write all changes to disk."""

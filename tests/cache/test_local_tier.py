@@ -814,10 +814,10 @@ def test_a_folder_that_another_thread_is_closing_is_opened_after_it(
     closing, go_on = threading.Event(), threading.Event()
     shut = Index.shut
 
-    def slowly(index: Index) -> None:
+    def slowly(index: Index, **options: bool) -> None:
         closing.set()
         assert go_on.wait(60)
-        shut(index)
+        shut(index, **options)
 
     monkeypatch.setattr(Index, "shut", slowly)
     monkeypatch.setattr("dataload.cache.local.registry.CLOSE_SECONDS", 30)

@@ -501,6 +501,27 @@ def test_threads_that_outlive_the_folder_at_the_end_of_the_process(
     assert is_kept(tier, "x/2")
 
 
+def test_a_thread_that_outlives_the_folder_changes_no_index_that_is_noted_as_closed(tmp_path: Path) -> None:
+    """Its change may not be on the disk."""
+    path = tmp_path / "c"
+    tier = LocalTier(path, LIMIT)
+    folder, late = tier.folder, []
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(len(data_of("x/0")))  # Its draft keeps the staging folder.
+        failpoints.watch(lambda name: name == "close: synced" and (late.append(name), put(tier, "x/2")))
+        folder._close()  # as at the end of the interpreter
+        failpoints.watch(None)
+        room[:] = data_of("x/0")
+
+    tier.get_or_fill(key("x/0"), fill)
+    assert late
+    assert (path / "index" / "state").read_text() == "closed"
+    folder.close()
+    folder = open_folder(path)
+    assert [name_of(row.name) for row in folder.index.rows()] == ["x/0"]
+
+
 def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LMDB must not open the file twice, even while a caller holds the error."""
     opened = index.Index(left / "index")
