@@ -16,6 +16,8 @@ import os
 import re
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,17 +145,23 @@ def _sums(payload: memoryview) -> bytes:
     return b"".join(map(xxhash.xxh3_64_digest, segments))
 
 
-def write(path: str | Path, sealed: mmap.mmap, size: int) -> None:
-    """Write the first `size` bytes of a map into an existing file. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+@contextmanager
+def opened(path: str | Path) -> Iterator[int]:
+    """Open an existing file to write it and to map it, for the duration of the block. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        done = 0
-        with memoryview(sealed) as whole:
-            while done < size:
-                with whole[done : min(size, done + WRITTEN_BYTES)] as chunk:
-                    done += os.pwrite(descriptor, chunk, done)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def write(descriptor: int, sealed: mmap.mmap, size: int) -> None:
+    """Write the first `size` bytes of a map into an open file. Raises OSError."""
+    done = 0
+    with memoryview(sealed) as whole:
+        while done < size:
+            with whole[done : min(size, done + WRITTEN_BYTES)] as chunk:
+                done += os.pwrite(descriptor, chunk, done)
 
 
 def size_from(end: bytes, where: str) -> int:
@@ -181,9 +189,7 @@ def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
     return payload
 
 
-def open_map(
-    path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None, *, just_sealed: bool = False
-) -> memoryview:
+def open_map(path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None) -> memoryview:
     """Return the payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
     Args:
@@ -191,7 +197,6 @@ def open_map(
         digest: Digest of the blob's key.
         verified: The segments that this process has verified. The other segments that `span` touches are verified now.
         span: First byte and end of the range to return. None: the whole payload.
-        just_sealed: This process has just computed the checksums, so the payload needs no verification.
 
     Raises:
         OSError: The file is missing or unreadable.
@@ -205,8 +210,6 @@ def open_map(
         os.close(descriptor)
     if footer.digest != digest:
         raise CorruptEntry(f"{path} holds another blob, with key {footer.digest.hex()}")
-    if just_sealed:
-        verified.add(digest, status, WHOLE)
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
         mapped.read_in(start, stop, path)

@@ -158,14 +158,13 @@ class CacheFolder:
         """Return `path_of` as a string, in a tenth of the time."""
         return blob_file.path_in(self._blobs, digest)
 
-    def publish(self, draft: str, digest: bytes) -> str:
-        """Move a sealed draft to its final path, and return that path.
+    def publish(self, draft: str, digest: bytes) -> None:
+        """Move a sealed draft to its final path.
 
         Raises:
             OSError: The file cannot be moved.
         """
-        target = self.file_of(digest)
-        folder, name = os.path.split(target)
+        folder, name = os.path.split(self.file_of(digest))
         try:
             parent = os.open(folder, OPEN_FOLDER)
         except FileNotFoundError:
@@ -175,7 +174,6 @@ class CacheFolder:
             os.rename(draft, name, dst_dir_fd=parent)
         finally:
             os.close(parent)
-        return target
 
     def unlink(self, digest: bytes) -> bool:
         """Remove a blob's file. Return whether it existed."""

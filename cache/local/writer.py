@@ -19,7 +19,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.staging import remove
-from dataload.cache.tier import BlobKey, CacheFullError, Draft, Span
+from dataload.cache.tier import BlobKey, CacheFullError, Draft, Span, cut
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
@@ -68,19 +68,20 @@ class BlobWriter(Draft):
             return in_memory
         with doing("disk"), tier.fallback("writing a blob", tier.health.writes, folder):
             blob_file.seal(buffer, len(payload), digest, self.key.name)
-            blob_file.write(self._path, buffer, self._size)
-            step("fill: sealed")
-            target = folder.publish(self._path, digest)
-            self._path = None
-            step("fill: published")
-            tier.health.worked()
-            # A view of the memory that was written to would let its holder modify the blob: map the file read-only.
-            found = blob_file.open_map(target, digest, tier.verified, span, just_sealed=True)
+            with blob_file.opened(self._path) as descriptor:
+                blob_file.write(descriptor, buffer, self._size)
+                step("fill: sealed")
+                folder.publish(self._path, digest)
+                self._path = None
+                step("fill: published")
+                tier.health.worked()
+                # A view of the memory that was written to would let its holder modify the blob.
+                found = blob_file.map_written(descriptor, self._size, len(payload), digest, tier.verified)
             with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
                 in_memory.release()
                 payload.release()
                 blob_buffers.give_back(buffer)
-            return found
+            return cut(found, span)
         return in_memory
 
     def enter(self, folder: CacheFolder, draft: str) -> bool:
