@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from fsspec.asyn import sync
 from fsspec.caching import BaseCache
-from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
@@ -20,7 +19,7 @@ from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once
-from dataload.cache.origin.version import CHANGED, forget, is_other, version_of
+from dataload.cache.origin.version import CHANGED, forget, is_other, refreshing, unwrapped, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.instances import Instances
 from dataload.runtime.redact import redacted
@@ -181,15 +180,16 @@ class Fsspec:
 
     def _check_version(self, path: str, version: str) -> None:
         """Raise ObjectChanged if the object has another version now. Without If-Match, no check is better."""
-        forget(self._filesystem, path)
-        if version_of(dict(self._filesystem.info(path))) != version:
+        options = refreshing(self._filesystem, path)
+        if not options:
+            forget(self._filesystem, path)
+        if version_of(dict(self._filesystem.info(path, **options))) != version:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
 
 
 def _lock_of(filesystem: Any) -> AbstractContextManager[Any]:
     """Return the lock of a filesystem. It excludes no thread if all may call the filesystem at the same time."""
-    while isinstance(filesystem, DirFileSystem):  # asynchronous, whatever it wraps
-        filesystem = filesystem.fs
+    filesystem, _ = unwrapped(filesystem)  # A `DirFileSystem` is asynchronous, whatever it wraps.
     if getattr(filesystem, "async_impl", False) or address_of(filesystem)[0] in CONCURRENT:
         return nullcontext()
     return _locks.get(id(filesystem), threading.RLock)  # An engine keeps its filesystem.

@@ -24,7 +24,7 @@ from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
 from dataload.cache.origin.s3_names import check_version, complete
-from dataload.cache.origin.version import forget
+from dataload.cache.origin.version import forget, fresh_listing, refreshing
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
@@ -144,7 +144,7 @@ class Origin(ForkAware):
 
         def info(filesystem: Any) -> dict[str, Any]:
             forget(filesystem, path)
-            return self._served(complete(filesystem).info(path))
+            return self._served(complete(filesystem).info(path, **refreshing(filesystem, path)))
 
         return self.metadata(path, info)
 
@@ -158,9 +158,9 @@ class Origin(ForkAware):
         is_glob = has_magic(path) if is_glob is None else is_glob
 
         def find(filesystem: Any) -> dict[str, dict[str, Any]]:
-            filesystem.invalidate_cache(None if is_glob else path)
-            whole = complete(filesystem)
-            found = whole.glob(path, detail=True) if is_glob else whole.find(path, detail=True)
+            with fresh_listing(filesystem, None if is_glob else path):
+                whole = complete(filesystem)
+                found = (whole.glob if is_glob else whole.find)(path, detail=True)
             if not found and not is_glob:
                 with suppress(OriginNotFound):
                     self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.

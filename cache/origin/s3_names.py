@@ -12,6 +12,7 @@ from fsspec.asyn import sync
 from fsspec.core import has_magic
 
 from dataload.cache.origin.errors import UnsuitableError, is_store_error
+from dataload.cache.origin.version import fresh_listing
 from dataload.errors import ConfigError
 from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.redact import redacted
@@ -45,21 +46,22 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         self._requests = DaemonExecutor(1, "dataload-names")  # In the main thread, Ctrl-C could not interrupt obstore.
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        return self._first(lambda: self._info(path)) or self._other().info(path)  # type: ignore[no-any-return]
+        found = self._first(lambda: self._info(path))
+        return found or self._by_s3fs(lambda s3fs: s3fs.info(path))
 
     def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
         """Return the files at `path` by name."""
         path = self._strip_protocol(path)
         found = self._first(lambda: self._find(path, maxdepth) or {path: self._info(path)})
-        return found or self._other().find(path, maxdepth=maxdepth, detail=True)  # type: ignore[no-any-return]
+        return found or self._by_s3fs(lambda s3fs: s3fs.find(path, maxdepth=maxdepth, detail=True))
 
     def glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
         """Return the files that match a pattern, by name."""
         walk = _Walk(self._find)
         found = self._first(lambda: walk.glob(path, detail=True))
-        return complete(self._other()).glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
+        return self._by_s3fs(lambda s3fs: complete(s3fs).glob(path, detail=True)) if found is None else found
 
-    def _first(self, call: Callable[[], Any]) -> Any:
+    def _first(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the result of requests of obstore, or None if they fail."""
         try:
             return awaited(self._requests.submit(call))
@@ -69,10 +71,10 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
                 return None
             raise
 
-    def _other(self) -> Any:
+    def _by_s3fs(self, request: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         filesystem = self._s3fs()
-        filesystem.invalidate_cache()
-        return filesystem
+        with fresh_listing(filesystem, None):
+            return request(filesystem)
 
     def _info(self, path: str) -> dict[str, Any]:
         import obstore

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
+from fsspec.implementations.dirfs import DirFileSystem
+
 CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
 # Google's etag changes with the metadata, such as the storage class after a read; its generation only with the content.
-VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash")
+VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash", "blob_id")
 # The version of a local file. Owner, rights, links and the time of their change are no part of it.
 LOCAL_FIELDS = ("ino", "mtime", "size")
 # Not part of a version: the names, of which WebHDFS has another one in listings, and fields that a read changes.
@@ -36,10 +40,44 @@ def _volatile(info: dict[str, Any]) -> set[str]:
 
 def forget(filesystem: Any, path: str) -> None:
     """Make a filesystem of fsspec forget the info of an object. Some keep it in the listing of its folder alone."""
+    filesystem, path = unwrapped(filesystem, path)
     filesystem.invalidate_cache(path)
     parent = filesystem._parent(path)  # noqa: SLF001 (an extension point of fsspec)
     if parent in filesystem.dircache:  # Nothing is above a repository of Hugging Face: its filesystem would raise.
         filesystem.invalidate_cache(parent)
+
+
+@contextmanager
+def fresh_listing(filesystem: Any, path: str | None) -> Iterator[None]:
+    """Make a filesystem of fsspec forget its listings of `path` (None: all), and s3fs those of the block, too.
+
+    Else s3fs would keep 1 kB an object for the life of the process.
+    """
+    filesystem.invalidate_cache(path)
+    before = set(filesystem.dircache)
+    try:
+        yield
+    finally:
+        for folder in set(filesystem.dircache) - before if hasattr(filesystem, "call_s3") else ():
+            with suppress(KeyError):  # Another thread forgets it, too.
+                del filesystem.dircache[folder]
+
+
+def refreshing(filesystem: Any, path: str) -> dict[str, Any]:
+    """Return the arguments of `info` with which Hugging Face's filesystem requests one object; none for others.
+
+    Without them it lists the whole folder. While another thread forgets that listing, an info lacks fields.
+    """
+    filesystem, path = unwrapped(filesystem, path)
+    is_in_repository = filesystem.protocol == "hf" and getattr(filesystem.resolve_path(path), "path_in_repo", "")
+    return {"refresh": True, "expand_info": True} if is_in_repository else {}
+
+
+def unwrapped(filesystem: Any, path: str = "") -> tuple[Any, str]:
+    """Return the filesystem that keeps connections and listings, without those that add a folder to each path."""
+    while isinstance(filesystem, DirFileSystem):
+        path, filesystem = filesystem._join(path), filesystem.fs  # noqa: SLF001 (fsspec has no public name for it)
+    return filesystem, path
 
 
 def is_other(tag: str | None, version: str) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import s3fs
 from fsspec import AbstractFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
 from http_servers import serving
 
 from dataload.benchmarks.origin import s3
@@ -154,20 +155,21 @@ class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no 
         self.dircache.pop(path, None) if path else self.dircache.clear()
 
 
-def test_listings_that_keep_infos_are_forgotten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in dirfs"])
+def test_listings_that_keep_infos_are_forgotten(tmp_path: Path, wrapped: bool) -> None:
     (folder := tmp_path / "data").mkdir()
     (folder / "x").write_bytes(OLD)
-    fs = TierCacheFileSystem(
-        fs=KeepsListings(str(folder)), cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True
-    )
-    fs.ls(str(folder))
-    assert fs.cat_file(f"{folder}/x", end=BLOCK) == OLD[:BLOCK]
-    fs.ls(str(folder))
+    origin: Any = KeepsListings(str(folder))
+    origin, place = (DirFileSystem(str(tmp_path), origin), "data") if wrapped else (origin, str(folder))
+    fs = TierCacheFileSystem(fs=origin, cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True)
+    fs.ls(place)
+    assert fs.cat_file(f"{place}/x", end=BLOCK) == OLD[:BLOCK]
+    fs.ls(place)
     (folder / "x").write_bytes(NEW)
     with pytest.raises(ObjectChanged):
-        fs.cat_file(f"{folder}/x")
-    fs.ls(str(folder))
-    assert fs.cat_file(f"{folder}/x") == NEW
+        fs.cat_file(f"{place}/x")
+    fs.ls(place)
+    assert fs.cat_file(f"{place}/x") == NEW
     (folder / "x").write_bytes(OLD)
-    assert fs.info(f"{folder}/x", refresh=True)["size"] == len(OLD)
-    assert fs.blocks.origin.info(str(folder))["type"] == "directory"
+    assert fs.info(f"{place}/x", refresh=True)["size"] == len(OLD)
+    assert fs.blocks.origin.info(place)["type"] == "directory"

@@ -6,15 +6,18 @@ import errno
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from attempts import fail_at_once
 
-from dataload import make_dataset, make_loader
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.origin.origin import Origin
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 
 
@@ -211,6 +214,24 @@ def test_an_object_in_s3_with_the_name_of_a_folder(bucket: Any, names: dict[str,
     options = bucket.options | names
     for name, count in {"data/p": 2, "data/[p]": 1, "data": 3}.items():
         assert len(make_dataset(bucket.url(name), storage_options=options, cache=False)) == count
+
+
+@pytest.mark.parametrize("engine", ["fsspec", "auto"])
+def test_s3fs_keeps_no_listing_of_a_dataset(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, engine: str, pattern: str | list[str]
+) -> None:
+    """It would keep 1 kB an object for the life of the process. Listings of the user stay, but not those of a glob."""
+    dataset_of([[3], [3]])
+    bucket.put("data/\N{SNOWMAN}/_empty", b"")  # obstore lists no such names.
+    bucket.put("mine/x", b"")
+    s3fs = fsspec.filesystem("s3", **bucket.options)
+    s3fs.ls(f"{bucket.name}/mine")
+    source = bucket.url(pattern) if isinstance(pattern, str) else list(map(bucket.url, pattern))
+    assert len(make_dataset(source, storage_options=bucket.options, cache=replace(cache, engine=engine))) == 6
+    assert fsspec.filesystem("s3", **bucket.options) is s3fs
+    assert set(s3fs.dircache) <= {f"{bucket.name}/mine"}
+    if engine == "fsspec" and "*" not in pattern:
+        assert s3fs.dircache
 
 
 def test_the_order_of_a_list_does_not_count(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
 import fsspec
 import pytest
@@ -314,11 +315,40 @@ def test_a_hub_of_datasets(tmp_path: Path) -> None:
     fs.clear_instance_cache()
 
 
+def test_a_read_from_a_hub_looks_at_its_own_file_alone(tmp_path: Path) -> None:
+    """The listing of its folder takes a request for each 1,000 files."""
+    path = "datasets/me/set/data/one.bin"
+    with Served(tmp_path, Hub) as address:
+        fs = fsspec.filesystem(
+            "tiercache",
+            target_protocol="hf",
+            target_options={"endpoint": address},
+            cache_dir=str(tmp_path / "cache"),
+            block_bytes=BLOCK,
+        )
+        assert fs.find("datasets/me/set") == [path]
+        listed = fs.ukey(path)
+        Hub.listings.clear()
+        assert fs.cat_file(path, 0, 5 * BLOCK) == BODIES["one.bin"][: 5 * BLOCK]
+        assert Hub.listings == []
+        fs.invalidate_cache()
+        assert fs.ukey(path) == listed
+        with pytest.MonkeyPatch.context() as replaced:
+            replaced.setattr(Hub, "oid", "2f")
+            with pytest.raises(ObjectChanged, match=r"one\.bin was replaced"):
+                fs.cat_file(path)
+            assert fs.info("datasets/me/set")["type"] == "directory"
+            assert fs.cat_file(path) == BODIES["one.bin"]
+    fs.clear_instance_cache()
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """A fake Hugging Face Hub with a dataset of one file."""
 
     protocol_version = "HTTP/1.1"
+    oid = "1f"
     sent: ClassVar[list[tuple[int, int]]] = []
+    listings: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         body, path = BODIES["one.bin"], self.path.partition("?")[0]
@@ -328,9 +358,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.sent.append((start, start + len(part)))
             self.answer(206, part)
         elif "/tree/" in path:
-            self.answer(200, [{"type": "file", "oid": "1f", "size": len(body), "path": "data/one.bin"}])
+            self.listings.append(path)
+            self.answer(200, [self.file()])
         else:
             self.answer(200, {"id": "me/set", "sha": "1f", "siblings": []})
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        commit = {"id": "c0", "title": "a commit", "date": "2026-01-01T00:00:00.000Z"}
+        self.answer(200, [self.file() | {"lastCommit": commit} for path in asked["paths"] if path == "data/one.bin"])
+
+    def file(self) -> dict[str, Any]:
+        return {"type": "file", "oid": self.oid, "size": len(BODIES["one.bin"]), "path": "data/one.bin"}
 
     def answer(self, status: int, content: Any) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
