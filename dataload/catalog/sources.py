@@ -6,15 +6,17 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import has_magic
 
-from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
 from dataload.cache.filesystem import split_chain
 from dataload.errors import ConfigError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
 
 # Names of Spark, except keys that begin with "_"; markers of folders by EMR and Hadoop; descriptions and results of
@@ -66,14 +68,7 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     """
     found: dict[str, tuple[Object, Keys]] = {}
     again: list[str] = []
-    for path in source_paths(source):
-        listed = _list(path, blocks)
-        if not listed:
-            address = blocks.origin.address
-            check = "check the path" if address == "file://" else "check bucket, prefix and endpoint"
-            if has_magic(path):
-                check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
-            raise OriginNotFound(f"no objects at {redacted(path)} ({address}): {check}")
+    for listed in DaemonExecutor(IN_FLIGHT, "dataload-list").map(partial(_list, blocks=blocks), source_paths(source)):
         again += [obj.name for obj in listed if obj.path in found]
         for obj, keys in listed.items():
             # The source may name an object by itself and by a folder above it, which yields more keys.
@@ -95,9 +90,14 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
+    if not listed:
+        check = "check the path" if origin.address == "file://" else "check bucket, prefix and endpoint"
+        if has_magic(path):
+            check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
+        raise OriginNotFound(f"no objects at {redacted(path)} ({origin.address}): {check}")
     _check_listing(redacted(path), listed.values())
     found = {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
-    if listed and not found:
+    if not found:
         skipped = min(obj.name for obj in listed)
         raise OriginNotFound(
             f"{redacted(path)} has only files of metadata, such as {skipped}, which are skipped: names that begin with "

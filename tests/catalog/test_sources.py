@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,27 @@ def test_an_object_in_s3_with_the_name_of_a_folder(bucket: Any, names: dict[str,
         assert len(make_dataset(bucket.url(name), storage_options=options, cache=False)) == count
 
 
+def test_the_files_of_a_list_are_listed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write(tmp_path / f"{number}.parquet", number) for number in range(4)]
+    together, whole = threading.Barrier(4), Origin.list
+
+    def held(self: Origin, path: str, **options: Any) -> Any:
+        together.wait(60)
+        return whole(self, path, **options)
+
+    monkeypatch.setattr(Origin, "list", held)
+    assert read(files) == [0, 1, 2, 3]
+
+
+def test_the_first_missing_file_of_a_list_is_named(tmp_path: Path) -> None:
+    files = [write(tmp_path / "0.parquet", 0), tmp_path / "gone.parquet", tmp_path / "gone, too.parquet"]
+    with pytest.raises(OriginNotFound, match=r"no objects at .*/gone\.parquet"):
+        make_dataset(files, cache=False)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["data", "data/*.parquet", ["data/part-000.parquet", "data/part-001.parquet"]], ids=str
+)
 @pytest.mark.parametrize("engine", ["fsspec", "auto"])
 def test_s3fs_keeps_no_listing_of_a_dataset(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, engine: str, pattern: str | list[str]
