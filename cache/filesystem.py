@@ -19,10 +19,11 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.metadata import MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
+from dataload.cache.origin.explanation import opening
 from dataload.cache.origin.origin import connect, introduce
 from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged
-from dataload.runtime.redact import cause_of, redacted
+from dataload.runtime.redact import redacted
 
 NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
 COPIED_BLOCKS = 4  # per read of a file that is copied
@@ -270,6 +271,7 @@ def open_source(
     Raises:
         ConfigError: The URL is empty, names no bucket or is in an archive, its protocol is unknown, its filesystem
             rejects the options, another URL is of another filesystem, or `config` is given for a tiercache:: URL.
+        OriginError: The filesystem cannot connect to its server.
     """
     introduce()
     for each in (url, *others):
@@ -277,13 +279,11 @@ def open_source(
     opened, options = next((each for each in (url, *others) if VERSION in each), url), dict(storage_options or {})
     if VERSION in opened:  # For such a URL, fsspec sets version_aware itself.
         options.pop("version_aware", None)
-    try:
+    with_options = " with these storage_options" if storage_options else ""
+    with opening(url, f"{redacted(url)} cannot be opened{with_options}"):
         # fsspec would split the name of a local file at each "::".
         local = connect("file", options) if "::" in url and not split_chain(url)[0] else None
         filesystem = local or deferred_s3(opened, options) or fsspec.url_to_fs(opened, **options)[0]
-    except (ValueError, ImportError, TypeError) as error:
-        with_options = " with these storage_options" if storage_options else ""
-        raise ConfigError(f"{redacted(url)} cannot be opened{with_options}: {redacted(error)}") from cause_of(error)
     for other in others:
         if _store_of(other, filesystem) != _store_of(url, filesystem):
             raise ConfigError(

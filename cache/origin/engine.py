@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.errors import is_transient
 from dataload.cache.origin.identity import address_of, is_s3
 from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
@@ -32,7 +33,7 @@ LEAST_TIME = "it uses the least CPU time"
 CONCURRENT = frozenset({"alluxio", "alluxiofs", "file", "hdfs", "hf", "local", "memory", "oss", "webhdfs"})
 
 _engines: Instances[tuple[int, str], Engine] = Instances(inherited=False)
-_locks: Instances[int, AbstractContextManager[Any]] = Instances(inherited=False)
+_locks: Instances[int, ExclusiveUse] = Instances(inherited=False)
 
 
 class WrongBodyError(OSError):
@@ -192,7 +193,39 @@ def _lock_of(filesystem: Any) -> AbstractContextManager[Any]:
     filesystem, _ = unwrapped(filesystem)  # A `DirFileSystem` is asynchronous, whatever it wraps.
     if getattr(filesystem, "async_impl", False) or address_of(filesystem)[0] in CONCURRENT:
         return nullcontext()
-    return _locks.get(id(filesystem), threading.RLock)  # An engine keeps its filesystem.
+    return _locks.get(id(filesystem), lambda: ExclusiveUse(filesystem))  # An engine keeps its filesystem.
+
+
+class ExclusiveUse:
+    """Lets one thread at a time call a filesystem. That thread may enter it again.
+
+    FTP, SFTP and SMB keep a connection. After a request that failed, the next one opens a new connection.
+    """
+
+    def __init__(self, filesystem: Any) -> None:
+        self._filesystem = filesystem
+        self._mutex = threading.RLock()
+        self._may_be_lost = False
+
+    def __enter__(self) -> None:
+        self._mutex.acquire()
+        try:
+            if self._may_be_lost:
+                self._connect()
+        except BaseException:
+            self._mutex.release()
+            raise
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and is_transient(error) and hasattr(self._filesystem, "_connect"):
+            self._may_be_lost = True
+        self._mutex.release()
+
+    def _connect(self) -> None:
+        self._filesystem._connect()  # noqa: SLF001 (fsspec has no public name for it)
+        if getattr(self._filesystem, "tls", None) is True:
+            self._filesystem.ftp.prot_p()  # As the constructor does. Else FTP sends the bytes unencrypted.
+        self._may_be_lost = False
 
 
 def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:

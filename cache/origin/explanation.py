@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dataload.cache.origin.errors import denied, is_store_error, status, underlying_error
 from dataload.cache.origin.version import CHANGED
-from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
-from dataload.runtime.redact import redacted, without_signature
+from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
+from dataload.runtime.redact import cause_of, redacted, without_signature
 
 ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
@@ -49,6 +50,30 @@ TYPES = {
 
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _TEXT = re.compile(r"<Message>([^<]*)</Message>")
+
+
+@contextmanager
+def opening(what: str, rejected: str) -> Iterator[None]:
+    """Raise the errors of a filesystem's constructor. FTP and SFTP connect in it.
+
+    Args:
+        what: The URL of an object or of a server.
+        rejected: The message about options that the filesystem rejects.
+
+    Raises:
+        ConfigError: The filesystem rejects its options, or its package is not installed.
+        OriginError: The server cannot be reached, or it denies access.
+    """
+    try:
+        yield
+    except (ValueError, ImportError, TypeError) as error:
+        raise ConfigError(f"{rejected}: {redacted(error)}") from cause_of(error)
+    except DataloadError:
+        raise
+    except Exception as error:
+        if not is_store_error(error):
+            raise
+        raise OriginError(f"{redacted(what)}: the server {explained(error, in_s3=False)}") from cause_of(error)
 
 
 def rejected_options(path: str, error: Exception) -> str:

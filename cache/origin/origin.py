@@ -16,7 +16,7 @@ from fsspec.core import has_magic
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, fallback, received_engine, shared_engine
 from dataload.cache.origin.errors import UnsuitableError, status
-from dataload.cache.origin.explanation import explained, origin_error, rejected_options
+from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import Obstore, Resolved
@@ -314,12 +314,12 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
 
     Raises:
         ConfigError: The protocol is unknown, or its filesystem rejects the options.
+        OriginError: The filesystem cannot connect to its server.
     """
     introduce()
-    try:
-        return fsspec.filesystem(protocol, **(options or {}))
-    except (ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from cause_of(error)
+    given = options or {}
+    with opening(f"{protocol}://{given.get('host', '')}", f"no filesystem for {protocol}:// with these options"):
+        return fsspec.filesystem(protocol, **given)
 
 
 def _locked(engine: Engine, request: Callable[[Any], T]) -> T:

@@ -8,8 +8,9 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -19,7 +20,8 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin.engine import Fsspec
+from dataload.cache.origin.engine import ExclusiveUse, Fsspec
+from dataload.cache.origin.version import unwrapped
 
 BLOCK = 4096
 DATA = np.random.default_rng(3).bytes(256 * BLOCK + 17)
@@ -36,11 +38,17 @@ class OneCursor(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no type
         self._path = path
         self._inside = threading.RLock()
         self._cursor = os.open(path, os.O_RDONLY)
+        self.is_lost = False
+
+    def _connect(self) -> None:
+        self.is_lost = False
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         assert self._inside.acquire(blocking=False), "two threads call it at a time"
         try:
+            if self.is_lost:
+                raise EOFError("the connection is lost")
             yield
         finally:
             self._inside.release()
@@ -82,6 +90,35 @@ def test_one_thread_at_a_time_reads(fs: TierCacheFileSystem) -> None:
 def test_one_thread_at_a_time_lists(fs: TierCacheFileSystem, call: Callable[[Any], int]) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(call, [fs] * 500)) == [len(DATA)] * 500
+
+
+def test_a_lost_connection_is_opened_again(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the server is down at the first attempt."""
+    monkeypatch.setattr("dataload.cache.origin.retries.FIRST_PAUSE", 0.001)
+    origin = unwrapped(fs.fs)[0]
+    origin.is_lost = True
+    connect, failures = origin._connect, [ConnectionRefusedError("down")]
+
+    def connect_later() -> None:
+        if failures:
+            raise failures.pop()
+        connect()
+
+    monkeypatch.setattr(origin, "_connect", connect_later)
+    assert fs.cat_file("folder/x") == DATA
+    assert not failures
+
+
+def test_a_new_connection_of_ftp_encrypts_its_data_like_the_first() -> None:
+    calls = list[str]()
+    ftp = SimpleNamespace(prot_p=lambda: calls.append("prot_p"))
+    filesystem = SimpleNamespace(tls=True, ftp=ftp, _connect=lambda: calls.append("connect"))
+    lock = ExclusiveUse(filesystem)
+    with suppress(EOFError), lock:
+        raise EOFError("the server closed the connection")
+    for _ in range(2):
+        with lock:
+            assert calls == ["connect", "prot_p"]
 
 
 def test_all_engines_of_a_filesystem_share_its_lock(tmp_path: Path) -> None:

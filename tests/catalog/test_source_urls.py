@@ -9,9 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from ports import free_port
 
 from dataload import CacheConfig, make_dataset
-from dataload.errors import ConfigError
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.errors import ConfigError, OriginError
 
 
 @pytest.fixture
@@ -69,6 +72,18 @@ def test_a_file_in_an_archive(path: str, tmp_path: Path) -> None:
         archive.write(path, "in/a.parquet")
     with pytest.raises(ConfigError, match=r"names a file in an archive by '::', which .*: unpack the archive"):
         make_dataset(f"zip://in/a.parquet::file://{tmp_path}/z.zip", cache=False)
+
+
+@pytest.mark.parametrize("form", ["{}", "tiercache::{}", "tiercache"])
+def test_a_server_that_is_down(tmp_path: Path, form: str) -> None:
+    """FTP connects when its filesystem is created."""
+    url = f"ftp://user:s3cret@127.0.0.1:{free_port()}/x.parquet"
+    with pytest.raises(OriginError, match=r"ftp://127\.0\.0\.1.*: the server failed: ConnectionRefused") as raised:
+        if form == "tiercache":
+            TierCacheFileSystem("ftp", {"host": "127.0.0.1", "port": free_port()}, cache_dir=str(tmp_path))
+        else:
+            make_dataset(form.format(url))
+    assert "s3cret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("given", [
