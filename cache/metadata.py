@@ -49,7 +49,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         """Return a path, or a list of paths, in the form of the origin's filesystem."""
         if isinstance(path, list):
             return [self._path(each) for each in path]
-        return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
+        return self.blocks.origin.path_of(os.fspath(path))
 
     def info(self, path: str, refresh: bool = False, **_: Any) -> dict[str, Any]:
         path = self._path(path)

@@ -133,7 +133,7 @@ class Origin(ForkAware):
     def path_of(self, url: str) -> str:
         """Return the path of a URL at this origin, without the protocol. Raise ConfigError as `check_version` does."""
         check_version(url, self._own)
-        return str(self._own._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
+        return str(self._own._strip_protocol(url.removeprefix("tiercache://")))  # noqa: SLF001 (an extension point)
 
     def url_of(self, path: str) -> str:
         """Return the URL of a path at this origin."""

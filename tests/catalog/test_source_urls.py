@@ -86,6 +86,24 @@ def test_a_server_that_is_down(tmp_path: Path, form: str) -> None:
     assert "s3cret" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "source", ["set/a.parquet", "set", "set/*.parquet", ["set/a.parquet", "set/b.parquet"]], ids=str
+)
+def test_a_url_of_tiercache_with_its_origin_in_the_options(tmp_path: Path, source: Any) -> None:
+    memory = MemoryFileSystem()
+    for name in ("a", "b"):
+        with memory.open(f"/set/{name}.parquet", "wb") as file:
+            pq.write_table(pa.table({"x": range(3)}), file)
+    options = {"target_protocol": "memory", "cache_dir": str(tmp_path / "cache")}
+    urls = [f"tiercache://{path}" for path in ([source] if isinstance(source, str) else source)]
+    try:
+        dataset = make_dataset(urls[0] if isinstance(source, str) else urls, storage_options=options)
+        assert len(dataset) == (3 if source == "set/a.parquet" else 6)
+        assert dataset[2]["x"] == 2
+    finally:
+        memory.rm("/set", recursive=True)
+
+
 @pytest.mark.parametrize("given", [
     {"cache_dir": "/nvme/cache"},
     {"cache_bytes": "1GB"},
