@@ -224,7 +224,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         """Return the infos of the objects of `prefetch`. Raise OriginNotFound if a path that is no glob has nothing."""
         origin, path = self.blocks.origin, self._path(path)
         found = list(origin.list(path).values())
-        if not found and not has_magic(path):
+        if not found and not has_magic(path.partition("?")[0] if "://" in path else path):
             origin.info(path)  # An empty folder has an info.
         return found
 

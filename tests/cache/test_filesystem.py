@@ -12,6 +12,7 @@ import resource
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import fsspec
 import pandas as pd
 import pytest
 from attempts import fail_at_once
+from http_servers import serving
 from moto_server import S3Server
 
 from dataload.cache import config, filesystem
@@ -145,6 +147,14 @@ def test_a_prefetch_of_nothing(fs: TierCacheFileSystem, bucket: Any, tmp_path: P
     (tmp_path / "empty").mkdir()
     local = TierCacheFileSystem("file", cache_dir=str(tmp_path / "other"), skip_instance_cache=True)
     local.prefetch(str(tmp_path / "empty"), wait=True)
+
+
+@pytest.mark.parametrize("path", ["typo?id=7", "typo"])
+def test_a_prefetch_of_a_url_that_is_missing(tmp_path: Path, path: str) -> None:
+    """In a URL, "?" is no character of a glob."""
+    fs = TierCacheFileSystem("http", cache_dir=str(tmp_path / "cache"), skip_instance_cache=True)
+    with serving(SimpleHTTPRequestHandler) as url, pytest.raises(OriginNotFound, match="typo"):
+        fs.prefetch(f"{url}/{path}", wait=True)
 
 
 def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: Path) -> None:
