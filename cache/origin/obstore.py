@@ -57,6 +57,7 @@ STALL_SECONDS = 20  # without receiving a byte
 # 128 KiB on.
 PART_BYTES = 96 << 10
 NOT_PARTIAL = "non-partial response"
+NO_CERTIFICATES = "No CA certificates were loaded"
 
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
 
@@ -199,12 +200,19 @@ class Obstore(ForkAware):
 
 
 def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
+    import obstore
     from obstore.store import S3Store
 
     global _used_in  # noqa: PLW0603 - of the process, like the threads
     _used_in = os.getpid()
     provider: Any = None if settings["skip_signature"] else credentials
-    return S3Store(**settings, credential_provider=provider)
+    try:
+        return S3Store(**settings, credential_provider=provider)
+    except obstore.exceptions.GenericError as error:  # also if no connection needs a certificate
+        if NO_CERTIFICATES not in str(error):
+            raise
+        fix = "install ca-certificates, or set SSL_CERT_FILE"
+        raise UnsuitableError(f"obstore finds no CA certificates on this system ({fix})") from error
 
 
 def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:

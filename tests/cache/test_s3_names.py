@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,32 +199,54 @@ print(json.dumps([rows, loaded]))
 """
 
 
-@pytest.mark.parametrize("told", ["options", "environment", "anonymous", "profile"])
-def test_a_loader_imports_s3fs_for_what_only_a_session_finds(tmp_path: Path, told: str) -> None:
+@pytest.fixture
+def dataset_server(tmp_path: Path) -> Iterator[Server]:
+    """A server of two files with 100 rows each, in s3://bucket/set."""
     folder = tmp_path / "data" / "bucket" / "set"
     folder.mkdir(parents=True)
     for number in range(2):
         pq.write_table(pa.table({"n": np.arange(100) + 100 * number}), folder / f"{number}.parquet")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with Server(tmp_path / "data") as running:
-        options: dict[str, Any] = {"endpoint_url": running.endpoint_url}
-        if told == "options":
-            options |= {"key": "k", "secret": "s"}
-        elif told == "anonymous":
-            options |= {"anon": True}
-        elif told == "environment":
-            options = {}
-            environment |= {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-west-2"}
-            environment |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ENDPOINT_URL_S3": running.endpoint_url}
-        else:
-            (tmp_path / "credentials").write_text("[mine]\naws_access_key_id=k\naws_secret_access_key=s\n")
-            environment |= {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"), "AWS_PROFILE": "mine"}
-        command = [sys.executable, "-c", LOADS, "s3://bucket/set", json.dumps(options), str(tmp_path / "cache")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        yield running
+
+
+def load(tmp_path: Path, options: dict[str, Any], environment: dict[str, str]) -> tuple[int, list[str], str]:
+    """Load the dataset in a new process. Return its number of rows, the imported modules of s3fs, and the log."""
+    command = [sys.executable, "-c", LOADS, "s3://bucket/set", json.dumps(options), str(tmp_path / "cache")]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows, loaded = json.loads(done.stdout)
+    return rows, loaded, done.stderr
+
+
+@pytest.mark.parametrize("told", ["options", "environment", "anonymous", "profile"])
+def test_a_loader_imports_s3fs_for_what_only_a_session_finds(tmp_path: Path, dataset_server: Server, told: str) -> None:
+    options: dict[str, Any] = {"endpoint_url": dataset_server.endpoint_url}
+    environment: dict[str, str] = {}
+    if told == "options":
+        options |= {"key": "k", "secret": "s"}
+    elif told == "anonymous":
+        options |= {"anon": True}
+    elif told == "environment":
+        options = {}
+        environment |= {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-west-2"}
+        environment |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ENDPOINT_URL_S3": dataset_server.endpoint_url}
+    else:
+        (tmp_path / "credentials").write_text("[mine]\naws_access_key_id=k\naws_secret_access_key=s\n")
+        environment |= {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"), "AWS_PROFILE": "mine"}
+    rows, loaded, _ = load(tmp_path, options, environment)
     assert rows == 200
     assert bool(loaded) == (told == "profile")
+
+
+def test_s3fs_reads_on_a_system_without_ca_certificates(tmp_path: Path, dataset_server: Server) -> None:
+    options = s3.storage_options(dataset_server.endpoint_url)
+    nowhere = {"SSL_CERT_FILE": "/nonexistent", "SSL_CERT_DIR": "/nonexistent"}
+    rows, _, log = load(tmp_path, options, nowhere)
+    assert rows == 200
+    assert "s3fs instead of obstore reads S3" in log
+    assert "no CA certificates on this system (install ca-certificates, or set SSL_CERT_FILE)" in log
 
 
 SECRET = {"key": "k", "secret": "s"}
