@@ -311,6 +311,7 @@ class _Credentials:
         filesystem = self._filesystem()
         if filesystem.key and filesystem.secret:
             return _as_provided(filesystem.key, filesystem.secret, filesystem.token)
+        filesystem.connect()  # One that another process has sent has no session yet.
         found: dict[str, Any] = sync(filesystem.loop, _session_credentials, filesystem)
         return found
 

@@ -236,6 +236,18 @@ def test_received_credentials_are_used_until_they_are_renewed() -> None:
     assert found == ["old", "new"]
 
 
+def test_a_filesystem_that_was_received_renews_credentials(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no session before its first request."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    filesystem = fsspec.filesystem("s3", skip_instance_cache=True, endpoint_url=bucket.options["endpoint_url"])
+    monkeypatch.setattr(_Role, "lifetime", timedelta(hours=1))
+    expired = {"access_key_id": "old", "expires_at": datetime.now(UTC)}
+    with serving(_Role) as url:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+        assert obstore._Credentials(lambda: filesystem, expired)()["access_key_id"] == "of-the-role"
+
+
 def test_anonymous_requests_are_not_signed(bucket: Any, tmp_path: Path) -> None:
     bucket.put("x", DATA)
     bucket.client.put_object_acl(Bucket=bucket.name, Key="x", ACL="public-read")
