@@ -90,6 +90,8 @@ def fix_of(error: BaseException) -> str | None:
             return fix
         if "Invalid endpoint" in str(cause):
             return f"begin {ENDPOINT} with http:// or https://"
+        if "InvalidCertificate" in str(cause):  # of obstore
+            return TYPES["SSLError"]
         if "kind: Connect" in str(cause):  # of obstore
             return UNREACHABLE
     return CODES.get(code) or (RIGHTS if denied(error) else None)

@@ -98,9 +98,8 @@ def known_s3(options: Mapping[str, Any], environ: Mapping[str, str]) -> KnownS3 
     endpoint = next(filter(None, named), None) or _amazon(region)
     if endpoint is None or "accelerate" in endpoint or not (URL.fullmatch(endpoint) and LABEL.fullmatch(region or "-")):
         return None
-    return KnownS3(
-        endpoint, region or "us-east-1", bool(given.get("requester_pays")), credentials, environ.get("AWS_CA_BUNDLE")
-    )
+    bundle = environ.get("AWS_CA_BUNDLE") or environ.get("REQUESTS_CA_BUNDLE")
+    return KnownS3(endpoint, region or "us-east-1", bool(given.get("requester_pays")), credentials, bundle)
 
 
 def _plain(given: Mapping[str, Any], texts: frozenset[str], flags: frozenset[str]) -> bool:

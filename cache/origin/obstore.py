@@ -226,7 +226,8 @@ def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
         region = bucket_region(filesystem, bucket) or region  # obstore follows no redirects
         endpoint = f"https://s3.{region}.amazonaws.com"
     certificate = None
-    if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
+    bundle = filesystem.session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    if bundle and endpoint.startswith("https:"):
         certificate = Path(bundle).read_bytes()
     pays, anon = bool(filesystem.req_kw), bool(filesystem.anon)
     return _arguments(bucket, endpoint, region, pays=pays, anon=anon, certificate=certificate)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import http.server
 import os
+import ssl
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 import fsspec
 import pytest
 from attempts import fail_at_once
 from botocore.exceptions import EndpointConnectionError
+from certificates import Authority
 from http_servers import serving
+from s3fs import S3FileSystem
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
@@ -36,6 +40,24 @@ class _Failing(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     do_HEAD = do_GET  # noqa: N815 (a name of http.server)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Tenth(http.server.BaseHTTPRequestHandler):
+    """A store that answers each request with the first ten bytes of an object."""
+
+    data = bytes(range(10))
+
+    def do_GET(self) -> None:
+        self.send_response(206)
+        headers = {"ETag": '"x"', "Content-Length": "10", "Content-Range": "bytes 0-9/100"}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Last-Modified", formatdate(0, usegmt=True))
+        self.end_headers()
+        self.wfile.write(self.data)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -83,6 +105,32 @@ def test_a_denial_names_the_endpoint_the_code_and_the_fix(
         assert f"{url} denied access ({code}: Because): " in message
         assert fix in message
         assert SECRET not in message
+
+
+@pytest.mark.parametrize("kind", ["deferred", "session"])
+def test_certificates_of_the_variable_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The client of s3fs reads it, too."""
+    fail_at_once(monkeypatch)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.certify())
+    with serving(_Tenth, context) as url:
+        options = {"endpoint_url": url, "key": "testing", "secret": SECRET}
+
+        def store() -> Origin:
+            deferred = kind == "deferred"
+            return Origin(DeferredS3(**options) if deferred else S3FileSystem(**options, skip_instance_cache=True))
+
+        fix = "set AWS_CA_BUNDLE to the file of the store's certificates"
+        with pytest.raises(OriginError, match=fix):
+            store().read("bucket/x", *RANGE)
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(authority.path))
+        trusting = store()
+        assert trusting.read("bucket/x", *RANGE) == _Tenth.data
+        assert trusting.engine.name == "obstore"
 
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
