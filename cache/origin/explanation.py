@@ -18,6 +18,7 @@ SPELLING = "check the spelling of the URL, because S3 also denies what is not th
 UNREACHABLE = f"set {ENDPOINT} to the store's address, or check the network and proxies"
 TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its keys"  # noqa: S105 (no password)
 REGION = "set AWS_DEFAULT_REGION (or region_name in client_kwargs) to the region of the bucket"
+ARCHIVED = "restore the object from the archive, or leave it out"
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
 # The fixes for S3's error codes. An answer to HEAD has no code, only the HTTP status.
@@ -30,6 +31,7 @@ CODES = {
     "AuthorizationHeaderMalformed": f"{REGION}; or set {KEYS}",
     "ExpiredToken": TOKEN,
     "InvalidAccessKeyId": f"set {KEYS}, to a key of this store, or {ENDPOINT}",
+    "InvalidObjectState": ARCHIVED,
     "InvalidToken": TOKEN,
     "NoSuchBucket": f"check the name of the bucket, and {ENDPOINT}",
     "PermanentRedirect": REGION,
@@ -136,10 +138,10 @@ def explained(error: BaseException, *, in_s3: bool) -> str:
         return f"{what_failed}: {_first_line(error)}"
     code, text = _answer(error)
     fix = fix_of(error)
-    if denied(error) or fix in (TOKEN, CLOCK):
-        what = "denied access"
-    elif fix == UNREACHABLE:
+    if fix == UNREACHABLE:
         what = "cannot be reached"
+    elif fix != ARCHIVED and (denied(error) or fix in (TOKEN, CLOCK)):
+        what = "denied access"
     else:
         what = "failed"
     reason = f"{code}: {text}" if code else f"{type(error).__name__}: {_first_line(error)}"

@@ -107,6 +107,17 @@ def test_a_denial_names_the_endpoint_the_code_and_the_fix(
         assert SECRET not in message
 
 
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_an_archived_object_is_named_as_such(url: str, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setattr(_Failing, "code", "InvalidObjectState")
+    store = origin(url, engine)
+    with pytest.raises(
+        OriginError, match=r"failed \(InvalidObjectState: Because\): restore the object from the archive"
+    ):
+        store.read("bucket/train", *RANGE)
+    assert store.stats().get("retries", 0) == 0
+
+
 @pytest.mark.parametrize("kind", ["deferred", "session"])
 def test_certificates_of_the_variable_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The client of s3fs reads it, too."""
