@@ -62,9 +62,10 @@ def is_store_error(error: BaseException) -> bool:
 def underlying_error(error: BaseException) -> BaseException:
     """Return the real error: fsspec's HTTP filesystem reports every failed size request as "not found"."""
     cause = error.__cause__
-    if cause is None or not isinstance(error, FileNotFoundError) or _client(cause) != "aiohttp" or status(cause) == 404:
+    if cause is None or not isinstance(error, FileNotFoundError) or status(cause) == 404:
         return error
-    return cause
+    # At its total timeout, aiohttp raises Python's TimeoutError.
+    return cause if _client(cause) == "aiohttp" or isinstance(cause, (TimeoutError, ConnectionError)) else error
 
 
 def is_transient(error: BaseException) -> bool:

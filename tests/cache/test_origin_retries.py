@@ -7,6 +7,7 @@ import http.client
 import http.server
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import fsspec
 import pytest
+from aiohttp import ClientTimeout
 from attempts import fail_at_once
 from azure.core.exceptions import HttpResponseError, IncompleteReadError, ServiceRequestError
 from fsspec.implementations.memory import MemoryFileSystem
@@ -182,6 +184,36 @@ def test_requests_for_metadata_are_retried(flaky_url: str, call: str) -> None:
     found = getattr(store, call)(flaky_url)
     info = found if call == "info" else found[flaky_url]
     assert info["size"] == len(DATA)
+
+
+class _Hanging(_FlakyHead):
+    """A server that does not answer the first requests before `released` is set."""
+
+    hanging = 2
+    released = threading.Event()
+
+    def do_HEAD(self) -> None:
+        if self.hanging:
+            type(self).hanging -= 1
+            self.released.wait(60)
+            self.close_connection = True
+            return
+        _FlakyHead.requests = 1
+        super().do_HEAD()
+
+
+def test_a_request_for_a_size_that_times_out_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filesystem reports it as a missing object."""
+    monkeypatch.setattr(_Hanging, "hanging", 2)
+    filesystem = fsspec.filesystem(
+        "http", client_kwargs={"timeout": ClientTimeout(total=0.5)}, skip_instance_cache=True
+    )
+    with serving(_Hanging) as url:
+        try:
+            assert Origin(filesystem).info(f"{url}/x")["size"] == len(DATA)
+        finally:
+            _Hanging.released.set()
+    assert _Hanging.hanging == 0
 
 
 class _Overloaded(http.server.BaseHTTPRequestHandler):
