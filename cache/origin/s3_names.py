@@ -96,6 +96,8 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         """
         import obstore
 
+        if not prefix and "" in obstore.list_with_delimiter(self._store(bucket))["common_prefixes"]:
+            raise _unlistable()  # obstore lists the object "/x" as "x".
         pages = obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)
         listed = [entry for page in pages for entry in _checked(page, prefix)]
         folders = {folder for entry in listed for folder in _folders(entry["path"])}

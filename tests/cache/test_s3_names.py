@@ -101,6 +101,15 @@ def test_the_objects_of_a_path_are_those_of_s3fs(server: Any, tree: str, path: s
     assert listed(deferred(server.storage_options), place) == listed(through_s3fs(server.storage_options), place)
 
 
+@pytest.mark.parametrize("path", ["", "**", "*/*", "*"])
+@pytest.mark.parametrize("keys", [["/x"], ["/x", "x"], ["/a/x", "a/x"]], ids=str)
+def test_names_that_begin_with_a_slash_are_those_of_s3fs(bucket: Any, keys: list[str], path: str) -> None:
+    for number, key in enumerate(keys):
+        bucket.put(key, bytes(number + 1))
+    found, expected = (listed(each(bucket.options), f"{bucket.name}/{path}") for each in (deferred, through_s3fs))
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     "path", ["no-such-bucket/x", "no-such-bucket/*", "no-such-bucket", "*/x", "no bucket/x", "b{}/*"]
 )
