@@ -264,14 +264,22 @@ class Blocks(ForkAware):
 
 
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
-    """Wait until all of these fetches are done. Raise the exception of the first that failed.
-
-    Once one has failed, those that have not begun are cancelled: each might take as long to fail.
-    """
+    """Wait until all of these fetches are done or cancelled. Raise the exception of the first that failed."""
     if not all(future.done() for future in pending):
         with doing("origin"):
-            if wait(pending, return_when=FIRST_EXCEPTION).not_done:
-                wait([future for future in pending if not future.cancel()])
-    failed = [future for future in pending if not future.cancelled() and future.exception() is not None]
-    for future in failed or pending:
+            wait(pending, return_when=FIRST_EXCEPTION)
+            cancel_if_failed(pending)
+            wait([future for future in pending if not future.cancelled()])
+    for future in _failed(pending) or pending:
         future.result()
+
+
+def cancel_if_failed(pending: Sequence[Future[Any]]) -> None:
+    """Cancel the fetches that have not begun, if one has failed: each might take as long to fail."""
+    if _failed(pending):
+        for future in pending:
+            future.cancel()
+
+
+def _failed(pending: Sequence[Future[Any]]) -> list[Future[Any]]:
+    return [each for each in pending if each.done() and not each.cancelled() and each.exception() is not None]

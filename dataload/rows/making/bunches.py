@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dataload.cache.blocks.reader import cancel_if_failed
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.tier import BlobKey, BulkTier, Draft
 from dataload.errors import DataError, DataloadError
@@ -70,13 +71,6 @@ class Member:
     def is_fetched(self) -> bool:
         """Whether all its bytes are there, or it cannot be made."""
         return self.made is not None or all(fetch.done() for fetch in self.reader.fetches)
-
-    def give_up_if_failed(self) -> None:
-        """Cancel its requests that have not begun, if another one has failed: each might take as long to fail."""
-        fetches = [] if self.made is not None else self.reader.fetches
-        if any(fetch.done() and not fetch.cancelled() and fetch.exception() is not None for fetch in fetches):
-            for fetch in fetches:
-                fetch.cancel()
 
     @property
     def tier(self) -> BulkTier:
@@ -200,7 +194,8 @@ def make_together(members: Sequence[Member], late: Callable[[], None]) -> Iterat
             with doing("origin"):
                 wait(fetches, LATE_SECONDS)
             for member in missing:
-                member.give_up_if_failed()
+                if member.made is None:
+                    cancel_if_failed(member.reader.fetches)
             fetched = [member for member in missing if member.is_fetched]
             missing = [member for member in missing if member not in fetched]
             for member in _made(fetched):
