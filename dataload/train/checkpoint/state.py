@@ -200,5 +200,6 @@ def set_rng_state(state: dict[str, Any], more: Iterable[torch.Generator] = ()) -
     np.random.set_state(state["numpy"])  # noqa: NPY002
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    for each, own in zip(more, state["more"], strict=False):  # A run may resume with another kind of loader.
+    # A run may resume with another kind of loader, and older checkpoints have no further states.
+    for each, own in zip(more, state.get("more", ()), strict=False):
         each.set_state(own)
