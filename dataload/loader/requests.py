@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,11 +101,11 @@ class Requests(Iterable[Request]):
             at_once: Most batches per request.
             on_request: Called with the `end` of each request before it is yielded.
         """
-        self._iterate = partial(self._from, epoch, cursor, at_once, on_request)
+        self._start = epoch, cursor, at_once, on_request
         return self
 
     def __iter__(self) -> Iterator[Request]:
-        return self._iterate()
+        return self._from(*self._start)
 
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler

@@ -156,6 +156,23 @@ def test_a_batch_that_the_loop_drops_is_freed_before_those_made_with_it(dataset:
     assert max(alive) <= 4
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_the_program_drops_is_freed_at_once(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, workers: int
+) -> None:
+    """In large runs users call gc.disable() or gc.freeze()."""
+    dataset = make_dataset(dataset_of(FILES), storage_options=bucket.options, cache=cache)
+    loader = make_loader(dataset, 16, transform=where_am_i, num_workers=workers)
+    gc.disable()
+    try:
+        list(loader)
+        dropped = [weakref.ref(each) for each in (loader, loader.sampler, dataset.rowstore)]
+        del loader, dataset
+        assert [each() for each in dropped] == [None, None, None]
+    finally:
+        gc.enable()
+
+
 # Epochs and positions
 
 
