@@ -212,6 +212,28 @@ def test_used_items_are_not_kept(threads: int) -> None:
         gc.enable()
 
 
+def test_an_error_that_the_loop_does_not_take_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that breaks leaves the error of the gather that its end cancels."""
+    monkeypatch.setattr(background_iterator, "JOIN_SECONDS", SECONDS)
+    made: list[weakref.ref[Item]] = []
+
+    def fail() -> Item:
+        item = Item()
+        made.append(weakref.ref(item))
+        raise ValueError
+
+    gc.disable()
+    try:
+        ahead = ahead_of([Item, fail])
+        next(ahead)
+        until(lambda: made)
+        ahead.close()
+        del ahead
+        assert [item() for item in made] == [None]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_a_wait_is_charged_to_what_the_awaited_call_does(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits while the call of its item copies and, with two threads, the call of the next item reads."""
