@@ -95,8 +95,12 @@ class TrainerEpochs(RankSampler):
         self._restored = False
         super().set_epoch(epoch + self._offset)
 
-    def renew(self) -> None:
-        """Follow changes of the dataset. Call it between epochs."""
+    def renew(self, yielded: tuple[int, int] | None) -> None:
+        """Follow changes of the dataset, such as new weights of a mixture, unless an epoch goes on.
+
+        Args:
+            yielded: (epoch, rows of it) of the iterator that yielded last; None: there is none.
+        """
 
 
 class TrainerSampler(TrainerEpochs, ShardedSampler):
@@ -122,10 +126,16 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
         """The weights of the mixture, which the next epoch will have, if they are others."""
         return None if self._mixture.weights == self.order.weights else list(self._mixture.weights)
 
-    def renew(self) -> None:
-        """Use the current weights of the mixture."""
-        if self._mixture.weights != self.next_order.weights:
-            self.set_weights(self._mixture.weights)
+    def renew(self, yielded: tuple[int, int] | None) -> None:
+        """Use the current weights of the mixture, as in `TrainerEpochs`."""
+        if self._mixture.weights == self.next_order.weights:
+            return
+        epoch, rows = yielded or (None, 0)
+        if epoch == self.epoch and self.finished_at(rows):  # The last loop took exactly len(loader) batches.
+            self.seek(self.epoch + 1, 0)
+        elif epoch == self.epoch or self.cursor:
+            return
+        self.set_weights(self._mixture.weights)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""

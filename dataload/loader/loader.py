@@ -112,18 +112,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return {**vars(self), "_workers": None}
 
     def __len__(self) -> int:
-        self._renew()
+        self.rank_sampler.renew(self._yielded)
         return super().__len__()
-
-    def _renew(self) -> None:
-        """Follow changes of the dataset, such as new weights of a mixture, unless an epoch has begun."""
-        if self._yielded is None and not self.rank_sampler.cursor:
-            self.rank_sampler.renew()
 
     @property
     def padding(self) -> int:
         """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many."""
-        self._renew()
+        self.rank_sampler.renew(self._yielded)
         return self.rank_sampler.padding_from(self.rank_sampler.cursor)
 
     def set_epoch(self, epoch: int) -> None:
@@ -134,11 +129,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
-        self._renew()
-        state = self.rank_sampler.state_dict()
         if self._yielded is not None and self._yielded[0] == self.rank_sampler.epoch:
-            state["cursor"] = self._yielded[1]
-        return state
+            return {**self.rank_sampler.state_dict(), "cursor": self._yielded[1]}
+        self.rank_sampler.renew(self._yielded)
+        return self.rank_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.
@@ -216,7 +210,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
             self._yielded = None  # The epoch begins, perhaps for a second time.
-        self._renew()
+        sampler.renew(self._yielded)
         return sampler.epoch, sampler.cursor
 
     def _answers(

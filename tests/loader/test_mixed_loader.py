@@ -432,6 +432,22 @@ def test_the_length_follows_new_weights(sources: Sources) -> None:
     assert before < len(loader) == len(list(loader))
 
 
+def test_the_length_follows_new_weights_after_a_loop_of_len_batches(sources: Sources) -> None:
+    mixture = mix(sources(), [1, 1, 1])
+    loader = make_loader(mixture, 1, world=World(0, 1))
+    before = len([batch for _, batch in zip(range(len(loader)), loader, strict=False)])
+    mixture.set_weights([2, 1, 1])
+    assert (loader.state_dict()["epoch"], loader.state_dict()["cursor"]) == (0, before)
+    assert before < len(loader) == len(list(islice(loader, len(loader))))
+    assert len(list(loader)) == len(loader)
+    assert loader.state_dict()["epoch"] == 3
+
+    next(iter(loader))
+    loader.sampler.set_epoch(7)
+    mixture.set_weights([1, 1, 1])
+    assert len(loader) == before
+
+
 def test_the_capacity_follows_new_weights_when_an_epoch_begins(
     sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
