@@ -204,7 +204,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Return the epoch that begins or goes on, and the rows of it before the first batch."""
         sampler = self.rank_sampler
         if self.detected:
-            check_data_parallel(sampler.num_replicas, search=not self._checked)
+            check_data_parallel(sampler.rank, sampler.num_replicas, search=not self._checked)
             self._checked = True
         if self._yielded is not None and self._yielded[0] == sampler.epoch and sampler.finished_at(self._yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.

@@ -32,7 +32,7 @@ def world_of(world: World | None, mesh: DeviceMesh | None) -> World:
         world = World.from_mesh(mesh)
     elif world is None:
         world = World.detect()
-        check_data_parallel(world.world_size)
+        check_data_parallel(world.rank, world.world_size)
     launched = world if mesh is None else World.detect()
     if world.num_nodes is None and launched.rank == 0:
         _warn_of_unknown_nodes(world.world_size)
@@ -41,20 +41,22 @@ def world_of(world: World | None, mesh: DeviceMesh | None) -> World:
     return world
 
 
-def check_data_parallel(world_size: int, *, search: bool = True) -> None:
-    """Raise ConfigError unless the ranks that a loader detected are all ranks, and all are data-parallel.
+def check_data_parallel(rank: int, world_size: int, *, search: bool = True) -> None:
+    """Raise ConfigError unless the rank that a loader detected is that of this process, and all are data-parallel.
 
     Args:
+        rank: Number of this process when the loader was made.
         world_size: Number of ranks when the loader was made.
         search: Whether to search for dimensions that are not data-parallel. Once there is a process group, this takes
             some hundredths of a second.
     """
     world = World.detect()
-    if world.world_size > world_size:
+    is_other = _in_process_group() and (world.rank, world.world_size) != (rank, world_size)
+    if is_other or world.world_size > world_size:
         raise ConfigError(
-            f"this loader was made for {'a single process' if world_size == 1 else f'{world_size} ranks'}, but this is "
-            f"rank {world.rank} of {world.world_size}: make it after the ranks have been started (in Lightning, in "
-            "train_dataloader), or pass world=World(rank, size, local_rank, local_size)"
+            f"this loader was made for {'a single process' if world_size == 1 else f'rank {rank} of {world_size}'}, "
+            f"but this is rank {world.rank} of {world.world_size}: make it after the ranks have been started (in "
+            "Lightning, in train_dataloader), or pass world=World(rank, size, local_rank, local_size)"
         )
     if search and world.world_size > 1 and (argument := _missing_argument()) is not None:
         raise ConfigError(
@@ -102,10 +104,14 @@ def _model_parallel_meshes() -> list[Any]:
     torch has no list of meshes, so the garbage collector finds them. A mesh of several ranks needs a process group.
     """
     module = sys.modules.get("torch.distributed.device_mesh")
-    if module is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if module is None or not _in_process_group():
         return []
     meshes = [each for each in gc.get_referrers(module.DeviceMesh) if type(each) is module.DeviceMesh]
     return [mesh for mesh in meshes if model_parallel_dims(mesh)]
+
+
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @cache

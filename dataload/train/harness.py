@@ -290,10 +290,12 @@ def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
             agree("the weights of the mixture", loader.dataset.weights)
         ranks, sampler = world.world_size, loader.rank_sampler
         is_equal = (sampler.num_replicas, sampler.rank) == (ranks, world.rank)
-        if (mesh is not None and not all(gather(is_equal))) or (loader.detected and sampler.num_replicas < ranks):
+        is_chosen = mesh is None and not loader.detected  # by world=, which may be any rank
+        if not all(gather(is_equal or is_chosen)):
             raise ConfigError(
-                f"this is data-parallel rank {world.rank} of {ranks}, but the loader has rank {sampler.rank} of "
-                f"{sampler.num_replicas}: write make_loader(..., mesh=mesh) with the mesh of the data-parallel ranks"
+                f"this is data-parallel rank {world.rank} of {ranks}, and its loader has rank {sampler.rank} of "
+                f"{sampler.num_replicas}, but these differ on some rank: make the loader after the ranks have been "
+                "started, and by make_loader(..., mesh=mesh) if there is a mesh of the data-parallel ranks"
             )
         agree("the order of the loader's rows", (sampler.num_replicas, sampler.num_nodes, sampler.order.num_streams))
         if sampler.num_replicas > 1:

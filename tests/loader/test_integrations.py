@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from ports import free_port
 from torch.utils.data import RandomSampler
 
@@ -263,6 +264,19 @@ def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"made for a single process, but this is rank 1 of 2.*train_dataloader"):
         next(iter(loader))
     assert len(list(explicit)) == 19
+
+
+def test_a_loader_made_for_more_ranks_than_the_process_group_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    loader = make_loader(make_dataset(str(folder), cache=False), 16)
+    assert len(list(loader)) == 10
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="made for rank 1 of 2, but this is rank 0 of 1: make it after"):
+            next(iter(loader))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_plain_dataloader_cannot_pass_the_transform_its_generator(folder: Path) -> None:

@@ -521,7 +521,7 @@ def test_models_whose_gradients_would_not_be_exchanged(ranks, folder):
         assert "parameter 'second.weight' is not sharded" in partly
         assert "fully_shard(model, mesh=mesh) on the whole model" in partly
         assert "comm_hook='fp16' is for DDP" in hook
-        assert re.search(r"this is data-parallel rank \d of 2, but the loader has rank \d of 4", other)
+        assert re.search(r"this is data-parallel rank \d of 2, and its loader has rank \d of 4", other)
         assert "parameter 'first.weight' is not sharded over them" in one_dimension
         assert "DDP cannot use 2 dimensions of a mesh (dp_replicate, dp_shard)" in two_dimensions
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from dataload import make_dataset, make_loader
 from dataload.errors import ConfigError
 from dataload.train import find_batch_size, fit
 from dataload.train.ranks import collectives
@@ -42,6 +46,33 @@ def test_ddp_moves_no_batches(ranks):
     """With `device_ids`, DDP cannot be called without arguments, and copies batches that are on the device already."""
     for gradient in ranks(2, replicated_for_a_gpu):
         assert gradient.tolist() == [[1.0, 1.0]]
+
+
+def made_too_early(folder):
+    """Make a loader in the environment of rank 0, as processes of `mp.spawn` inherit it. Return what its uses do."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(RANK="0", LOCAL_RANK="0")
+    loader, done = make_loader(make_dataset(folder, cache=False), 4), []
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        for use in (list, lambda batches: fit(*build(), batches, squared_error, epochs=1, progress=False)):
+            try:
+                done.append(len(use(loader)))
+            except ConfigError as error:
+                done.append(str(error))
+    finally:
+        dist.destroy_process_group()
+    return done
+
+
+def test_a_loader_made_before_a_process_knows_its_rank(ranks, tmp_path):
+    """Otherwise both ranks would read the rows of rank 0."""
+    pq.write_table(pa.table({"row_id": range(32)}), tmp_path / "x.parquet")
+    (batches, first), (second, third) = ranks(2, made_too_early, str(tmp_path))
+    assert batches == 4
+    assert "made for rank 0 of 2, but this is rank 1 of 2: make it after the ranks have been started" in second
+    assert "this is data-parallel rank 0 of 2, and its loader has rank 0 of 2, but these differ on some rank" in first
+    assert "this is data-parallel rank 1 of 2, and its loader has rank 0 of 2, but these differ on some rank" in third
 
 
 def compressed(hook):
