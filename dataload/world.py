@@ -95,8 +95,9 @@ class World:
         if self.num_nodes is None and self.local_world_size is not None:
             raise ConfigError(
                 f"the host of rank {self.rank} has {self.local_world_size} of {self.world_size} ranks, so others have "
-                "fewer or more, which the launcher does not say: start with torchrun or srun, or pass "
-                "num_streams=1, or world=World(rank, world_size, local_rank, local_world_size, node_sizes=(…))"
+                "fewer or more, which the launcher does not say: start with torchrun or srun, or pass num_streams=1 "
+                "if all ranks are data-parallel, or world=World(rank, world_size, local_rank, local_world_size, "
+                "node_sizes=(…))"
             )
         return self.num_nodes or 1
 
@@ -163,6 +164,8 @@ class World:
             raise ConfigError(f"mesh has dimensions that are not data-parallel: pass {data_parallel_argument(mesh)}")
         rank, size, launched = ravel(coordinate, mesh.shape), mesh.size(), cls.detect()
         ranks = data_parallel_ranks(mesh, launched.world_size)
+        if ranks == list(range(launched.world_size)):
+            return launched
         if ranks is None or (launched.num_nodes is None and launched.local_world_size is None):
             return cls(rank, size)
         streams = launched.num_streams

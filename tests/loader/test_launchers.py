@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.errors import ConfigError
@@ -196,6 +197,33 @@ def test_a_sampler_of_one_stream_works_on_nodes_of_unknown_sizes(monkeypatch: py
     assert ShardedSampler([8] * 8).num_nodes == 1
     with pytest.raises(ConfigError, match="pass num_streams=1"):
         ShardedSampler([8] * 8, num_streams=4)
+
+
+class FourRanks(DeviceMesh):
+    """The mesh of rank 0 of four data-parallel ranks, without their process group."""
+
+    mesh_dim_names, shape, mesh = ("dp",), (4,), torch.arange(4)
+
+    def __init__(self) -> None:
+        pass
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return 4
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return (0,)
+
+
+def test_a_loader_of_one_stream_works_on_a_mesh_of_nodes_of_unknown_sizes(
+    dataset_of: Any, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in mpich(UNEQUAL)[0].items():
+        monkeypatch.setenv(name, str(value))
+    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=False)
+    loader = make_loader(dataset, 2, mesh=FourRanks(), num_streams=1)
+    assert (loader.sampler.rank, loader.sampler.num_replicas) == (0, 4)
+    with pytest.raises(ConfigError, match="pass num_streams=1 if all ranks are data-parallel"):
+        make_loader(dataset, 2, mesh=FourRanks())
 
 
 @pytest.mark.parametrize(
