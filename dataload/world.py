@@ -55,10 +55,16 @@ class World:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank {self.rank} is not in a world of {self.world_size}: ranks count from 0")
+            raise ConfigError(
+                f"rank {self.rank} is not in a world of {self.world_size}: ranks count from 0, so pass one from 0 to "
+                "world_size - 1"
+            )
         local_size, sizes = self.local_world_size, self.node_sizes
         if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.world_size):
-            raise ConfigError(f"node_sizes={sizes} do not add up to a world of {self.world_size}")
+            raise ConfigError(
+                f"node_sizes={sizes} do not add up to a world of {self.world_size}: give the number of ranks on each "
+                "node, at least 1"
+            )
         if local_size is not None and (local_size < 1 or (sizes is None and local_size > self.world_size)):
             raise ConfigError(f"{local_size} ranks on one host cannot be part of a world of {self.world_size}")
         if self.local_rank is not None and not 0 <= self.local_rank < (local_size or self.world_size):

@@ -271,7 +271,7 @@ def _by_position(weights: Weights, names: Sequence[str]) -> Sequence[Any] | None
     if weights is not None:
         integer_weights(weights)
         if len(weights) != len(names):
-            raise ConfigError(f"{len(weights)} weights for {len(names)} sources")
+            raise ConfigError(f"{len(weights)} weights for {len(names)} sources: give one for each")
     return weights
 
 

@@ -223,7 +223,7 @@ class MixtureOrder:
             raise ConfigError("the names of the sources must differ")
         for name, given in (("weights", weights), ("windows", windows)):
             if given is not None and len(given) != count:
-                raise ConfigError(f"{len(given)} {name} for {count} sources")
+                raise ConfigError(f"{len(given)} {name} for {count} sources: give one for each")
         check_choices(self.stop, self.batching)
         if self.batching == "homogeneous" and self.batch_rows is None:
             raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')

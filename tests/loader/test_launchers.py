@@ -242,7 +242,7 @@ def test_a_sampler_takes_the_streams_of_unequal_nodes(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2,), (2, 0, 2), ()])
 def test_node_sizes_that_do_not_add_up(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="do not add up to a world of 4"):
+    with pytest.raises(ConfigError, match="do not add up to a world of 4: give the number of ranks on each node"):
         World(0, 4, 0, 2, sizes)
 
 

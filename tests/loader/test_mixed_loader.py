@@ -675,7 +675,7 @@ def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:
         ([1, float("nan"), 1], "weight nan"),
         ({"a": 1, "b": 1, "x": 1}, "differ in 'c', 'x'"),
         ({"a": 1, "b": 1}, "differ in 'c'"),
-        ([1, 1], "2 weights for 3 sources"),
+        ([1, 1], "2 weights for 3 sources: give one for each"),
         (3, "weights=3: give a number for each source"),
         ("123", "weights='123': give a number for each source"),
         (["1", 1, 1], "weight '1' of source 0"),

@@ -367,7 +367,7 @@ def test_the_order_is_golden():
         ({"sources": []}, "0 sources"),
         ({"sources": [*SOURCES, Source([0, 0], "empty")]}, "'empty' has no rows"),
         ({"sources": [Source([1], "same"), Source([2], "same")]}, "names"),
-        ({"weights": [1, 2]}, "2 weights for 3 sources"),
+        ({"weights": [1, 2]}, "2 weights for 3 sources: give one for each"),
         ({"weights": [1, 0, 2]}, "weight 0 of source 1"),
         ({"windows": [1]}, "1 windows for 3 sources"),
         ({"stop": "never"}, "stop='never'"),
