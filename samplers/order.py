@@ -157,8 +157,10 @@ class Order:
         first, length = self._placement.first, self._placement.length
         return np.arange(self.n) + np.repeat(first - np.cumsum(length) + length, length), self._placement.cuts
 
-    def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
-        """Yield each row group once, in the order in which positions from `position` on first need it.
+    def needs_from(
+        self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (position, row group) once for each row group: the first position that needs it, in ascending order.
 
         Args:
             epoch: Number of the epoch.
@@ -168,12 +170,6 @@ class Order:
         Raises:
             IndexError: `position` is outside of the epoch.
         """
-        return (block for _, block in self.needs_from(epoch, position, streams))
-
-    def needs_from(
-        self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
-    ) -> Iterator[tuple[int, int]]:
-        """Yield (position, row group) as `blocks_from` does, with the first position that needs the row group."""
         if not 0 <= position <= self.n:
             raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
         if self.shuffle is False:

@@ -198,7 +198,9 @@ def _weighed(
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:
     """Return whether an epoch needs all row groups. An epoch of a mixture may leave some out."""
-    return isinstance(order, Order) or len(set(order.blocks_from(0))) == np.count_nonzero(order.block_lengths)
+    if isinstance(order, Order):
+        return True
+    return len({group for _, group in order.needs_from(0)}) == np.count_nonzero(order.block_lengths)
 
 
 def _epochs(

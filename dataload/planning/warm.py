@@ -57,7 +57,7 @@ def part_of(
         raise ConfigError(f"num_streams={streams} is not a multiple of {num_nodes} nodes: use one, as the loader does")
     order = order_of(manifest, seed=seed, window=window, num_streams=streams)
     own = np.flatnonzero(stream_owners(streams, num_nodes) == node)
-    return list(order.blocks_from(epoch, 0, own.tolist()))
+    return [group for _, group in order.needs_from(epoch, 0, own.tolist())]
 
 
 def order_of(manifest: Manifest, *, window: int | None = None, **options: Any) -> Order:

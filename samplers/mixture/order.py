@@ -122,7 +122,6 @@ class MixtureOrder:
             raise ConfigError(f"source {self.sources[rows.index(0)].name!r} has no rows")
         self.shuffle, self.num_streams = self.orders[0].shuffle, self.orders[0].num_streams
         self.windows = [order.window for order in self.orders]
-        self.window = sum(self.windows)
         self.block_lengths: Int64 = np.concatenate([order.block_lengths for order in self.orders])
         self.first_rows: Int64 = np.cumsum([0, *rows])
         self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
@@ -186,10 +185,6 @@ class MixtureOrder:
         """Return how many rows of each source may be in `rows` consecutive positions."""
         units, total = -(-rows // self.unit) + 1, sum(self.weights)
         return [min(rows, (-(-units * weight // total) + 1) * self.unit) for weight in self.weights]
-
-    def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
-        """Yield the row groups of `needs_from`."""
-        return (block for _, block in self.needs_from(epoch, position, streams))
 
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None

@@ -116,12 +116,7 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
             _exchange(parts, places + shift, STRIDES[later], drawn.reshape(PART // 2, -1)[:, :count])
         parts[1:, PART - shift :] -= PART
         heads[:], tails[:] = parts[:, : PART - shift], parts[:, PART - shift :]
-    return in_order(table)
-
-
-def in_order(units: Int16) -> Int16:
-    """Return the sources of the units of a `Schedule` in the order of their positions: int16 [k]."""
-    sources: Int16 = units[0].T.ravel()
+    sources: Int16 = table[0].T.ravel()  # in the order of their positions
     return sources
 
 

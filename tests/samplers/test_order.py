@@ -106,6 +106,10 @@ def test_rows_are_those_of_the_scheme(lengths, arguments, epoch, random):
     assert order.rows(epoch, np.array(some, np.int64)).tolist() == [expected[position] for position in some]
 
 
+def blocks_from(order, *arguments):
+    return [block for _, block in order.needs_from(*arguments)]
+
+
 @CASES
 @given(LENGTHS, ORDERS, st.integers(0, 5), st.randoms(use_true_random=False))
 def test_blocks_come_when_first_needed(lengths, arguments, epoch, random):
@@ -113,10 +117,10 @@ def test_blocks_come_when_first_needed(lengths, arguments, epoch, random):
     block_of = [block for block, length in enumerate(lengths) for _ in range(length)]
     order = Order(lengths, **arguments)
     start = random.randint(0, order.n)
-    assert list(order.blocks_from(epoch, start)) == list(dict.fromkeys(block_of[row] for row in rows[start:]))
+    assert blocks_from(order, epoch, start) == list(dict.fromkeys(block_of[row] for row in rows[start:]))
     streams = sorted(random.sample(range(order.num_streams), random.randint(1, order.num_streams)))
     needed = [block_of[rows[p]] for p in range(start, order.n) if p % order.num_streams in streams]
-    assert list(order.blocks_from(epoch, start, streams)) == list(dict.fromkeys(needed))
+    assert blocks_from(order, epoch, start, streams) == list(dict.fromkeys(needed))
 
 
 @CASES
@@ -330,8 +334,8 @@ def test_positions_outside_the_epoch(shuffle):
             order.rows(0, np.array([0, position]))
     for position in (-1, 8):
         with pytest.raises(IndexError):
-            order.blocks_from(0, position)
-    assert list(order.blocks_from(0, 7)) == []
+            order.needs_from(0, position)
+    assert list(order.needs_from(0, 7)) == []
 
 
 def test_a_billion_rows_cost_little_memory_anywhere():
@@ -340,12 +344,12 @@ def test_a_billion_rows_cost_little_memory_anywhere():
     order = Order(lengths)
     first = order.rows(0, np.arange(16_384))
     later = order.rows(0, np.arange(500_000_000, 500_016_384))
-    ahead = list(islice(order.blocks_from(0, 999_000_000), 20))
+    ahead = list(islice(order.needs_from(0, 999_000_000), 20))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
     assert len(np.unique(np.concatenate((first, later)))) == 2 * 16_384
-    assert len(set(ahead)) == 20
+    assert len({block for _, block in ahead}) == 20
 
 
 @pytest.mark.parametrize("shuffle", ["block", "full"])
