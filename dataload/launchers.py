@@ -38,6 +38,8 @@ class Launched(NamedTuple):
 
 # The most trusted launcher first. The variables of the first are those of torchrun; Ray Train and DeepSpeed set some of
 # them (Ray Train NODE_RANK, DeepSpeed LOCAL_SIZE, CROSS_RANK and CROSS_SIZE), and accelerate starts torchrun.
+# Slurm comes last: the processes of mpirun inherit the variables of the shell or the daemon that started them, which
+# may be a task of Slurm.
 # Only srun sets Slurm's *step* size: in a bare sbatch script SLURM_PROCID is 0 although the job has many tasks.
 LAUNCHERS = (
     Launcher(
@@ -50,14 +52,6 @@ LAUNCHERS = (
         ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
     ),
     Launcher(
-        "Slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        ("SLURM_LOCALID",),
-        node=("SLURM_NODEID",),
-        num_nodes=("SLURM_STEP_NUM_NODES",),
-    ),
-    Launcher(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -68,20 +62,41 @@ LAUNCHERS = (
     Launcher(
         "MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     ),
+    Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_LOCALID",),
+        node=("SLURM_NODEID",),
+        num_nodes=("SLURM_STEP_NUM_NODES",),
+    ),
 )
 LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
-def announcing_launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that announce the number of ranks in `environ`, the most trusted first.
+def announcing_launchers(
+    environ: Mapping[str, str], group: tuple[int, int] | None = None
+) -> list[tuple[Launcher, tuple[int | None, int]]]:
+    """Return (launcher, (rank, world size)) of the launchers that announce the number of ranks, the most trusted first.
+
+    A launcher that agrees with the process group comes first. `srun` may run inside `mpirun -n 1`, so MPI and Slurm
+    come last if they announce a single rank.
 
     A script may export WORLD_SIZE alone, and start with srun or mpirun. A launcher that does not say the rank is left
     out if another one says it, for as many ranks.
+
+    Args:
+        environ: The environment.
+        group: (rank, world size) of the process group; None: there is none.
     """
-    sizes = {each: integer(environ, each.world_size) for each in LAUNCHERS}
-    ranked = {each: size for each, size in sizes.items() if integer(environ, each.rank) is not None}
-    silent = {each for each, size in sizes.items() if each not in ranked and size in ranked.values()}
-    return [each for each, size in sizes.items() if size is not None and each not in silent]
+    announced = {each: (integer(environ, each.rank), integer(environ, each.world_size)) for each in LAUNCHERS}
+    ranked = {size for rank, size in announced.values() if rank is not None}
+    known = [
+        (each, (rank, size))
+        for each, (rank, size) in announced.items()
+        if size is not None and (rank is not None or size not in ranked)
+    ]
+    return sorted(known, key=lambda found: (found[1] != group, found[0] is not LAUNCHERS[0] and found[1][1] == 1))
 
 
 def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
@@ -166,16 +181,13 @@ def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:
     Raises:
         ConfigError: A variable is not a whole number.
     """
-    announced = []
-    for each in LAUNCHERS:
-        rank, world_size = integer(environ, each.rank), integer(environ, each.world_size)
-        if rank is not None and world_size is not None:
-            announced.append((each.name, rank, world_size))
-    for launcher, rank, world_size in announced[1:]:
-        trusted, own, size = announced[0]
-        if size == world_size and own != rank:
+    announced = [(each.name, place) for each, place in announcing_launchers(environ) if place[0] is not None]
+    for launcher, (rank, world_size) in announced[1:]:
+        trusted, (own, size) = announced[0]
+        # A smaller world may be that of the daemons which started the ranks.
+        if world_size >= size and (rank, world_size) != (own, size):
             return (
-                f"{trusted} says that this is rank {own} of {size}, {launcher} says rank {rank}",
+                f"{trusted} says that this is rank {own} of {size}, {launcher} says rank {rank} of {world_size}",
                 f"start with one launcher, or unset the variables of {launcher}: {trusted} is believed",
             )
     tasks = integer(environ, "SLURM_NTASKS")

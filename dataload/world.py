@@ -136,7 +136,7 @@ class World:
         if group is None:
             return read_environment(os.environ)
         try:
-            launched = read_environment(os.environ)
+            launched = read_environment(os.environ, group)
         except ConfigError:
             launched = None
         # The process group knows the rank; only the launcher knows the host. Use the host if the two agree.
@@ -190,19 +190,21 @@ def _host_ranks(world: World) -> Iterable[int]:
     return range(first, min(first + world.local_world_size, world.world_size))
 
 
-def read_environment(environ: Mapping[str, str]) -> World:
+def read_environment(environ: Mapping[str, str], group: tuple[int, int] | None = None) -> World:
     """Return the world that a launcher describes in `environ`, or a world of one process without a launcher.
+
+    Args:
+        environ: The environment.
+        group: (rank, world size) of the process group, whose launcher is preferred; None: there is none.
 
     Raises:
         ConfigError: The launcher announces more than one rank but not the rank of this process.
     """
-    announcing = iter(announcing_launchers(environ))
-    if (first := next(announcing, None)) is not None:
-        world = World(*read_launcher(environ, first))
+    if announced := announcing_launchers(environ, group):
         # A script that sets RANK and WORLD_SIZE from the variables of srun or MPI leaves the rest to those.
-        others = (World(*read_launcher(environ, each)) for each in announcing if world.num_nodes is None)
-        known = (other for other in others if other.num_nodes is not None)
-        return next((o for o in known if (o.rank, o.world_size) == (world.rank, world.world_size)), world)
+        worlds = (World(*read_launcher(environ, each)) for each, place in announced if place == announced[0][1])
+        first = next(worlds)
+        return first if first.num_nodes is not None else next((o for o in worlds if o.num_nodes is not None), first)
     if integer(environ, "RANK"):
         raise ConfigError(f"RANK={environ['RANK']} says that there are more ranks: set WORLD_SIZE too")
     return World(0, 1, 0, 1)

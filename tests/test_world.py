@@ -111,6 +111,19 @@ def test_a_process_group_and_a_launcher_that_agree(monkeypatch: pytest.MonkeyPat
         distributed.destroy_process_group()
 
 
+def test_the_launcher_that_agrees_with_the_process_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    for name, value in {**OPEN_MPI, **step, "SLURM_NODEID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert World.detect() == World(2, 4, 0, 2)
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert World.detect() == World(0, 1, 0, 1)
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "light",
     [

@@ -51,6 +51,12 @@ LISTED = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><Prefix>data/</
 <LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"""
 
 
+OPEN_MPI = " ".join(
+    f"OMPI_COMM_WORLD_{name}={number}"
+    for name, number in {"RANK": 5, "SIZE": 8, "LOCAL_RANK": 1, "LOCAL_SIZE": 4}.items()
+)
+
+
 def line(found: Finding) -> str:
     return f"{found.status}: {found.what} -> {found.advice}"
 
@@ -376,6 +382,8 @@ def test_workers_that_are_forked(case: Case) -> None:
         ("RANK=4 WORLD_SIZE=4", "problem", "ranks count from 0"),
         ("RANK=x WORLD_SIZE=4", "problem", "not a whole number"),
         ("RANK=1 WORLD_SIZE=4 SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4", "problem", "Slurm says rank 2"),
+        ("RANK=0 WORLD_SIZE=1 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4", "problem", "Slurm says rank 0 of 4"),
+        (f"{OPEN_MPI} SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "ok", "rank 5 of 8"),
         ("SLURM_NTASKS=8 SLURM_PROCID=0", "problem", "start the program with srun"),
         ("RANK=1 WORLD_SIZE=4 SLURM_PROCID=x", "problem", "SLURM_PROCID='x'"),
         ("RANK=1 WORLD_SIZE=4", "warning", "set LOCAL_WORLD_SIZE"),

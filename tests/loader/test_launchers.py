@@ -92,12 +92,42 @@ def exported(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return [own | {"RANK": rank, "WORLD_SIZE": sum(sizes)} for rank, own in enumerate(srun(sizes))]
 
 
+def in_slurm(processes: list[dict[str, Any]], sizes: tuple[int, ...], first: int) -> list[dict[str, Any]]:
+    """Add the variables of a step of Slurm with one task, such as a daemon of MPI, on each node from `first` on."""
+    step = srun((1,) * (len(sizes) - first))
+    nodes = [node for _, node, _ in places(sizes)]
+    return [step[node - first] | own if node >= first else own for node, own in zip(nodes, processes, strict=True)]
+
+
+def mpirun_in_slurm(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Open MPI starts no daemon on the node of mpirun itself."""
+    return in_slurm(open_mpi(sizes), sizes, 1)
+
+
+def mpiexec_in_slurm(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return in_slurm(mpich(sizes), sizes, 0)
+
+
+def mpirun_in_a_shell(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The shell is the only task of a step, as those of salloc."""
+    return [srun((1,))[0] | own for own in open_mpi(sizes)]
+
+
+def mpiexec_in_a_shell(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [srun((1,))[0] | own for own in mpich(sizes)]
+
+
+def srun_in_mpirun(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [open_mpi((1,))[0] | own for own in srun(sizes)]
+
+
 def worlds(launcher: Callable[[tuple[int, ...]], list[dict[str, Any]]], sizes: tuple[int, ...]) -> list[World]:
     return [read_environment({name: str(value) for name, value in own.items()}) for own in launcher(sizes)]
 
 
-EVERY = [torchrun, srun, deepspeed, open_mpi, mpich, ray, exported]
-KNOWING = [torchrun, srun, deepspeed, exported]  # the number of nodes
+IN_SLURM = [mpirun_in_slurm, mpiexec_in_slurm, mpirun_in_a_shell, mpiexec_in_a_shell]
+EVERY = [torchrun, srun, deepspeed, open_mpi, mpich, ray, exported, *IN_SLURM, srun_in_mpirun]
+KNOWING = [torchrun, srun, deepspeed, exported, srun_in_mpirun]  # the number of nodes
 
 
 def test_the_number_of_a_node_shows_unequal_nodes() -> None:
@@ -113,6 +143,10 @@ def test_equal_nodes(launcher: Any) -> None:
     expected = [World(rank, 8, local, 2) for rank, _, local in places(EQUAL)]
     assert worlds(launcher, EQUAL) == expected
     assert {(world.num_nodes, world.num_streams, world.node_share) for world in expected} == {(4, 4, 0.25)}
+
+
+def test_there_may_be_more_daemons_than_ranks() -> None:
+    assert worlds(mpirun_in_slurm, (1, 1, 0, 0)) == [World(0, 2, 0, 1), World(1, 2, 0, 1)]
 
 
 @pytest.mark.parametrize("launcher", KNOWING)
