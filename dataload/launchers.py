@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -123,6 +124,9 @@ def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
             "are not neighbours. Start equally many on each node, or set GROUP_WORLD_SIZE to the number of nodes"
         )
     if launcher.name == "Slurm":
+        # Later steps inherit the variable, but not the terminal.
+        if world_size > 1 and "SLURM_PTY_PORT" in environ and os.isatty(0):
+            _warn_of_terminal(rank or 0, world_size)
         tasks = _tasks_per_node(environ, world_size, num_nodes)
         local_size = tasks[node] if tasks and node is not None and node < len(tasks) else None
         order = environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
@@ -167,6 +171,16 @@ def _warn_of_unequal_nodes(world_size: int, local_size: int, num_nodes: int) -> 
         world_size,
         world_size // num_nodes,
         num_nodes,
+    )
+
+
+@cache
+def _warn_of_terminal(rank: int, world_size: int) -> None:
+    log.warning(
+        "this is task %d of %d of `srun --pty`, so a loader has only the rows of that rank: for a single process pass "
+        "world=World(), or start the ranks with srun or torchrun",
+        rank,
+        world_size,
     )
 
 

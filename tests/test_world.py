@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -122,6 +123,28 @@ def test_the_launcher_that_agrees_with_the_process_group_counts(monkeypatch: pyt
         assert World.detect() == World(0, 1, 0, 1)
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("tasks", "in_terminal", "warnings"), [("8", True, 1), ("8", False, 0), ("1", True, 0)])
+def test_a_terminal_of_several_tasks_warns_once(tasks: str, in_terminal: bool, warnings: int) -> None:
+    """Only the first task of `srun --pty` has the terminal. Tasks that are started in it have its variables, too."""
+    program = "from dataload import World; World.detect(); print(World.detect().world_size)"
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks, "SLURM_PTY_PORT": "4000"}
+    controller, terminal = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **step},
+            stdin=terminal if in_terminal else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        os.close(controller)
+        os.close(terminal)
+    assert done.stdout == f"{tasks}\n"
+    assert done.stderr.count("this is task 0 of 8 of `srun --pty`") == warnings
 
 
 @pytest.mark.parametrize(
