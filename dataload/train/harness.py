@@ -174,7 +174,6 @@ def fit(
                 world,
                 Checkpoints(checkpoint_dir, keep),
                 LossMonitor(world.rank, check=check_finite),
-                even=_even_batches(loader),
                 checkpoint_every=checkpoint_every,
                 evaluate=evaluate,
                 mesh=mesh,
@@ -267,13 +266,6 @@ def _data_parallel(loader: Any, mesh: DeviceMesh | None) -> tuple[DeviceMesh | N
     """Return the mesh of the data-parallel ranks, which may be the loader's, and this rank among them."""
     mesh = loader.mesh if mesh is None and isinstance(loader, Loader) else mesh
     return mesh, World.detect() if mesh is None else World.from_mesh(mesh)
-
-
-def _even_batches(loader: Any) -> bool:
-    """Return whether all ranks know that they have equally many batches of equal sizes: with this package's loader."""
-    known = isinstance(loader, Loader) and loader.maker.only_gathers
-    sizes = gather((loader.batch_size, len(loader)) if known else None)
-    return None not in sizes and len(set(sizes)) == 1
 
 
 def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:

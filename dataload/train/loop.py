@@ -26,7 +26,7 @@ from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, first_of_each, 
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
-from dataload.train.rank_batches import RankBatch, batches_on, feed
+from dataload.train.rank_batches import RankBatch, batches_on, even_batches, feed
 from dataload.train.ranks.collectives import agree, gather, on_first, process_number, share_buffers
 from dataload.train.ranks.process_group import sampler_with
 from dataload.train.ranks.sharded import reshard
@@ -70,7 +70,6 @@ class TrainingLoop:
         world: This rank, and the number of ranks.
         checkpoints: Where the run is saved.
         losses: Checks losses and parameters.
-        even: Whether all ranks have equally many batches of equal sizes.
         checkpoint_every: Optimizer steps between checkpoints in an epoch; None to save only at the end of an epoch.
         evaluate: Called after each epoch; returns scalars.
         tensorboard: Writes metrics on rank 0; None on other ranks.
@@ -88,7 +87,6 @@ class TrainingLoop:
     world: World
     checkpoints: Checkpoints
     losses: LossMonitor
-    even: bool = True
     checkpoint_every: int | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
     tensorboard: TensorBoardWriter | None = None
@@ -111,6 +109,7 @@ class TrainingLoop:
             "evaluate": self.evaluate if _has_state(self.evaluate) else None,
         }
         self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        self._even = even_batches(self.loader)
         self._stateful = hasattr(self.loader, "load_state_dict")
         self._generators = [] if self._stateful else _generators_of(self.loader)
 
@@ -241,7 +240,7 @@ class TrainingLoop:
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device, self.stats_dir)
-        for fed in feed(batches, tally.counts, self.world, self.even, state_of, resumed.begin, self.mesh):
+        for fed in feed(batches, tally.counts, self.world, self._even, state_of, resumed.begin, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             # A rank without further batches could not resume this epoch: its loader is at the next one.

@@ -17,7 +17,7 @@ from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import map_columns
 from dataload.rows.collate import Flat
 from dataload.telemetry.spans import stage
-from dataload.train.ranks.collectives import gather_count
+from dataload.train.ranks.collectives import gather, gather_count
 from dataload.world import World
 
 
@@ -89,6 +89,13 @@ def feed(
         last, ending = not any(following_rows), not all(following_rows)
         yield RankBatch(batch, rows[world.rank], sum(rows), last, ending, state)
         batch, rows = batch if following is end else following, following_rows
+
+
+def even_batches(loader: Any) -> bool:
+    """Return whether all ranks know that they have equally many batches of equal sizes: with this package's loader."""
+    known = isinstance(loader, Loader) and loader.maker.only_gathers
+    sizes = gather((loader.batch_size, len(loader)) if known else None)
+    return None not in sizes and len(set(sizes)) == 1
 
 
 def batches_on(loader: Iterable[Any], device: torch.device, stats_dir: Path | None = None) -> Iterable[Any]:
