@@ -64,7 +64,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     exchange = process_group(World.detect(), torch.device("cpu")) if ranks_of(loader) > 1 else nullcontext()
     with exchange, evaluating(model):
         check_ranks_run(loader)
-        if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             # The first forward would wait for those of all ranks, of which one may have no batch.
             share_buffers(model.module, mesh)
             model.require_forward_param_sync = False
