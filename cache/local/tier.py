@@ -112,8 +112,9 @@ class LocalTier(ForkAware, Tier):
                 raise
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
-        with suppress(OSError, lmdb.Error):  # Cached blobs are readable without it. A fill meets the error, too.
-            folder.evict(self._given_limit or folder.default_limit, pin=self.policy == "pin")
+        if self._given_limit:  # A command without one makes no cache smaller.
+            with suppress(OSError, lmdb.Error):  # Cached blobs are readable without it. A fill meets the error, too.
+                folder.evict(self._given_limit, pin=self.policy == "pin")
         self._folder = folder  # Last: other threads use it from here on.
         return folder
 

@@ -155,7 +155,7 @@ def fit(
         [32, 32]
     """
     check_options(precision, accumulate, clip_grad_norm)
-    _check_arguments(comm_hook, epochs, checkpoint_dir, checkpoint_every, log_every, scheduler, loader)
+    _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
     mesh, world = _data_parallel(loader, mesh)
     _check_parameters(model, optimizer, alone=world.world_size == 1 and checkpoint_dir is None)
     device = device_of(World.detect(), device)
@@ -211,7 +211,6 @@ def _recorded(
 def _check_arguments(
     comm_hook: str | None,
     epochs: int,
-    checkpoint_dir: str | os.PathLike[str] | None,
     checkpoint_every: int | None,
     log_every: int,
     scheduler: Any,
@@ -231,8 +230,6 @@ def _check_arguments(
     for name, steps in (("checkpoint_every", checkpoint_every), ("log_every", log_every)):
         if steps is not None:
             whole_number(name, steps, least=1)
-    if checkpoint_every is not None and checkpoint_dir is None:
-        raise ConfigError(f"checkpoint_every={checkpoint_every} needs checkpoint_dir, the folder of the checkpoints")
     if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"

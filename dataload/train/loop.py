@@ -179,6 +179,8 @@ class TrainingLoop:
         if self.checkpoints.enabled:  # An error now is better than one at the end of the first epoch.
             states = map_leaves(self._states(), to_meta)
             on_first(lambda: check_plain(states))
+        elif self.checkpoint_every is not None and self.world.rank == 0:
+            log.warning("checkpoint_every=%d saves nothing without a checkpoint_dir", self.checkpoint_every)
         if len(self.history) >= epochs > 0 and self.world.rank == 0:
             log.warning(
                 "the checkpoint has all %d epochs, so nothing is trained: for another run, pass resume=None or a "

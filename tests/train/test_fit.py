@@ -767,7 +767,6 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
         ({"scheduler": len}, r"has no step\(\)"),
         ({"scheduler": ReduceLROnPlateau(build()[1])}, "ReduceLROnPlateau follows a metric"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
-        ({"checkpoint_every": 3}, "checkpoint_every=3 needs checkpoint_dir"),
         ({"epoch": 3}, r"epoch= is unknown: did you mean 'epochs'\?"),
         ({"zzz": 3}, "zzz= is unknown: it is not an argument of fit"),
         ({"loader": []}, "the loader gave no batch"),
@@ -777,3 +776,16 @@ def test_arguments_that_cannot_work_are_refused(options, message):
     model, optimizer = build()
     with pytest.raises(ConfigError, match=message):
         fit(model, optimizer, options.pop("loader", in_order(8)), squared_error, **{"epochs": 1, **options})
+
+
+def test_checkpoints_without_a_folder_are_warned_of(tmp_path, caplog):
+    pq.write_table(pa.table({"x": torch.randn(8).tolist(), "y": [0.0] * 8}), tmp_path / "rows.parquet")
+    loader = make_loader(tmp_path / "rows.parquet", 4, cache=False)
+    model = torch.nn.Linear(1, 1)
+
+    def loss(model, batch):
+        return model(batch["x"].float().unsqueeze(1)).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(model, optimizer, loader, loss, epochs=1, checkpoint_every=3, progress=False)
+    assert "checkpoint_every=3 saves nothing without a checkpoint_dir" in caplog.text
