@@ -57,7 +57,10 @@ class Decoder:
                 return self._jpeg(encoded, out)
             except ValueError:  # Pillow reads a file with harmless errors, or gives the reason.
                 pass
-        return _by_pillow(encoded)
+        try:
+            return _by_pillow(encoded)
+        except RuntimeError as error:  # of libavif
+            raise ValueError(str(error)) from error
 
     def _jpeg(self, encoded: Any, out: Pixels | None) -> Pixels:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from dataload.errors import ConfigError, DataError, RowError
 from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
 from dataload.runtime.text import few
-
-CROPS = ("center", "full")
-DAMAGED = ("raise", "mark")
 
 Crop = Literal["center", "full"]
 Damaged = Literal["raise", "mark"]
@@ -64,11 +61,11 @@ def decode(
         loader = make_loader("s3://bucket/photos", 64, transform=decode("image", size=256), num_threads=2)
         ```
     """
-    if crop not in CROPS:
+    if crop not in get_args(Crop):
         raise ConfigError(f"crop={crop!r} is unknown: use 'center' or 'full'")
     if size is not None and not is_whole(size):
         raise ConfigError(f"size={size!r} must be a whole number of at least 1, or None")
-    if damaged not in DAMAGED:
+    if damaged not in get_args(Damaged):
         raise ConfigError(f"damaged={damaged!r} is unknown: use 'raise' or 'mark'")
     if damaged == "mark" and (not isinstance(column, str) or size is None or crop != "center"):
         raise ConfigError("damaged='mark' needs the name of a column, size= and crop='center'")

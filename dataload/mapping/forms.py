@@ -115,6 +115,8 @@ def converted(name: str, value: Any, rows: int) -> tuple[Form, Column]:
         value = _numpy(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
         value = value.to_pylist()
+    if isinstance(value, np.ma.MaskedArray):
+        raise DataError(f"column {name!r} is a masked array, which has no form: fill it, such as by .filled(np.nan)")
     if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
         value = value.tolist()
     if not isinstance(value, (np.ndarray, list, tuple)) or (isinstance(value, np.ndarray) and not value.ndim):

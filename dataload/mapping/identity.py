@@ -260,9 +260,10 @@ def find_code(function: Callable[..., Any], sources: Sources) -> None:
 
 def _is_set(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents is not cell
+        _ = cell.cell_contents
     except ValueError:  # The variable has no value yet.
         return False
+    return True
 
 
 def _names(slots: Any) -> Iterable[str]:

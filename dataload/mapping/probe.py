@@ -18,7 +18,7 @@ from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of
 from dataload.mapping.forms import joined_forms
 from dataload.mapping.places import mapped_of, rows_text, where
-from dataload.mapping.running import ChunkError, Function, Runner, blob_of, records_of
+from dataload.mapping.running import ChunkError, Function, Runner, mapped_blobs, records_of
 from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.size_sampling import spread
@@ -72,7 +72,10 @@ def stage_of(
     found = json.loads(bytes(sample))
     user.sources.forget()
     if processes is not None:
-        pickle.dumps(user)  # Now, the error costs no time. The calls in the sample may have made what it names.
+        try:  # Now, the error costs no time. The calls in the sample may have made what it names.
+            pickle.dumps(user)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
     mapped = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
     return Stage(user, chosen, processes, manifest, mapped, found["row_bytes"], tuple(found["made"]))
 
@@ -121,16 +124,10 @@ def _sampled(
 def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:
     """Return the first rows of a row group that are mapped."""
     mask, layout = mapped_of(manifest.selection, source.selection, number), source.plan.layout
-    start = 0
     cached = source.cached_columns(number)
     if cached is None:
         parts = source.maker.head(number, SAMPLE_ROWS)
     else:
         parts = zip(cached, source.plan.lengths(number), strict=True)
-    for columns, rows in parts:
-        chosen = np.arange(rows) if mask is None else np.flatnonzero(mask[start : start + rows])
-        if len(chosen):
-            blob = memoryview(blob_of(columns, rows, layout, place))
-            return records_of(blob, rows, layout, chosen[:SAMPLE_ROWS])
-        start += rows
-    raise AssertionError("the row group has mapped rows")
+    blob, rows, chosen = next(mapped_blobs(parts, mask, layout, place))
+    return records_of(blob, rows, layout, chosen[:SAMPLE_ROWS])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.filesize import decimal
 
 from dataload.cache.blocks.reader import Blocks
@@ -18,6 +16,7 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
 from dataload.mapping.places import mapped_of, rows_text, where
+from dataload.mapping.plan import MappedPlan
 from dataload.mapping.stage import Stage
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.row_group_maker import RowGroupMaker
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from dataload.mapping.processes import ProcessRunner
     from dataload.rows.row_block import Records
 
-VERSION = 1
 FIRST_ROWS = 32  # of the first chunk of a row group
 CHUNK_ROWS = 1024
 CHUNK_BYTES = 16 << 20  # of the rows that the calls under way get, and of those that they return
@@ -110,39 +108,6 @@ class MappedRowGroups(RowGroupCache):
         return None if columns is None else self.maker.mapped(columns, number)
 
 
-class MappedPlan(RowGroupPlan):
-    """The blobs of a mapped dataset. Their names tell the function, and which rows of the file are mapped.
-
-    Args:
-        manifest: The mapped rows, `Stage.stored`.
-        columns: Names of the columns to store.
-        stage: The map.
-        source: The plan of the rows that are mapped.
-    """
-
-    def __init__(self, manifest: Manifest, columns: Sequence[str], stage: Stage, source: RowGroupPlan) -> None:
-        super().__init__(manifest, columns, made_by=[f"map {VERSION}", stage.key, source.digest])
-        self._selection = stage.selection
-        self._digests: dict[int, str] = {}
-
-    def qualified(self, number: int, part: str) -> str:
-        """Return the name of a part of a row group within its file."""
-        return super().qualified(number, part) + self._rows_of(number)
-
-    def group_name(self, number: int) -> str:
-        """Return the name of a row group's blobs together, within its file."""
-        return super().group_name(number) + self._rows_of(number)
-
-    def _rows_of(self, number: int) -> str:
-        """Return the part of a name that tells which rows are mapped."""
-        if self._selection is None:
-            return ""
-        if number not in self._digests:
-            bits = np.packbits(self._selection.mask(number)).tobytes()
-            self._digests[number] = hashlib.blake2b(bits, digest_size=8).hexdigest()
-        return f" of {self._digests[number]}"
-
-
 class MappedMaker(RowGroupMaker, ForkAware):
     """Makes the blobs of mapped row groups, within the memory budget.
 
@@ -153,6 +118,8 @@ class MappedMaker(RowGroupMaker, ForkAware):
         stage: The map.
         blocks: The cache.
     """
+
+    _computing = staticmethod(nullcontext)  # The function may wait, and other threads call it meanwhile.
 
     def __init__(
         self, manifest: Manifest, plan: RowGroupPlan, source: RowGroupCache, stage: Stage, blocks: Blocks
@@ -190,7 +157,8 @@ class MappedMaker(RowGroupMaker, ForkAware):
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that decoding and mapping a row group take."""
-        return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._source.maker.decoding_bytes(number)
+        mapping = min(2 * CHUNK_BYTES, self._source.plan.bytes_of(number) + self._plan.bytes_of(number))
+        return super().decoding_bytes(number) + mapping + self._source.maker.decoding_bytes(number)
 
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
@@ -272,19 +240,17 @@ class MappedMaker(RowGroupMaker, ForkAware):
             chunk: Rows of a chunk.
             blob_rows: Rows of a mapped blob.
         """
-        from dataload.mapping.running import blob_of, records_of
+        from dataload.mapping.running import mapped_blobs, records_of
 
         layout = self._source.plan.layout
         mask = mapped_of(self._stage.selection, self._source.selection, number)
-        first = done = 0
-        for columns, rows in sources:
-            chosen = np.arange(rows) if mask is None else np.flatnonzero(mask[first : first + rows])
-            first += rows
-            blob = memoryview(blob_of(columns, rows, layout, self._where(number)) if len(chosen) else b"")
-            while len(chosen):
-                size = min(chunk.rows, len(chosen), blob_rows - done % blob_rows)
-                yield records_of(blob, rows, layout, chosen[:size])
-                chosen, done = chosen[size:], done + size
+        done = 0
+        for blob, rows, chosen in mapped_blobs(sources, mask, layout, self._where(number)):
+            first = 0
+            while first < len(chosen):
+                size = min(chunk.rows, len(chosen) - first, blob_rows - done % blob_rows)
+                yield records_of(blob, rows, layout, chosen[first : first + size])
+                first, done = first + size, done + size
 
     def _called(
         self, chunks: Iterator[Records], number: int, chunk: ChunkSize, ahead: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from typing import Any, TypeVar
@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from dataload.catalog.selection import Mask
 from dataload.errors import DataError, RowError
 from dataload.formats.schema import Field, Layout
 from dataload.mapping.forms import Form, converted, fitted
 from dataload.rows import row_block
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import Coded, Column, Dense, Nested, Ragged, spans_of
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, spans_of
 from dataload.rows.row_block import Blob, Records
 from dataload.runtime.bisection import bisected
 from dataload.runtime.executor import DaemonExecutor, awaited
@@ -170,6 +171,26 @@ def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str
 
     row_block.pack(columns, rows, layout, where, allocate)
     return memory
+
+
+def mapped_blobs(
+    columns_of_blobs: Iterable[tuple[Mapping[str, Column], int]], mask: Mask | None, layout: Layout, where: str
+) -> Iterator[tuple[memoryview, int, Array]]:
+    """Yield each blob that has rows to map, its number of rows, and the rows to map, int64 [n].
+
+    Args:
+        columns_of_blobs: The columns of consecutive blobs, and their rows.
+        mask: Which of all their rows are mapped; None: all.
+        layout: Layout of a record.
+        where: File and row group, for errors.
+    """
+    first = 0
+    for columns, rows in columns_of_blobs:
+        chosen = np.arange(rows) if mask is None else np.flatnonzero(mask[first : first + rows])
+        first += rows
+        if len(chosen):
+            # The function gets views of the bytes, which equal values share.
+            yield memoryview(blob_of(columns, rows, layout, where)).toreadonly(), rows, chosen
 
 
 def records_of(blob: memoryview, rows: int, layout: Layout, chosen: Any = slice(None)) -> Records:

@@ -88,7 +88,7 @@ class UserFunction:
         except Exception as error:
             raise ConfigError(
                 f"map {self.name}: another process cannot get the function ({type(error).__name__}: {error}): make "
-                "that object inside the function, or leave processes= out"
+                "that object inside the function"
             ) from error
         known = None if self.version is None else self.sources.found
         return _unpickled, (data, self.version, self.digest, self.sources.cells, known)

@@ -69,7 +69,7 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.bunched_bytes(own)
 
-    def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
+    def load_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
         by_cache: dict[tuple[str, int], dict[Member, int]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)

@@ -136,10 +136,10 @@ def plan(
         blobs.memory.share(local_world_size)
     row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
     lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
-    sizes = [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
     limit = sources[0].tier.limit if sources[0].shared else 0
-    unlimited = Reader(costs := Costs(sources), order, UNLIMITED)
+    costs = Costs(sources)
+    unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
     decoded = sum(blobs.num_bytes for blobs in sources)
     needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded / FITS / order.num_streams))
@@ -147,7 +147,7 @@ def plan(
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
     all_footers = footers(sources)
-    weigh = partial(_weighed, order.num_streams, lengths, sizes, batch_size)
+    weigh = partial(_weighed, order.num_streams, lengths, [group.bytes for group in row_groups], batch_size)
     held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
     result = Plan(
         nodes=nodes,

@@ -100,7 +100,7 @@ class RowGroupCache(SizeForecast):
     def bunched_bytes(self, number: int) -> int:
         return 0 if number in self._unkept else bunched_bytes(self, number)
 
-    def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
+    def load_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
         for member in make_together([Member(self, number, life) for number, life in lives.items()], late):
             yield member.number, member.made
 

@@ -84,7 +84,7 @@ class RowGroups(Protocol):
     def bunched_bytes(self, number: int) -> int:
         """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
 
-    def load_together(self, lives: Lives, late: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Made]]:
+    def load_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
         """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:

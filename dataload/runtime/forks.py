@@ -50,9 +50,8 @@ class _Registry:
     def _before(self) -> None:
         self._gate.acquire()
         self._notified = list(self._live)
-        with (
-            ExitStack() as stack
-        ):  # Python forks after an exception, such as that of Ctrl-C, and calls the other hooks.
+        # Python forks after an exception, such as that of Ctrl-C, and calls the other hooks.
+        with ExitStack() as stack:
             for member in self._notified:
                 stack.callback(member.before_fork)
 

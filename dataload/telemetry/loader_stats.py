@@ -42,6 +42,8 @@ ADVICE_BESIDE = {  # (cause, setting in use): advice; the first setting counts
     ("decode", "part"): "the cache holds only a part of the rows: raise cache_bytes, add cores, or read fewer columns",
     ("origin", "map"): f"the origin is the limit: {WARM_MAPPED}, or add hosts",
     ("decode", "map"): f"decoding is the limit: {WARM_MAPPED}, or give the job more cores",
+    ("map", "no_cache"): "the function of map is the limit: give the loader a cache, or the job more cores",
+    ("map", "part"): "the cache holds only a part of the rows: raise cache_bytes, add cores, or read fewer columns",
     ("map", "processes"): f"the function of map is the limit: raise processes=, add cores, or {WARM_MAPPED}",
     ("collate", "collate_fn"): "collate_fn is the limit: use num_workers, or more of them",
     ("transform", "num_workers"): "transform is the limit: raise num_workers, or give the job more cores",

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from dataload import images, make_dataset, make_loader
 from dataload.errors import ConfigError, DataError, RowError
@@ -265,6 +265,16 @@ def test_damaged_images_are_marked(tmp_path: Path) -> None:
     [batch] = make_loader(mapped, 8, shuffle=False)
     assert torch.equal(batch["photo.is_damaged"], is_damaged)
     assert torch.equal(batch["photo"], expected)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow has no codec of AVIF")
+def test_damaged_avif_is_marked() -> None:
+    """Errors of its codec are RuntimeErrors."""
+    data = encoded(picture(), "AVIF")
+    pixels = data.index(b"mdat") + 4
+    photos = [truncated(data), data[:pixels] + bytes(len(data) - pixels), data]
+    batch = images.decode("photo", size=8, damaged="mark")({"photo": photos})
+    assert batch["photo.is_damaged"].tolist() == [True, True, False]
 
 
 def test_the_default_device_of_torch_is_not_that_of_marks() -> None:

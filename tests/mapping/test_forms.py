@@ -77,6 +77,7 @@ def test_each_form_of_a_column(value: Any, form: str, first: Any) -> None:
         (np.array([b"a\0\0", b"abc"]), r"'x' is an array of \|S3: return .* a list of strings or of bytes"),
         (np.zeros(2, np.complex64), "'x' is an array of complex64"),
         (np.zeros(2, "datetime64[s]"), "'x' is an array of datetime64"),
+        (np.ma.masked_equal([0.0, 1.0], 1), r"'x' is a masked array, .*: fill it, such as by \.filled\(np\.nan\)"),
         (torch.zeros(2, dtype=torch.bfloat16), "'x' is a tensor that numpy cannot hold"),
     ],
 )

@@ -8,6 +8,7 @@ import importlib
 import itertools
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -36,8 +37,9 @@ from dataload.mapping import processes, row_groups
 from dataload.planning.plan import plan
 from dataload.planning.warm import order_of, warm
 from dataload.rows import row_group_plan, scheduler
+from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder
 from dataload.rows.making.row_group_memory import RankShare
-from dataload.runtime import child_process
+from dataload.runtime import baton, child_process
 
 ROWS, GROUP = 200, 20
 SHIFT = 1
@@ -95,6 +97,24 @@ def test_a_function_may_return_a_buffer_that_it_uses_again(
     assert batch["array"].tolist() == batch["tensor"].tolist() == expected
     assert [row.tolist() for row in batch["lists"]] == expected
     assert [np.frombuffer(row, np.int64).tolist() for row in batch["bytes"]] == expected
+
+
+def halved(batch: dict[str, Any], first: int) -> dict[str, Any]:
+    """Write to the bytes of the rows from `first` on, of which equal rows share one copy."""
+    for number, image in zip(batch["id"].tolist(), batch["image"], strict=True):
+        if number >= first:
+            pixels = np.frombuffer(image, np.uint8)
+            pixels //= 2
+    return batch
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+@pytest.mark.parametrize("first", [3, 35], ids=["in the sample", "later"])
+def test_a_function_cannot_write_to_bytes_that_rows_share(tmp_path: Path, processes: int | None, first: int) -> None:
+    pq.write_table(pa.table({"id": range(40), "image": [bytes([8])] * 40}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path / "x.parquet", cache=False)
+    with pytest.raises(DataError, match=rf"row {first}: map .*halved: ValueError: .*read-only"):
+        dataset.map(functools.partial(halved, first=first), processes=processes)[0]
 
 
 def every_form(batch: dict[str, Any]) -> dict[str, Any]:
@@ -282,12 +302,34 @@ def test_maps_of_different_rows_have_different_blobs(dataset: Dataset) -> None:
     assert ids(second) == list(range(6, 16))
 
 
-def test_source_and_result_share_one_budget(dataset: Dataset) -> None:
+class ToldLists(Told):
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return super().__call__(batch) | {"list": [[*range(length)] for length in batch["length"].tolist()]}
+
+
+def test_a_new_file_does_not_map_rows_of_others_again(tmp_path: Path, cache: CacheConfig) -> None:
+    """Its values are larger, so a blob of many rows would have fewer of them."""
+    (tmp_path / "data").mkdir()
+    function = ToldLists(tmp_path / "told")
+    for number, length in enumerate([1000, 1000, 1000, 1000, 1060]):
+        rows = range(4 * number, 4 * number + 4)
+        pq.write_table(pa.table({"id": rows, "length": [length] * 4}), tmp_path / "data" / f"{number}.parquet")
+        if number >= 3:
+            mapped = make_dataset(tmp_path / "data", cache=cache).map(function, version="1")
+            function.forget()
+            assert trained(mapped) == list(range(rows.stop))
+    assert set(function.counts()) == set(rows)
+
+
+def test_source_and_result_share_one_budget(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = dataset.map(lambda batch: wide(batch, 1)).map(lambda batch: wide(batch, 2))
     maker, blob = mapped.rowstore.blobs.maker, GROUP * 501 * 8
     maker.memory.use(RankShare(100 << 20, 2))
-    least = dataset.rowstore.blobs.maker.decoding_bytes(0) + 2 * (3 * blob + row_groups.CHUNK_BYTES)
-    assert maker.decoding_bytes(0) >= least
+    of_chunks = 3 * blob  # the first result, and both as source and result of the second map
+    least = dataset.rowstore.blobs.maker.decoding_bytes(0) + 2 * 3 * blob + of_chunks
+    assert least <= maker.decoding_bytes(0) < least + blob
+    monkeypatch.setattr(row_groups, "CHUNK_BYTES", 1000)
+    assert maker.decoding_bytes(0) < least - of_chunks + blob
     assert maker.reservation(0) == dataset.rowstore.blobs.maker.reservation(0)
     assert maker._source.maker.memory is maker._source.maker._source.maker.memory is maker.memory
 
@@ -314,6 +356,21 @@ def test_the_chunks_of_a_row_group_are_mapped_in_threads(dataset: Dataset, monke
     mapped.rowstore.blobs.memory.use(RankShare(1 << 30, 2))
     is_sample[0] = False
     assert mapped[3]["id"] == 3 + SHIFT
+
+
+def test_small_row_groups_are_mapped_at_the_same_time(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 2 * tiers.PATIENCE)
+    together, is_sample = threading.Barrier(5), [True]
+
+    def wait_for_other_calls(batch: dict[str, Any]) -> dict[str, Any]:
+        if not is_sample[0]:
+            together.wait(tiers.PATIENCE)
+        return plus(batch)
+
+    blobs = dataset.map(wait_for_other_calls, version=1).rowstore.blobs
+    blobs.memory.use(RankShare(64 << 20, 5))
+    is_sample[0] = False
+    assert warm(blobs, range(ROWS // GROUP)) == ROWS // GROUP
 
 
 def run_rank(rank: int, file: Path, cache: CacheConfig, told: Path, out: Any) -> None:
@@ -714,16 +771,25 @@ class Loadable:
         return {"id": batch["id"]}
 
 
-def test_a_function_that_no_other_process_can_get(dataset: Dataset) -> None:
+def test_a_function_that_no_other_process_can_get(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     lock = threading.Lock()
 
     def locked(batch: dict[str, Any]) -> dict[str, Any]:
         with lock:
             return {"id": batch["id"]}
 
-    with pytest.raises(ConfigError, match=r"map .*locked: another process cannot get .*'_thread.lock' object.*: make"):
+    error = r"map .*locked: another process cannot get .*'_thread.lock' object.*: make that object inside the function"
+    with pytest.raises(ConfigError, match=f"{error}, or leave processes= out$"):
         dataset.map(locked, version=1, processes=1)
-    assert trained(dataset.map(locked, version=1)) == list(range(ROWS))
+    mapped = dataset.map(locked, version=1)
+    assert trained(mapped) == list(range(ROWS))
+    decoder = BackgroundDecoder(mapped.rowstore.blobs)
+    caplog.clear()
+    for _ in range(MAX_FAILURES):
+        decoder.begin()
+        assert decoder._process is None or decoder._process.ended.wait(tiers.PATIENCE)
+    [warning] = caplog.messages
+    assert re.search(rf'{error}"\): the training process makes them alone$', warning)
 
 
 def test_a_script_that_exits_when_a_process_imports_it_is_named_as_the_cause(dataset: Dataset) -> None:

@@ -32,7 +32,8 @@ from dataload.rows import row_block, row_group_cache
 from dataload.rows.arrow_decode import decode
 from dataload.rows.background_decoder.worker import Done, _Worker
 from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_group_memory
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.making.bunches import Made
+from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.turns import in_turn
@@ -135,13 +136,17 @@ def lives_of(dataset: Dataset) -> dict[int, RowGroupLife]:
     return {number: RowGroupLife() for number in range(len(dataset.row_groups))}
 
 
+def made_together(blobs: Any, lives: Lives) -> dict[int, Made]:
+    return dict(blobs.load_together(lives, lambda: None))
+
+
 def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
     folder = write("numbers")
     columns = {"numbers": pa.array([1, None], pa.int32()), "id": pa.array([0, 1], pa.int32())}
     pq.write_table(pa.table(columns), folder / "013.parquet")
     dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache")))
     lives = lives_of(dataset)
-    found = dict(dataset.rowstore.blobs.load_together(lives))
+    found = made_together(dataset.rowstore.blobs, lives)
     assert len(found) == FILES
     assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
     assert isinstance(error := found[13], DataError)
@@ -155,7 +160,7 @@ def test_a_file_that_is_gone_concerns_one_row_group(tmp_path: Path, write: Any) 
     folder = write("numbers")
     dataset = opened(folder, tmp_path / "cache")
     (folder / "013.parquet").unlink()
-    found = dict(dataset.rowstore.blobs.load_together(lives_of(dataset)))
+    found = made_together(dataset.rowstore.blobs, lives_of(dataset))
     assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
     assert "013.parquet" in str(found[13])
 
@@ -174,7 +179,7 @@ def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, wr
     other.start()
     held.wait()
     try:
-        found = dict(blobs.load_together(lives_of(dataset)))
+        found = made_together(blobs, lives_of(dataset))
     finally:
         done.set()
         other.join()
@@ -246,7 +251,7 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
 def test_each_dataset_of_a_bunch_counts_its_own_misses(tmp_path: Path, write: Any) -> None:
     datasets = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
     before = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
-    found = dict(mix(datasets).rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)}))
+    found = made_together(mix(datasets).rowstore.blobs, {number: RowGroupLife() for number in range(2 * FILES)})
     assert len(found) == 2 * FILES
     counted = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
     assert [after - base for after, base in zip(counted, before, strict=True)] == [FILES, FILES]
@@ -257,7 +262,7 @@ def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, 
     for file in (tmp_path / "b").iterdir():
         file.unlink()
     lives = {number: RowGroupLife() for number in reversed(range(2 * FILES))}
-    found = dict(mixture.rowstore.blobs.load_together(lives))
+    found = made_together(mixture.rowstore.blobs, lives)
     assert sorted(number for number, made in found.items() if isinstance(made, list)) == list(range(FILES))
     with pytest.raises(OSError, match=r"b/\d+\.parquet"):
         list(make_loader(mixture, 16))
@@ -272,7 +277,7 @@ def test_an_error_of_one_cache_leaves_the_row_groups_of_another(
         raise RuntimeError("no locks")
 
     monkeypatch.setattr(mixture.datasets[1].blocks.tier.folder.locks, "hold_free", fail)
-    found = dict(mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)}))
+    found = made_together(mixture.rowstore.blobs, {number: RowGroupLife() for number in range(2 * FILES)})
     assert [isinstance(made, list) for made in found.values()] == [True] * FILES + [False] * FILES
     assert {str(made) for made in found.values() if not isinstance(made, list)} == {"no locks"}
 
@@ -287,7 +292,7 @@ def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path)
     mixture = mix(
         {name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()}
     )
-    found = dict(mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(8)}))
+    found = made_together(mixture.rowstore.blobs, {number: RowGroupLife() for number in range(8)})
     assert all(isinstance(made, list) for made in found.values())
     rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
     assert sorted(itertools.chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
@@ -318,7 +323,7 @@ def test_a_footer_that_cannot_be_read_concerns_one_row_group(
         return footer(group)
 
     monkeypatch.setattr(blobs.maker, "footer", unreadable)
-    found = dict(blobs.load_together(lives_of(dataset)))
+    found = made_together(blobs, lives_of(dataset))
     assert [number for number, made in found.items() if not isinstance(made, list)] == [13]
     assert found[13] is None  # Another thread loads it alone, and raises.
 
@@ -485,7 +490,7 @@ def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(tmp_pat
     def made(cache: CacheConfig) -> list[memoryview]:
         blobs, found = make_dataset(str(folder), cache=cache).rowstore.blobs, dict[int, Any]()
         for first in range(0, GROUPS, 10):
-            found |= dict(blobs.load_together({number: RowGroupLife() for number in range(first, first + 10)}))
+            found |= made_together(blobs, {number: RowGroupLife() for number in range(first, first + 10)})
         return [found[number][0] for number in range(GROUPS)]
 
     part = made(CacheConfig(str(tmp_path / "part"), 8 << 20))
@@ -527,7 +532,7 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
     order, blobs = [], dataset.rowstore.blobs
     other = LocalTier(tmp_path / "cache")  # as another process has it
-    for number, found in blobs.load_together({number: RowGroupLife() for number in range(10)}):
+    for number, found in blobs.load_together({number: RowGroupLife() for number in range(10)}, lambda: None):
         assert isinstance(found, list)
         order.append(number)
         if len(order) == 9:
@@ -585,7 +590,7 @@ def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
     with other.key_lock(blobs.lock_key(3)) as other_makes_it:
         assert other_makes_it is None
-        loads = blobs.load_together({number: RowGroupLife() for number in range(10)})
+        loads = blobs.load_together({number: RowGroupLife() for number in range(10)}, lambda: None)
         assert next(loads) == (3, None)
     number, cached = next(loads)
     assert number == 7
@@ -615,14 +620,14 @@ def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path
     pq.write_table(pa.table({"text": texts}), tmp_path / "data" / "0.parquet", row_group_size=4)
     blobs = opened(tmp_path / "data", tmp_path / "cache").rowstore.blobs
     assert blobs.bunched_bytes(0)
-    found = dict(blobs.load_together({number: RowGroupLife() for number in range(5)}))
+    found = made_together(blobs, {number: RowGroupLife() for number in range(5)})
     assert all(len(blob) > row_group_maker.INLINE_BYTES for [blob] in found.values())
     assert not any(blobs.bunched_bytes(number) for number in range(10))
 
 
 def test_a_row_group_that_the_cache_does_not_keep_is_made_alone_later(tmp_path: Path, write: Any) -> None:
     blobs = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 30_000)).rowstore.blobs
-    found = dict(blobs.load_together({number: RowGroupLife() for number in range(FILES)}))
+    found = made_together(blobs, {number: RowGroupLife() for number in range(FILES)})
     kept = [is_file_map(found[number][0]) for number in range(FILES)]
     assert set(kept) == {True, False}
     assert [blobs.bunched_bytes(number) > 0 for number in range(FILES)] == kept
@@ -638,7 +643,7 @@ def test_a_process_with_too_many_maps_makes_them_in_other_memory(
 
     monkeypatch.setattr(bunches.blob_buffers, "take", take)
     dataset = opened(folder, tmp_path / "cache")
-    found = dict(dataset.rowstore.blobs.load_together({number: RowGroupLife() for number in range(10)}))
+    found = made_together(dataset.rowstore.blobs, {number: RowGroupLife() for number in range(10)})
     assert all(isinstance(each, list) for each in found.values())
     monkeypatch.undo()
     assert is_equal(dataset, images)
@@ -647,12 +652,18 @@ def test_a_process_with_too_many_maps_makes_them_in_other_memory(
 def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = opened(write("numbers"), tmp_path / "cache")
-    store = dataset.rowstore
-    monkeypatch.setattr(store.scheduler, "_may_make", lambda *_: False)
+    dataset, asked = opened(write("numbers"), tmp_path / "cache"), set[int]()
+    may_make = dataset.rowstore.scheduler._may_make
+
+    def may_make_later(group: int, life: RowGroupLife) -> bool:
+        is_first = group not in asked
+        asked.add(group)
+        return not is_first and may_make(group, life)
+
+    monkeypatch.setattr(dataset.rowstore.scheduler, "_may_make", may_make_later)
     request_all(dataset)
-    lives = store.scheduler._lives.copy()
-    assert {life.contents.result(60) is None for life in lives.values()} == {True}
+    assert sum(len(batch[0]) for batch in rows_of(dataset)) == FILES * ROWS
+    assert asked == set(range(FILES))
 
 
 def test_row_groups_that_share_blocks_of_a_remote_file_are_made_alone(

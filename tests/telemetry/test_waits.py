@@ -183,6 +183,8 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
         ("decode", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
         ("map", {"map": None}, "use processes=", "warm the cache first"),
         ("map", {"map": 1}, "raise processes=", "use processes="),
+        ("map", {"map": None, "cache": False}, "give the loader a cache", "warm"),
+        ("map", {"map": None, "share": 0.5}, "raise cache_bytes", "warm"),
     ],
 )
 def test_the_advice_is_for_the_settings_in_use(
@@ -190,14 +192,15 @@ def test_the_advice_is_for_the_settings_in_use(
 ) -> None:
     opened = partial(make_dataset, "s3://bucket/data", storage_options=origin.storage_options)
 
-    if "map" in options:
-        dataset, options = dataset.map(dict, version=1, processes=options["map"]), {}
-    if "share" in options:
-        limit = int(options["share"] * dataset.rowstore.blobs.num_bytes)
-        dataset, options = opened(cache=CacheConfig(str(tmp_path / "part"), limit)), {"window": 1}
-    if "cache" in options:
-        dataset, options = opened(cache=False), {}
-    loader = make_loader(dataset, 4 if "window" in options else ROWS * GROUPS, **options)
+    in_loader = dict(options)
+    if "share" in in_loader:
+        limit = int(in_loader.pop("share") * dataset.rowstore.blobs.num_bytes)
+        dataset, in_loader["window"] = opened(cache=CacheConfig(str(tmp_path / "part"), limit)), 1
+    if "cache" in in_loader:
+        dataset = opened(cache=in_loader.pop("cache"))
+    if "map" in in_loader:
+        dataset = dataset.map(dict, version=1, processes=in_loader.pop("map"))
+    loader = make_loader(dataset, 4 if "window" in in_loader else ROWS * GROUPS, **in_loader)
     batches = iter(loader)
     next(batches)
     stats = loader.stats()

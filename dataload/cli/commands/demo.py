@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dataload.cli.commands.options import CacheDir, Json
+from dataload.cli.commands.options import CacheDir, Json, config
 from dataload.cli.console import FOUND_A_PROBLEM, show
 from dataload.errors import ConfigError
+
+LEAST_ROWS = 10_000  # 5,000 are not enough.
+MOST_SEED = 2**32 - 1  # of scikit-learn
 
 
 def demo(
@@ -18,13 +21,16 @@ def demo(
         bool, typer.Option(help="Train on random labels as a control: the model must not learn.")
     ] = False,
     rows: Annotated[int, typer.Option(help="Number of rows of the dataset, 4 kB each.", min=1000)] = 50_000,
-    seed: Annotated[int, typer.Option(help="Seed of the shuffle and of the model.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle and of the model.", min=0, max=MOST_SEED)] = 0,
     serve: Annotated[
         bool, typer.Option("--serve", help="Only serve data for the README's first program, until Ctrl-C.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model from an S3 server on this machine."""
+    if rows < LEAST_ROWS and not serve:
+        raise ConfigError(f"--rows={rows}: the model needs {LEAST_ROWS} rows to learn enough in three epochs")
+    folder = None if cache_dir is None else config(cache_dir).folder
     try:
         from dataload.demo.runner import run_demo
         from dataload.demo.serving import serve_until_interrupt
@@ -34,9 +40,7 @@ def demo(
     if serve:
         serve_until_interrupt(rows, seed, lambda settings: _show_settings(settings, as_json=as_json))
         return
-    result = run_demo(
-        cache_dir=cache_dir, rows=rows, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json
-    )
+    result = run_demo(cache_dir=folder, rows=rows, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json)
     if result.problems:
         raise typer.Exit(FOUND_A_PROBLEM)
 

@@ -18,7 +18,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from dataload.cache.origin.origin import dump_resolved
-from dataload.errors import DataError, ObjectChanged, OriginNotFound
+from dataload.errors import ConfigError, DataError, ObjectChanged, OriginNotFound
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_groups import RowGroups
@@ -209,8 +209,10 @@ class BackgroundDecoder(ForkAware):
         reason = process.failure()
         if reason is None:
             return
-        self._failures += 1
-        effect = "another one will be started" if self._failures < MAX_FAILURES else "no other one will be started"
+        # A function that cannot be pickled reaches no other process either.
+        self._failures = MAX_FAILURES if isinstance(process.error, ConfigError) else self._failures + 1
+        is_last = self._failures >= MAX_FAILURES
+        effect = "the training process makes them alone" if is_last else "another one will be started"
         log.warning("the background process that decodes row groups %s: %s", reason, effect)
 
     def _detach_finalizer(self) -> None:
@@ -332,7 +334,7 @@ class _Process:
                     account.add(under_way=-1, ordered=-1)
                     result.set_result(done)
         except Exception as error:  # noqa: BLE001 (a filesystem that cannot be pickled may raise anything)
-            self.error = error
+            self.error = error.with_traceback(None)  # which would keep the row groups of its frames
         finally:
             self._fail_requests()
 

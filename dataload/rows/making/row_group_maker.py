@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -49,6 +49,9 @@ class RowGroupMaker:
     Notes:
         Any thread may call it.
     """
+
+    # While a small row group is packed.
+    _computing: Callable[[], AbstractContextManager[None]] = staticmethod(computing)
 
     def __init__(
         self, manifest: Manifest, plan: RowGroupPlan, schema: pa.Schema, blocks: Blocks, fill_null: Any
@@ -140,7 +143,7 @@ class RowGroupMaker:
         life.enter(State.DECODING)
         expected = self._plan.bytes_of(number)
         if expected <= INLINE_BYTES:
-            with doing("decode"), self.memory.decoding.reserve(self.decoding_bytes(number)), computing():
+            with doing("decode"), self.memory.decoding.reserve(self.decoding_bytes(number)), self._computing():
                 blobs = self._pack(number, keys, columns)
         else:
             blobs = self._pack_in_thread(number, keys, columns)

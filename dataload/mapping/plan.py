@@ -1,0 +1,53 @@
+"""How mapped row groups are stored: the names, lengths and sizes of their blobs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataload.catalog.manifest import Manifest
+from dataload.mapping.stage import Stage
+from dataload.rows.columns import Array
+from dataload.rows.row_group_plan import RowGroupPlan
+
+VERSION = 1
+
+
+class MappedPlan(RowGroupPlan):
+    """The blobs of a mapped dataset. Their names tell the function, and which rows of the file are mapped.
+
+    Args:
+        manifest: The mapped rows, `Stage.stored`.
+        columns: Names of the columns to store.
+        stage: The map.
+        source: The plan of the rows that are mapped.
+    """
+
+    def __init__(self, manifest: Manifest, columns: Sequence[str], stage: Stage, source: RowGroupPlan) -> None:
+        super().__init__(manifest, columns, made_by=[f"map {VERSION}", stage.key, source.digest])
+        self._selection = stage.selection
+        self._digests: dict[int, str] = {}
+
+    def qualified(self, number: int, part: str) -> str:
+        """Return the name of a part of a row group within its file."""
+        return super().qualified(number, part) + self._rows_of(number)
+
+    def group_name(self, number: int) -> str:
+        """Return the name of a row group's blobs together, within its file."""
+        return super().group_name(number) + self._rows_of(number)
+
+    def _rows_per_blob(self) -> Array:
+        """It depends on the sample only for row groups of several blobs. Files that are added change the sample."""
+        whole = [1 << max(0, group.rows - 1).bit_length() for group in self._manifest.row_groups]
+        return np.minimum(super()._rows_per_blob(), np.array(whole, np.int64))
+
+    def _rows_of(self, number: int) -> str:
+        """Return the part of a name that tells which rows are mapped."""
+        if self._selection is None:
+            return ""
+        if number not in self._digests:
+            bits = np.packbits(self._selection.mask(number)).tobytes()
+            self._digests[number] = hashlib.blake2b(bits, digest_size=8).hexdigest()
+        return f" of {self._digests[number]}"
