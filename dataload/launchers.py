@@ -124,9 +124,6 @@ def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
             "are not neighbours. Start equally many on each node, or set GROUP_WORLD_SIZE to the number of nodes"
         )
     if launcher.name == "Slurm":
-        # Later steps inherit the variable, but not the terminal.
-        if world_size > 1 and "SLURM_PTY_PORT" in environ and os.isatty(0):
-            _warn_of_terminal(rank or 0, world_size)
         tasks = _tasks_per_node(environ, world_size, num_nodes)
         local_size = tasks[node] if tasks and node is not None and node < len(tasks) else None
         order = environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
@@ -174,12 +171,19 @@ def _warn_of_unequal_nodes(world_size: int, local_size: int, num_nodes: int) -> 
     )
 
 
+def warn_of_terminal(environ: Mapping[str, str], launcher: Launcher, place: tuple[int | None, int]) -> None:
+    """Warn if the program may run in the shell of one of several tasks of Slurm, whose rank it has."""
+    # Later steps inherit the variable, but not the terminal.
+    if launcher.name == "Slurm" and place[1] > 1 and "SLURM_PTY_PORT" in environ and os.isatty(0):
+        _warn_of_terminal(*place)
+
+
 @cache
-def _warn_of_terminal(rank: int, world_size: int) -> None:
+def _warn_of_terminal(rank: int | None, world_size: int) -> None:
     log.warning(
-        "this is task %d of %d of `srun --pty`, so a loader has only the rows of that rank: for a single process pass "
-        "world=World(), or start the ranks with srun or torchrun",
-        rank,
+        "this is task %d of %d of `srun --pty`, so a loader has only the rows of that rank: unless all tasks run this "
+        "program, pass world=World() for a single process, or start the ranks with srun or torchrun",
+        rank or 0,
         world_size,
     )
 
@@ -198,8 +202,8 @@ def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:
     announced = [(each.name, place) for each, place in announcing_launchers(environ) if place[0] is not None]
     for launcher, (rank, world_size) in announced[1:]:
         trusted, (own, size) = announced[0]
-        # A smaller world may be that of the daemons which started the ranks.
-        if world_size >= size and (rank, world_size) != (own, size):
+        # Another world may be that of the daemons or of the shell which started the ranks.
+        if (size == world_size and own != rank) or size == 1 < world_size:
             return (
                 f"{trusted} says that this is rank {own} of {size}, {launcher} says rank {rank} of {world_size}",
                 f"start with one launcher, or unset the variables of {launcher}: {trusted} is believed",

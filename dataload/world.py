@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError
-from dataload.launchers import announcing_launchers, integer, on_one_host, read_launcher
+from dataload.launchers import announcing_launchers, integer, on_one_host, read_launcher, warn_of_terminal
 from dataload.mesh import data_parallel_argument, data_parallel_ranks, model_parallel_dims, ranks_together, ravel
 
 if TYPE_CHECKING:
@@ -201,10 +201,14 @@ def read_environment(environ: Mapping[str, str], group: tuple[int, int] | None =
         ConfigError: The launcher announces more than one rank but not the rank of this process.
     """
     if announced := announcing_launchers(environ, group):
+        if group is None:
+            warn_of_terminal(environ, *announced[0])
         # A script that sets RANK and WORLD_SIZE from the variables of srun or MPI leaves the rest to those.
         worlds = (World(*read_launcher(environ, each)) for each, place in announced if place == announced[0][1])
         first = next(worlds)
-        return first if first.num_nodes is not None else next((o for o in worlds if o.num_nodes is not None), first)
+        if None in (first.num_nodes, first.local_rank):
+            return next((other for other in worlds if other.num_nodes is not None), first)
+        return first
     if integer(environ, "RANK"):
         raise ConfigError(f"RANK={environ['RANK']} says that there are more ranks: set WORLD_SIZE too")
     return World(0, 1, 0, 1)

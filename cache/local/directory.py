@@ -333,7 +333,8 @@ def _close(
         return
     try:
         with suppress(OSError, lmdb.Error), locks.hold(_SETUP, CLOSE_SECONDS) as held:
-            uses.flush(timeout=0)
+            with suppress(OSError, lmdb.Error):  # such as a full disk
+                uses.flush(timeout=0)
             staging.close()
             if held and not living(path / "tmp"):
                 index.shut(sync=True)

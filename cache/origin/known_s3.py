@@ -98,8 +98,14 @@ def known_s3(options: Mapping[str, Any], environ: Mapping[str, str]) -> KnownS3 
     endpoint = next(filter(None, named), None) or _amazon(region)
     if endpoint is None or "accelerate" in endpoint or not (URL.fullmatch(endpoint) and LABEL.fullmatch(region or "-")):
         return None
-    bundle = environ.get("AWS_CA_BUNDLE") or environ.get("REQUESTS_CA_BUNDLE")
+    bundle = environ.get("AWS_CA_BUNDLE") or bundle_of_requests(environ)
     return KnownS3(endpoint, region or "us-east-1", bool(given.get("requester_pays")), credentials, bundle)
+
+
+def bundle_of_requests(environ: Mapping[str, str]) -> str | None:
+    """Return the file of certificates that botocore shares with requests, which also takes a folder of them."""
+    path = environ.get("REQUESTS_CA_BUNDLE")
+    return path if path and Path(path).is_file() else None
 
 
 def _plain(given: Mapping[str, Any], texts: frozenset[str], flags: frozenset[str]) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.asyn import sync
 
 from dataload.cache.origin.errors import UnsuitableError, is_transient
-from dataload.cache.origin.known_s3 import AMAZON, KnownS3
+from dataload.cache.origin.known_s3 import AMAZON, KnownS3, bundle_of_requests
 from dataload.cache.origin.s3_names import VERSION, S3Names
 from dataload.cache.origin.version import CHANGED, is_other
 from dataload.errors import ObjectChanged
@@ -226,7 +226,7 @@ def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
         region = bucket_region(filesystem, bucket) or region  # obstore follows no redirects
         endpoint = f"https://s3.{region}.amazonaws.com"
     certificate = None
-    bundle = filesystem.session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    bundle = filesystem.session.get_config_variable("ca_bundle") or bundle_of_requests(os.environ)
     if bundle and endpoint.startswith("https:"):
         certificate = Path(bundle).read_bytes()
     pays, anon = bool(filesystem.req_kw), bool(filesystem.anon)

@@ -24,7 +24,7 @@ import pyarrow.dataset as pads
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.arrow_arrays import as_comparable
-from dataload.formats.arrow_types import NO_VALUE, comparable, comparable_fields, has_members, is_bytes, number
+from dataload.formats.arrow_types import NO_VALUE, comparable, comparable_fields, has_members, is_bytes, is_text, number
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,
@@ -242,6 +242,8 @@ def _held(values: list[Any], kind: pa.DataType) -> pa.Array:
         array = _array(list(_without_other_numbers(values, kind)), kind)
     if array.type == kind:
         return array
+    if is_text(array.type):  # Arrow reads "2024-01-01" as a date, and raises for what it cannot read.
+        return array.cast(kind)
     rounded = array.cast(kind, safe=False)
     return rounded.filter(pc.fill_null(pc.equal(rounded, array), True))
 

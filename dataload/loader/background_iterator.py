@@ -77,8 +77,9 @@ def run_ahead(
             thread = started.pop()
             if thread is not threading.current_thread():  # The garbage collector runs in any thread.
                 thread.join(max(0.0, until - perf_counter()))
-        while not work.made.empty():  # An error's traceback refers to the work, which would make a reference cycle.
-            work.made.get()
+        with suppress(queue.Empty):  # An error's traceback refers to the work, which would make a reference cycle.
+            while True:
+                work.made.get_nowait()
 
     atexit.register(end)  # A thread cannot run or be joined once the interpreter shuts down.
     try:

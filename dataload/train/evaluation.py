@@ -18,7 +18,7 @@ from dataload.rows.batch_tree import on_device
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.train.modules import evaluating
 from dataload.train.rank_batches import batches_on
-from dataload.train.ranks.collectives import gather, share_buffers
+from dataload.train.ranks.collectives import gather, share_buffers_of
 from dataload.train.ranks.process_group import check_ranks_run, process_group, ranks_of, sampler_with
 from dataload.world import World
 
@@ -64,10 +64,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     exchange = process_group(World.detect(), torch.device("cpu")) if ranks_of(loader) > 1 else nullcontext()
     with exchange, evaluating(model):
         check_ranks_run(loader)
-        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            # The first forward would wait for those of all ranks, of which one may have no batch.
-            share_buffers(model.module, mesh)
-            model.require_forward_param_sync = False
+        if isinstance(model, DistributedDataParallel):  # Its first forward waits for all ranks. One may have no batch.
+            share_buffers_of(model)
         for batch in batches_on(loader, device):
             for name, value in metric_fn(model, on_device(batch, device)).items():
                 if name == "rows":

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.errors import ConfigError
 from dataload.formats import parquet
+from dataload.launchers import find_contradiction
 from dataload.loader import capacity, ranks
 from dataload.samplers.sharded import ShardedSampler
 from dataload.world import read_environment
@@ -92,6 +93,11 @@ def exported(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return [own | {"RANK": rank, "WORLD_SIZE": sum(sizes)} for rank, own in enumerate(srun(sizes))]
 
 
+def srun_pmi2(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """`srun --mpi=pmi2` sets two variables of MPICH, too."""
+    return [own | {"PMI_RANK": rank, "PMI_SIZE": sum(sizes)} for rank, own in enumerate(srun(sizes))]
+
+
 def in_slurm(processes: list[dict[str, Any]], sizes: tuple[int, ...], first: int) -> list[dict[str, Any]]:
     """Add the variables of a step of Slurm with one task, such as a daemon of MPI, on each node from `first` on."""
     step = srun((1,) * (len(sizes) - first))
@@ -126,8 +132,8 @@ def worlds(launcher: Callable[[tuple[int, ...]], list[dict[str, Any]]], sizes: t
 
 
 IN_SLURM = [mpirun_in_slurm, mpiexec_in_slurm, mpirun_in_a_shell, mpiexec_in_a_shell]
-EVERY = [torchrun, srun, deepspeed, open_mpi, mpich, ray, exported, *IN_SLURM, srun_in_mpirun]
-KNOWING = [torchrun, srun, deepspeed, exported, srun_in_mpirun]  # the number of nodes
+EVERY = [torchrun, srun, srun_pmi2, deepspeed, open_mpi, mpich, ray, exported, *IN_SLURM, srun_in_mpirun]
+KNOWING = [torchrun, srun, deepspeed, srun_pmi2, exported, srun_in_mpirun]  # the number of nodes
 
 
 def test_the_number_of_a_node_shows_unequal_nodes() -> None:
@@ -143,6 +149,19 @@ def test_equal_nodes(launcher: Any) -> None:
     expected = [World(rank, 8, local, 2) for rank, _, local in places(EQUAL)]
     assert worlds(launcher, EQUAL) == expected
     assert {(world.num_nodes, world.num_streams, world.node_share) for world in expected} == {(4, 4, 0.25)}
+
+
+@pytest.mark.parametrize("launcher", [srun_pmi2, exported])
+def test_ranks_that_meet_on_one_host_know_their_local_ranks(launcher: Any) -> None:
+    expected = [World(rank, 4, rank, 4) for rank in range(4)]
+    processes = [{**own, "MASTER_ADDR": "localhost"} for own in launcher((4,))]
+    assert [read_environment({name: str(value) for name, value in own.items()}) for own in processes] == expected
+
+
+@pytest.mark.parametrize("launcher", IN_SLURM)
+def test_the_step_of_a_daemon_or_a_shell_is_no_contradiction(launcher: Any) -> None:
+    for own in launcher(EQUAL):
+        assert find_contradiction({name: str(value) for name, value in own.items()}) is None
 
 
 def test_there_may_be_more_daemons_than_ranks() -> None:

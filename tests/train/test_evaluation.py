@@ -199,6 +199,21 @@ def test_ranks_evaluate_with_the_buffers_of_the_first_one(ranks, batches):
     assert found == [{"x": 6.0, "rows": 4 * sum(batches)}] * 2
 
 
+def own_buffer():
+    """Return a buffer that DDP was told to ignore, after an evaluation."""
+    with process_group(World.detect(), torch.device("cpu")):
+        model = nn.BatchNorm1d(1)
+        model.register_buffer("own", torch.tensor(float(World.detect().rank)))
+        model._ddp_params_and_buffers_to_ignore = ["own"]
+        replica = DistributedDataParallel(model)
+        evaluate_over(replica, [torch.ones(4, 1)], lambda model, batch: {"x": model(batch)[:, 0]})
+        return model.own.item()
+
+
+def test_a_buffer_that_ddp_ignores_stays_that_of_each_rank(ranks):
+    assert ranks(2, own_buffer) == [0.0, 1.0]
+
+
 def with_the_sampler_of_torch(rows, batch_size=2, drop_last=False, in_batches=False):
     """Evaluate over a DataLoader of torch, whose sampler repeats rows until each rank has as many."""
     world = World.detect()

@@ -200,6 +200,8 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     for name, state in states.items():
         try:
             _load_optimizer(path, parts[name], state) if name == "optimizer" else parts[name].load_state_dict(state)
+        except torch.OutOfMemoryError:
+            raise
         except (KeyError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"{path} has the state of another {name} ({' '.join(repr(error).split())}): resume with that {name}, "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError, DataloadError, as_sent
 
@@ -92,7 +93,20 @@ def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
         groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
         for group, buffer in itertools.product(groups, model.buffers()):
             if not isinstance(buffer, DTensor):  # each of whose ranks has its own part
-                dense = buffer.contiguous()  # as NCCL requires
-                dist.broadcast(dense, group=group, group_src=0)
-                if dense is not buffer:
-                    buffer.copy_(dense)
+                _broadcast(buffer, group)
+
+
+def share_buffers_of(replica: DistributedDataParallel) -> None:
+    """Broadcast the buffers of a model in DDP as its next forward would, which then does not."""
+    if replica.broadcast_buffers:
+        for name, buffer in replica.module.named_buffers():
+            if name not in replica.parameters_to_ignore:
+                _broadcast(buffer, replica.process_group)
+        replica.require_forward_param_sync = False
+
+
+def _broadcast(buffer: torch.Tensor, group: Any) -> None:
+    dense = buffer.contiguous()  # as NCCL requires
+    dist.broadcast(dense, group=group, group_src=0)
+    if dense is not buffer:
+        buffer.copy_(dense)
