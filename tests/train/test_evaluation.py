@@ -200,7 +200,7 @@ def test_ranks_evaluate_with_the_buffers_of_the_first_one(ranks, batches):
 
 
 def own_buffer():
-    """Return a buffer that DDP was told to ignore, after an evaluation."""
+    """Return a buffer that DDP ignores, after an evaluation."""
     with process_group(World.detect(), torch.device("cpu")):
         model = nn.BatchNorm1d(1)
         model.register_buffer("own", torch.tensor(float(World.detect().rank)))
