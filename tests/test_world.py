@@ -20,6 +20,15 @@ OPEN_MPI = {
 }
 
 
+def detected_in_a_group() -> World:
+    """Detect the world of a process that is alone in a process group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return World.detect()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("environment", "world"),
     [
@@ -93,23 +102,13 @@ def test_ranks_are_numbered_host_by_host(world: World, host_by_host: bool) -> No
 def test_a_process_group_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert World.detect() == World(0, 1)
-    finally:
-        distributed.destroy_process_group()
+    assert detected_in_a_group() == World(0, 1)
 
 
 def test_a_process_group_and_a_launcher_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert World.detect() == World(0, 1, 0, 1)
-    finally:
-        distributed.destroy_process_group()
+    assert detected_in_a_group() == World(0, 1, 0, 1)
 
 
 def test_the_launcher_that_agrees_with_the_process_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,12 +116,7 @@ def test_the_launcher_that_agrees_with_the_process_group_counts(monkeypatch: pyt
     for name, value in {**OPEN_MPI, **step, "SLURM_NODEID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert World.detect() == World(2, 4, 0, 2)
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert World.detect() == World(0, 1, 0, 1)
-    finally:
-        distributed.destroy_process_group()
+    assert detected_in_a_group() == World(0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(("tasks", "in_terminal", "warnings"), [("8", True, 1), ("8", False, 0), ("1", True, 0)])

@@ -88,7 +88,7 @@ class CacheFolder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             preflight.check(path, allow_network_filesystem=allow_network_filesystem)
             # Without these files, running processes cannot be detected.
-            detectable = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
+            detectable = not (path / "index").exists() or ((path / "locks").exists() and self._tmp.exists())
             _touch(path / "locks")
             self.locks = KeyLocks(str(path / "locks"))
             with self.locks.hold(_SETUP, SETUP_SECONDS) as held:

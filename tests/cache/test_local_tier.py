@@ -506,10 +506,7 @@ def test_a_cache_removed_under_a_reader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", [b"x" * 8192, b""])
 def test_a_damaged_index_is_started_anew(tmp_path: Path, damaged: bytes) -> None:
-    with SPAWN.Pool(1) as pool:
-        pool.apply(fill_elsewhere, (str(tmp_path / "c"), "ab"))
-        pool.close()
-        pool.join()
+    fill_elsewhere(tmp_path / "c", "ab")
     (tmp_path / "c" / "index" / "data.mdb").write_bytes(damaged)
     tier = LocalTier(tmp_path / "c")
     assert put(tier, "a") == data_of("a")
@@ -727,10 +724,7 @@ def test_lru_keeps_what_was_used_last(tmp_path: Path) -> None:
 
 def test_pin_gives_way_to_a_later_job(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    with SPAWN.Pool(1) as pool:
-        pool.apply(fill_elsewhere, (str(path), "abc"))
-        pool.close()
-        pool.join()
+    fill_elsewhere(path, "abc")
     tier = LocalTier(path, 3 * ROW, "pin")
     tier.get(key("c"))
     for name in "xyz":
@@ -741,10 +735,7 @@ def test_pin_gives_way_to_a_later_job(tmp_path: Path) -> None:
 def test_pin_keeps_nothing_for_a_killed_process(tmp_path: Path) -> None:
     """No process has opened the cache since, so the folder of the dead one is still there."""
     path = tmp_path / "c"
-    with SPAWN.Pool(1) as pool:
-        pool.apply(fill_elsewhere, (str(path), "abc"))
-        pool.close()
-        pool.join()
+    fill_elsewhere(path, "abc")
     tier = LocalTier(path, 3 * ROW, "pin")
     assert tier.folder
     dead = path / "tmp" / f"{1:020d}-1@host-0"
@@ -754,7 +745,15 @@ def test_pin_keeps_nothing_for_a_killed_process(tmp_path: Path) -> None:
     assert_sound(tier, {"b", "c", "x"})
 
 
-def fill_elsewhere(path: str, names: str) -> None:
+def fill_elsewhere(path: Path, names: str) -> None:
+    """Fill blobs in a process that ends then."""
+    with SPAWN.Pool(1) as pool:
+        pool.apply(fill_here, (str(path), names))
+        pool.close()
+        pool.join()
+
+
+def fill_here(path: str, names: str) -> None:
     for name in names:
         put(LocalTier(path, 3 * ROW, "pin"), name)
 
