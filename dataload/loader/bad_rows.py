@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -11,11 +10,10 @@ import numpy as np
 import torch
 
 from dataload.rows.columns import Array
+from dataload.runtime.exhaustion import is_exhaustion, with_causes
 
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
-
-_EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 
 Works = Callable[[list[int]], bool]
 
@@ -43,9 +41,8 @@ def naming_rows(numbers: Array, name: str) -> Iterator[None]:
 def is_of_a_row(error: Exception) -> bool:
     """Return whether other rows may work: no if memory, files or a disk ran out, or if an accelerator failed."""
     accelerator = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError, accelerator)):
-        return False
-    return not (isinstance(error, OSError) and error.errno in _EXHAUSTED)
+    failed = (torch.OutOfMemoryError, accelerator)
+    return not (is_exhaustion(error) or any(isinstance(each, failed) for each in with_causes(error)))
 
 
 def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:

@@ -8,9 +8,11 @@ import json
 import logging
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -232,8 +234,30 @@ def test_a_row_is_logged_at_each_power_of_ten(numbers: Dataset, caplog: pytest.L
     assert [found.groups() for found in logged if found] == [("100", "20"), ("500", "115")]
 
 
+def raised(call: Callable[[], Any]) -> Exception:
+    with pytest.raises((RuntimeError, cv2.error)) as caught:
+        call()
+    return caught.value
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError("no memory"), OSError(errno.EMFILE, "too many open files")]
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("no memory"),
+        OSError(errno.EMFILE, "too many open files"),
+        OSError("out of memory error when reading image file"),  # of Pillow
+        raised(lambda: torch.empty(1 << 60, dtype=torch.uint8, device="cpu")),
+        raised(lambda: cv2.copyMakeBorder(np.zeros((1, 1), np.uint8), 0, 1 << 30, 0, 1 << 30, cv2.BORDER_CONSTANT)),
+        caused(RowError.of("x", 3, "cannot be decoded"), MemoryError()),
+        caused(RowError.of("x", 3, "cannot be decoded"), caused(ValueError(), torch.OutOfMemoryError())),
+    ],
+    ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("call", [1, 4])
 def test_exhausted_resources_are_no_bad_row(numbers: Dataset, error: Exception, call: int) -> None:
@@ -250,6 +274,18 @@ def test_exhausted_resources_are_no_bad_row(numbers: Dataset, error: Exception, 
     with pytest.raises(type(error)):
         x_of(make_loader(numbers, 50, shuffle=False, on_error="skip", transform=transform))
     assert calls == call
+
+
+def test_a_text_about_memory_in_the_data_is_a_bad_row(numbers: Dataset) -> None:
+    def checked(batch: dict[str, Any]) -> dict[str, Any]:
+        if 120 in batch["row_id"]:
+            error = ValueError("out of memory.jpg is no image")
+            raise error from error
+        return batch
+
+    loader = make_loader(numbers, 50, transform=checked, row_ids=True, on_error="skip")
+    assert sum(len(batch["x"]) for batch in loader) == N
+    assert loader.stats().skipped_row_ids == [120]
 
 
 def test_the_log_names_no_row_of_the_batch(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
