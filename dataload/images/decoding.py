@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
+from dataload.runtime.exhaustion import is_exhaustion
 from dataload.runtime.text import few
 
 Crop = Literal["center", "full"]
@@ -131,9 +132,8 @@ def _decoded(
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return whether an error is that of a damaged image, and not of the program or its memory."""
-    # torch and the libraries of Pillow tell only by the text that memory is short.
-    return not isinstance(error, (MemoryError, RuntimeError, TypeError)) and "memory" not in str(error)
+    """Return whether an error is that of a damaged image, and not of the program or its resources."""
+    return not (isinstance(error, (RuntimeError, TypeError)) or is_exhaustion(error))
 
 
 def _resized(pixels: Pixels, size: int, crop: Crop) -> Pixels:

@@ -277,6 +277,12 @@ def test_damaged_avif_is_marked() -> None:
     assert batch["photo.is_damaged"].tolist() == [True, True, False]
 
 
+def test_a_missing_image_whose_name_is_about_memory_is_marked() -> None:
+    missing = {"bytes": None, "path": "memory_001.jpg"}
+    batch = images.decode("photo", size=8, damaged="mark")({"photo": [encoded(picture()), missing]})
+    assert batch["photo.is_damaged"].tolist() == [False, True]
+
+
 def test_the_default_device_of_torch_is_not_that_of_marks() -> None:
     with torch.device("meta"):
         batch = images.decode("photo", size=8, damaged="mark")({"photo": [encoded(picture()), None]})
