@@ -41,19 +41,22 @@ class RowError(DataError):
     Args:
         message: The message.
         without_row: The message without the number of the row, which means nothing outside of the column.
+        row: The number of the row in the column, if the message has it.
 
     Attributes:
         without_row: As above.
+        row: As above.
     """
 
-    def __init__(self, message: str, without_row: str | None = None) -> None:
+    def __init__(self, message: str, without_row: str | None = None, row: int | None = None) -> None:
         super().__init__(message)
         self.without_row = message if without_row is None else without_row
+        self.row = row
 
     @classmethod
     def of(cls, column: str, row: int, reason: str) -> RowError:
         """Return the error of a row of a column. reason: says what is wrong, after the name of the row."""
-        return cls(f"{column}: row {row} {reason}", f"{column} {reason}")
+        return cls(f"{column}: row {row} {reason}", f"{column} {reason}", row)
 
 
 class NonFiniteLoss(DataloadError, FloatingPointError):

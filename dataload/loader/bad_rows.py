@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from dataload.errors import RowError
 from dataload.rows.columns import Array
 from dataload.runtime.exhaustion import is_exhaustion, with_causes
 
@@ -29,12 +30,7 @@ def naming_rows(numbers: Array, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = int(numbers[0])
-        error.add_note(
-            f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}\n"
-            f"To look at them: loader.dataset.locate({first}) returns the file and row group of a row, "
-            f"loader.dataset[{first}] reads it"
-        )
+        error.add_note(_note(error, numbers, name))
         raise
 
 
@@ -43,6 +39,19 @@ def is_of_a_row(error: Exception) -> bool:
     accelerator = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
     failed = (torch.OutOfMemoryError, accelerator)
     return not (is_exhaustion(error) or any(isinstance(each, failed) for each in with_causes(error)))
+
+
+def _note(error: Exception, numbers: Array, name: str) -> str:
+    row, lines = 0, [f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}"]
+    # A column of the user's function may have more rows than the batch.
+    if isinstance(error, RowError) and error.row is not None and error.row < len(numbers):
+        row = error.row
+        lines.append(f"row {row} of the batch is row {numbers[row]} of the dataset")
+    lines.append(
+        f"To look at them: loader.dataset.locate({numbers[row]}) returns the file and row group of a row, "
+        f"loader.dataset[{numbers[row]}] reads it"
+    )
+    return "\n".join(lines)
 
 
 def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +240,27 @@ def test_a_loader_raises_the_error_of_a_damaged_image(tmp_path: Path, options: A
         list(loader)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
+def test_a_loader_names_the_row_of_a_damaged_image_in_the_dataset(tmp_path: Path, options: Any) -> None:
+    pictures = [encoded(picture())] * 32
+    pictures[21] = b"no image"
+    pq.write_table(pa.table({"photo": pictures}), tmp_path / "photos.parquet")
+    loader = make_loader(make_dataset(tmp_path, cache=False), 16, transform=images.decode("photo", size=8), **options)
+    with pytest.raises(DataError, match="photo: row ") as caught:
+        list(loader)
+    text = "".join(traceback.format_exception(caught.value))
+    found = re.search(r"photo: row (\d+) cannot(?:.*\n)*?row (\d+) of the batch is row 21 of the dataset\n", text)
+    assert found is not None
+    assert found[1] == found[2]
+    assert "loader.dataset.locate(21) returns" in text
+
+
 def test_an_error_of_a_row_is_pickled_whole() -> None:
     error = RowError.of("photo", 3, "cannot be decoded")
     error.add_note("note")
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.without_row, copy.__notes__) == (str(error), "photo cannot be decoded", ["note"])
+    assert (str(copy), copy.__notes__) == (str(error), ["note"])
+    assert (copy.without_row, copy.row) == ("photo cannot be decoded", 3)
 
 
 def test_map_names_the_row_of_a_damaged_image_in_its_file(tmp_path: Path) -> None:
