@@ -23,6 +23,7 @@ MOST_PIXELS = 178_956_970  # as Pillow: a larger image is an attack, or a damage
 KEPT_BYTES = 64 << 20  # of memory for the pixels of the next image
 CHANNELS = 3
 _OF_16_BITS = ("PNG", "PPM")  # formats that Pillow opens in mode I, of 32 bits, with values of 16
+_BITS_PER_SAMPLE = 258  # a tag of TIFF
 _JPEG = b"\xff\xd8\xff"
 _FRACTIONS = (8, 4, 2)  # The codec has no vector code for others.
 
@@ -115,7 +116,9 @@ def _by_pillow(encoded: Any) -> Pixels:
         if picture.mode[0] in "IF":  # 16 bits or more, which `convert` would clip
             if picture.mode == "F" or (picture.mode == "I" and picture.format not in _OF_16_BITS):
                 raise ValueError(f"its pixels (mode {picture.mode}) have an unknown range: convert the file to 16 bits")
-            pixels = np.repeat((np.asarray(picture) >> 8).astype(np.uint8)[:, :, None], CHANNELS, axis=2)
+            # Pillow leaves 12 bits of a TIFF as they are. It scales those of other formats to 16.
+            [bits] = getattr(picture, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))
+            pixels = np.repeat((np.asarray(picture) >> (bits - 8)).astype(np.uint8)[:, :, None], CHANNELS, axis=2)
         else:
             pixels = np.array(picture.convert("RGB"))
     return pixels if orientation not in range(2, 9) else upright(pixels, orientation)

@@ -99,6 +99,24 @@ def test_sixteen_bits_are_shifted_not_clipped() -> None:
         assert np.array_equal(pixels.numpy(), np.repeat((deep >> 8)[:, :, None], 3, axis=2))
 
 
+def tiff_of_12_bits(values: np.ndarray) -> bytes:
+    """Return an uncompressed TIFF of grey values, uint16 [H, W], with an even W."""
+    height, width = values.shape
+    first, second = values[:, ::2], values[:, 1::2]
+    packed = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=2).astype(np.uint8).tobytes()
+    # Width, height, bits of a value, no compression, 0 is black, start of the data, values of a pixel, rows, bytes.
+    tags = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: height, 279: len(packed)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    header = struct.pack("<2sHI", b"II", 42, 8 + len(packed))
+    return header + packed + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_twelve_bits_are_shifted_by_four() -> None:
+    deep = (np.arange(HEIGHT * WIDTH, dtype=np.uint16) % 4096).reshape(HEIGHT, WIDTH)
+    [pixels] = images.decode([tiff_of_12_bits(deep)])
+    assert np.array_equal(pixels.numpy(), np.repeat((deep >> 4)[:, :, None], 3, axis=2))
+
+
 def test_pixels_of_an_unknown_range_are_an_error() -> None:
     """Pillow would clip them to 0..255: floats from 0 to 1 become black."""
     floats, large = np.full((4, 4), 0.5, np.float32), np.full((4, 4), 1 << 16, np.int32)
