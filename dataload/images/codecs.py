@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dataload.errors import ConfigError
 from dataload.images.orientation import TAG, UPRIGHT, Pixels, jpeg_orientation, upright
@@ -91,13 +92,15 @@ def is_whole(size: Any) -> bool:
 
 
 def bytes_of(image: Any) -> Any:
-    """Return the file of an image: bytes, or a dict with `bytes`, as Hugging Face stores it."""
+    """Return the file of an image: bytes, a uint8 Tensor [n], or a dict with `bytes`, as Hugging Face stores it."""
     if isinstance(image, Mapping):
         if image.get("bytes") is None:
             raise ValueError(f"it has no bytes, only the path {image.get('path')!r}")
         image = image["bytes"]
     if image is None:
         raise ValueError("it is null")
+    if isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 1:
+        return image.numpy().data
     if isinstance(image, str | int | float):
         raise TypeError(f"it is of type {type(image).__name__}, not an encoded image")
     return image

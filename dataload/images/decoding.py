@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
+from dataload.rows.collate import unflattened
 from dataload.runtime.exhaustion import is_exhaustion
 from dataload.runtime.text import few
 
@@ -39,7 +40,7 @@ def decode(
 
     Args:
         column: Name of a column, for `Dataset.map` or `transform`, of bytes or of the structs of `bytes` and `path`
-            that Hugging Face stores; or a list of the images themselves.
+            that Hugging Face stores; or a list of the images themselves, or a `Flat` of their bytes.
         size: Length of the shorter side in pixels. Images are resized with antialiasing, and a large JPEG is decoded to
             a half, a quarter or an eighth first. None: images stay as they are, and all must have one shape.
         crop: "center" cuts out the centre, `size` x `size`. "full" keeps the whole image: all images of a call must
@@ -76,7 +77,7 @@ def decode(
         return made
     if isinstance(column, (bytes, bytearray, memoryview)):
         raise ConfigError("decode takes the name of a column or a list of images, not one image: decode([image])")
-    return _decoded(column, size, crop, "image")
+    return _decoded(unflattened(column), size, crop, "image")
 
 
 def _decode_column(
@@ -85,9 +86,9 @@ def _decode_column(
     """Return the batch with the images of a column decoded. Its arguments are those of `decode`."""
     others = dict(batch)
     if column in batch:
-        images = others.pop(column)
+        images = unflattened(others.pop(column))
     elif f"{column}.bytes" in batch:  # a member of a struct that Hugging Face stores
-        files = others.pop(f"{column}.bytes")
+        files = unflattened(others.pop(f"{column}.bytes"))
         paths = others.pop(f"{column}.path", repeat(None))
         images = [{"bytes": file, "path": path} for file, path in zip(files, paths, strict=False)]
     else:

@@ -12,6 +12,7 @@ import torch
 from dataload.errors import ConfigError, RowError
 from dataload.images.codecs import CHANNELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
+from dataload.rows.collate import unflattened
 
 try:
     import cv2
@@ -37,8 +38,8 @@ def random_resized_crop(
     and averages whole blocks first where it shrinks to less than a half.
 
     Args:
-        batch: Pixels, uint8 Tensor or array [B, H, W, C]; or a list of B encoded images of any shapes, as for `decode`.
-            These are decoded one after the other, so that memory holds one whole image.
+        batch: Pixels, uint8 Tensor or array [B, H, W, C]; or B encoded images of any shapes, as for `decode`. These are
+            decoded one after the other, so that memory holds one whole image.
         rng: The random numbers, such as those that a loader passes to its `transform`.
         size: Height and width of the result in pixels.
         scale: Least and greatest share of the image's area.
@@ -66,6 +67,7 @@ def random_resized_crop(
     if not (0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1]) or not is_whole(size):
         raise ConfigError(f"size={size}, scale={scale} or ratio={ratio} is not a positive number or range")
     images: Iterable[Pixels]
+    batch = unflattened(batch)
     if isinstance(batch, (list, tuple)):
         images, channels = _decoded(batch), CHANNELS
     else:

@@ -14,7 +14,7 @@ import torch
 
 from dataload.errors import DataError
 from dataload.formats.schema import Field
-from dataload.rows.collate import Flat
+from dataload.rows.collate import unflattened
 from dataload.rows.columns import Array, Column, Dense, Ragged
 
 _BYTES = np.dtype(np.uint8)
@@ -109,8 +109,7 @@ def converted(name: str, value: Any, rows: int) -> tuple[Form, Column]:
     Raises:
         DataError: No column can hold the values, or there are more or fewer than `rows`.
     """
-    if isinstance(value, Flat):
-        value = [value.values[start:stop] for start, stop in zip(value.offsets[:-1], value.offsets[1:], strict=True)]
+    value = unflattened(value)
     if isinstance(value, torch.Tensor):
         value = _numpy(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):

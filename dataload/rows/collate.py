@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,6 +145,14 @@ def row_value(column: Any, row: int) -> Any:
         return _part(column.values, slice(int(column.offsets[row]), int(column.offsets[row + 1])))
     value = column[row]
     return bytes(value) if isinstance(value, memoryview) else value  # torch cannot collate views of bytes
+
+
+def unflattened(column: Any) -> Any:
+    """Return the rows of a `Flat` as a list of views of its values, and any other column as it is."""
+    if not isinstance(column, Flat):
+        return column
+    bounds = column.offsets.tolist()
+    return [_part(column.values, slice(start, stop)) for start, stop in pairwise(bounds)]
 
 
 def _user_column(records: Records, field: Field, ragged: str, empty: Empty | None) -> Any:

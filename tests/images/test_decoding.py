@@ -392,7 +392,35 @@ def test_columns_of_hugging_face_in_parquet(path: str | None, tmp_path: Path) ->
         make_dataset(file, cache=False).map(decode)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: pa.py_buffer(data)])
+@pytest.mark.parametrize("struct", [False, True])
+def test_flat_columns(struct: bool, tmp_path: Path) -> None:
+    data: list[Any] = [encoded(picture(60 + row, 60), kind) for row, kind in enumerate(["JPEG", "PNG", "WEBP"])]
+    photos = [*data, None]
+    column = pa.array(photos, pa.binary())
+    if struct:
+        column = pa.StructArray.from_arrays([column, pa.array(["a.jpg"] * 4)], ["bytes", "path"])
+    pq.write_table(pa.table({"photo": column}), tmp_path / "photos.parquet")
+    [flat] = make_loader(make_dataset(tmp_path, cache=False), 4, shuffle=False, ragged="flat")
+    marked = images.decode("photo", size=24, damaged="mark")(flat)
+    assert marked["photo.is_damaged"].tolist() == [False, False, False, True]
+    assert torch.equal(marked["photo"][:3], images.decode(data, size=24))
+    with pytest.raises(DataError, match="photo: row 3 cannot be decoded: it is empty"):
+        images.decode("photo", size=24)(flat)
+    if not struct:
+        with pytest.raises(DataError, match="image: row 3 cannot be decoded: it is empty"):
+            images.decode(flat["photo"], size=24)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        bytes,
+        bytearray,
+        memoryview,
+        lambda data: pa.py_buffer(data),
+        lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8),
+    ],
+)
 def test_any_bytes(kind: Any) -> None:
     assert images.decode([kind(encoded(picture()))]).shape == (1, HEIGHT, WIDTH, 3)
     assert images.decode([kind(encoded(picture(), "PNG"))]).shape == (1, HEIGHT, WIDTH, 3)

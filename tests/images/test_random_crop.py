@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from PIL import Image
 from dataload.errors import ConfigError, DataError
 from dataload.images import random_resized_crop
 from dataload.images.random_crop import Draws
+from dataload.rows.collate import Flat
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
@@ -177,6 +179,14 @@ def test_encoded_images_are_cut_like_their_pixels() -> None:
     pixels = ramps(20)
     found = random_resized_crop([encoded(image) for image in pixels], generator(3), 24)
     assert torch.equal(found, random_resized_crop(pixels, generator(3), 24))
+
+
+def test_encoded_images_of_a_flat_column_are_cut() -> None:
+    pixels = ramps(20)
+    files = [encoded(image) for image in pixels]
+    values = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
+    flat = Flat(values, torch.tensor([0, *accumulate(map(len, files))]))
+    assert torch.equal(random_resized_crop(flat, generator(3), 24), random_resized_crop(pixels, generator(3), 24))
 
 
 def test_encoded_images_may_have_any_shapes() -> None:
