@@ -74,7 +74,7 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
 
     The good rows work together, and with any other row of the batch they do not. The n-th bad row is replaced by the
     n-th good one, from the first again if there are more. If no row is good, all are replaced by one row: the first of
-    the `MOST_SUBSTITUTES` rows after the batch's greatest row number that works by itself.
+    the `MOST_SUBSTITUTES` rows after the batch's greatest row number with which the whole batch works.
 
     Args:
         numbers: Row numbers of a batch that raised, int64 [B].
@@ -87,9 +87,8 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
     good = _maximal(range(len(numbers)), lambda positions: works(numbers[positions]))
     if not good:
         following = ((int(numbers.max()) + step) % total for step in range(1, total))
-        candidates = (np.array([row], np.int64) for row in islice(following, MOST_SUBSTITUTES))
-        found = next(filter(works, candidates), None)
-        return None if found is None else np.repeat(found, len(numbers))
+        candidates = (np.full(len(numbers), row, np.int64) for row in islice(following, MOST_SUBSTITUTES))
+        return next(filter(works, candidates), None)
     bad = np.setdiff1d(np.arange(len(numbers)), good)
     replaced = numbers.copy()
     replaced[bad] = np.resize(numbers[good], len(bad))
@@ -99,8 +98,11 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
 def _maximal(positions: Sequence[int], works: Works) -> list[int]:
     """Return positions that work together, such that with any other position they do not."""
     good = _by_halves(list(positions), works)
-    for position in sorted({*positions} - {*good}) if good else []:
-        if works([position]) and works(sorted([*good, position])):
+    left = sorted({*positions} - {*good}) if good else []
+    # A call with one row costs less, but it tells nothing if a batch needs several.
+    one_suffices = bool(left) and works(good[:1])
+    for position in left:
+        if (not one_suffices or works([position])) and works(sorted([*good, position])):
             good = sorted([*good, position])
     return good
 

@@ -380,6 +380,21 @@ def test_exactly_the_row_that_does_not_suit_the_others_is_replaced(case: tuple[i
     assert np.flatnonzero(found != np.arange(count)).tolist() == [odd]
 
 
+@given(st.integers(2, 5), st.integers(0, 90), st.data())
+def test_a_batch_that_needs_several_rows_loses_exactly_the_bad_row(least: int, more: int, data: st.DataObject) -> None:
+    count = 2 * least + more
+    bad = data.draw(st.integers(0, count - 1))
+    found = replacements(np.arange(count), count, lambda rows: len(rows) >= least and bad not in rows)
+    assert found is not None
+    assert np.flatnonzero(found != np.arange(count)).tolist() == [bad]
+
+
+def test_a_batch_that_needs_several_rows_may_consist_of_one_row() -> None:
+    found = replacements(np.arange(2), 10, lambda rows: len(rows) >= 2 and 1 not in rows)
+    assert found is not None
+    assert found.tolist() == [2, 2]
+
+
 def test_one_bad_row_of_many_takes_few_calls() -> None:
     sizes = []
 
@@ -402,7 +417,7 @@ def test_no_row_works() -> None:
         return False
 
     assert replacements(np.arange(4), 1000, works) is None
-    assert tried[-MOST_SUBSTITUTES:] == [[row] for row in range(4, 4 + MOST_SUBSTITUTES)]
+    assert tried[-MOST_SUBSTITUTES:] == [[row] * 4 for row in range(4, 4 + MOST_SUBSTITUTES)]
     assert replacements(np.zeros(1, np.int64), 1, works) is None
 
 
