@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from dataload.errors import RowError
+from dataload.errors import ConfigError, RowError
 from dataload.rows.columns import Array
 from dataload.runtime.exhaustion import is_exhaustion, with_causes
 
@@ -35,9 +35,12 @@ def naming_rows(numbers: Array, name: str) -> Iterator[None]:
 
 
 def is_of_a_row(error: Exception) -> bool:
-    """Return whether other rows may work: no if memory, files or a disk ran out, or if an accelerator failed."""
+    """Return whether other rows may work.
+
+    They do not if memory, files or a disk ran out, if an accelerator failed, or if an argument is wrong.
+    """
     accelerator = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
-    failed = (torch.OutOfMemoryError, accelerator)
+    failed = (ConfigError, torch.OutOfMemoryError, accelerator)
     return not (is_exhaustion(error) or any(isinstance(each, failed) for each in with_causes(error)))
 
 

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 
 from dataload.catalog.locations import Location
-from dataload.errors import DataError, RowError
+from dataload.errors import ConfigError, DataError, RowError
 from dataload.rows.collate import Batch, Empty, columns_of, cut, row_value
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
@@ -91,12 +91,16 @@ class NumberedRows(Sequence[dict[str, Any]]):
         """Return the rows as a batch, in memory that `empty` allocates. See `to_batch`.
 
         Raises:
+            ConfigError: A batch can hold each of the rows, but not all of them. It names the column.
             DataError: A batch cannot hold a value. It names the file, the row group and the column.
         """
         try:
             return next(self.batches([len(self)], empty))
         except DataError as error:
-            location = self._locate(int(self.numbers[bisected(len(self), self._fails)]))
+            row = bisected(len(self), self._fails)
+            if not self._fails(slice(row, row + 1)):
+                raise ConfigError(str(error)) from error
+            location = self._locate(int(self.numbers[row]))
             raise RowError(f"{location.text}: {error}", str(error)) from error
 
     def _fails(self, span: slice) -> bool:

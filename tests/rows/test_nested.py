@@ -25,7 +25,7 @@ from row_groups import load
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.catalog.locations import Location
 from dataload.catalog.preview import first_rows
-from dataload.errors import DataError
+from dataload.errors import ConfigError, DataError
 from dataload.formats import parquet
 from dataload.formats.arrow_arrays import plain as plain_array
 from dataload.formats.arrow_types import portable
@@ -633,6 +633,25 @@ def test_a_batch_of_too_many_nested_values_names_its_column(
     monkeypatch.setattr(Records, "nested", overflow)
     with pytest.raises(DataError, match=r"'clips' has too many values in one batch .*overflow.*use a smaller batch"):
         list(loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"transform": dict, "on_error": "skip"}], ids=str)
+def test_a_batch_that_is_too_large_blames_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """As many strings as Arrow can count in one batch take more memory than a test should have."""
+    pq.write_table(pa.table({"clips": [["a"]] * 8}), tmp_path / "x.parquet")
+    nested = Records.nested
+
+    def overflow(records: Records, field: Any) -> pa.Array:
+        if len(records) > 4:
+            raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+        return nested(records, field)
+
+    monkeypatch.setattr(Records, "nested", overflow)
+    assert len(list(make_loader(tmp_path, 4, cache=False, **options))) == 2
+    with pytest.raises(ConfigError, match=r"^column 'clips' has too many values in one batch .*: use a smaller batch"):
+        list(make_loader(tmp_path, 8, cache=False, **options))
 
 
 def test_few_shared_strings_are_not_kept(tmp_path: Path) -> None:
