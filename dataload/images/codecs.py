@@ -107,6 +107,9 @@ def bytes_of(image: Any) -> Any:
 
 
 def _by_pillow(encoded: Any) -> Pixels:
+    # Image.open would register the formats itself, but misses those that another thread registers meanwhile.
+    Image.preinit()  # the common formats, which are then tried first
+    Image.init()
     try:
         opened = Image.open(io.BytesIO(encoded))
     except UnidentifiedImageError:

@@ -506,6 +506,25 @@ def test_decoding_releases_the_interpreter_lock() -> None:
     assert released
 
 
+FIRST_IMAGE = """
+import io
+from PIL import Image
+from dataload import images
+completed = []
+Image.register_open("FIRST", None, lambda prefix: completed.append(Image.init()))  # It recognizes no image.
+file = io.BytesIO()
+Image.new("RGB", (8, 8)).save(file, "PNG")
+images.decode([file.getvalue()])
+print(completed)
+"""
+
+
+def test_all_formats_are_registered_before_the_first_image_is_opened() -> None:
+    """Image.open of Pillow may overlook a format that another thread registers."""
+    done = subprocess.run([sys.executable, "-c", FIRST_IMAGE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False]"  # There was nothing left to register.
+
+
 def test_importing_dataload_imports_no_codec() -> None:
     program = "import sys, dataload, dataload.images; print({'PIL', 'simplejpeg', 'cv2', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
