@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,8 @@ from fsspec.implementations.chained import ChainedFileSystem
 
 from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.origin.s3_names import VERSION, complete
+from dataload.cache.origin.listings import Walked, complete, left_out
+from dataload.cache.origin.s3_names import VERSION
 from dataload.cache.origin.version import VERSION_FIELDS, forget, version_of
 from dataload.cache.tier import INFO, BlobKey, copy_into
 from dataload.errors import ConfigError
@@ -98,6 +99,25 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         found = self._request(path, lambda fs, path: complete(fs).glob(path.rstrip(slash) + slash, **given))
         self._learn(found.values())
         return found if detail else sorted(found)
+
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: str | Callable[[OSError], object] = left_out,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Yield the folders below `path`, as fsspec does. By default, a folder that cannot be listed raises its error.
+
+        Args:
+            path: The first folder.
+            maxdepth: How many levels to list; None: all.
+            topdown: Whether a folder comes before those in it.
+            on_error: "omit", "raise", or a function of the error, for each folder.
+            **kwargs: Arguments of `ls`; `detail`: yield infos instead of names.
+        """
+        return Walked(self, on_error).walk(path, maxdepth, topdown, **kwargs)
 
     def exists(self, path: str, **_: Any) -> bool:
         return self._type_of(path) is not None

@@ -16,7 +16,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.errors import is_transient
 from dataload.cache.origin.identity import address_of, is_s3
-from dataload.cache.origin.local_names import LocalNames
+from dataload.cache.origin.listings import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once

@@ -19,11 +19,12 @@ from dataload.cache.origin.errors import UnsuitableError, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
+from dataload.cache.origin.listings import complete
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
-from dataload.cache.origin.s3_names import check_version, complete
+from dataload.cache.origin.s3_names import check_version
 from dataload.cache.origin.version import forget, fresh_listing, refreshing
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge

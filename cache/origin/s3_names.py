@@ -59,7 +59,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         """Return the files that match a pattern, by name."""
         walk = _Walk(self._find)
         found = self._first(lambda: walk.glob(path, detail=True))
-        return self._by_s3fs(lambda s3fs: complete(s3fs).glob(path, detail=True)) if found is None else found
+        return self._by_s3fs(lambda s3fs: CompleteS3(s3fs).glob(path, detail=True)) if found is None else found
 
     def _first(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the result of requests of obstore, or None if they fail."""
@@ -146,7 +146,7 @@ class _Walk(AbstractFileSystem):  # type: ignore[misc]
         return self._find(path, maxdepth)
 
 
-class _Complete(AbstractFileSystem):  # type: ignore[misc]
+class CompleteS3(AbstractFileSystem):  # type: ignore[misc]
     """s3fs with listings that lack nothing. A folder that cannot be listed raises its error; versions stay in names.
 
     s3fs leaves out such a folder, and with it the objects below it.
@@ -206,11 +206,6 @@ def _lists_prefixes() -> bool:
 
     found = re.match(r"(\d+)\.(\d+)", s3fs.__version__)
     return found is None or tuple(map(int, found.groups())) >= (2026, 7)
-
-
-def complete(filesystem: Any) -> Any:
-    """Return a filesystem with complete results of `info`, `find` and `glob`, the last two with `detail=True`."""
-    return _Complete(filesystem) if hasattr(filesystem, "call_s3") else filesystem
 
 
 def check_version(url: str, filesystem: Any) -> None:
