@@ -126,6 +126,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         ends: int | list[int | None] | None,
         max_gap: int | None = None,  # noqa: ARG002 (ranges are fetched in blocks)
         on_error: str = "return",
+        version_id: str | None = None,
         **_: Any,
     ) -> list[bytes | Exception]:
         """Fetch many ranges concurrently. Bounds may be None or negative, as in `cat_file`.
@@ -136,6 +137,7 @@ class TierCacheFileSystem(MetadataFileSystem):
             ends: End of each range (exclusive), or one value for all.
             max_gap: Ignored.
             on_error: "return": return the exception in place of the bytes; anything else: raise it.
+            version_id: The version to read, in a versioned S3 bucket.
         """
         if not isinstance(paths, list):
             raise TypeError(f"cat_ranges takes a list of paths, not {paths!r}")
@@ -143,7 +145,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         if any(len(bound) != len(paths) for bound in bounds):
             raise ValueError(f"{len(paths)} paths need as many starts and ends: {len(bounds[0])} and {len(bounds[1])}")
         names = dict.fromkeys(paths)
-        objects = dict(zip(names, self._objects(list(names)), strict=True))
+        objects = dict(zip(names, self._objects(list(names), version_id), strict=True))
 
         def cut(path: str, start: int | None, end: int | None) -> Range | Exception:
             obj = objects[path]
@@ -167,23 +169,33 @@ class TierCacheFileSystem(MetadataFileSystem):
         on_error: str = "raise",
         start: int | None = None,
         end: int | None = None,
+        version_id: str | None = None,
         **_: Any,
     ) -> Any:
         paths = self.expand_path(path, recursive=recursive)
         if recursive:
             paths = [each for each in paths if self.isfile(each)]
         elif isinstance(path, str) and paths == [self._path(path)]:
-            return self.cat_file(paths[0], start, end)
-        found = self.cat_ranges(paths, start, end, on_error="raise" if on_error == "raise" else "return")
+            return self.cat_file(paths[0], start, end, version_id)
+        found = self.cat_ranges(
+            paths, start, end, on_error="raise" if on_error == "raise" else "return", version_id=version_id
+        )
         pairs = zip(paths, found, strict=True)
         return {name: result for name, result in pairs if on_error == "return" or not isinstance(result, Exception)}
 
     def get_file(
-        self, rpath: str, lpath: Any = None, callback: Any = DEFAULT_CALLBACK, outfile: Any = None, **_: Any
+        self,
+        rpath: str,
+        lpath: Any = None,
+        callback: Any = DEFAULT_CALLBACK,
+        outfile: Any = None,
+        version_id: str | None = None,
+        **_: Any,
     ) -> None:
         """Copy an object to a local file, a few blocks at a time. Remove an incomplete file on errors."""
         if outfile is None and isfilelike(lpath):
             outfile = lpath
+        rpath = self._versioned(rpath, version_id)
         if outfile is None and self.isdir(rpath):
             Path(lpath).mkdir(parents=True, exist_ok=True)
             return

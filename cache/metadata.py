@@ -52,8 +52,12 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             return [self._path(each) for each in path]
         return self.blocks.origin.path_of(os.fspath(path))
 
-    def info(self, path: str, refresh: bool = False, **_: Any) -> dict[str, Any]:
-        path = self._path(path)
+    def _versioned(self, path: str, version_id: str | None) -> Any:
+        """Return the path of a version of an object, or of the newest one."""
+        return self._path(f"{os.fspath(path)}{VERSION}{version_id}" if version_id else path)
+
+    def info(self, path: str, refresh: bool = False, version_id: str | None = None, **_: Any) -> dict[str, Any]:
+        path = self._versioned(path, version_id)
         known = None if refresh else self._known.get(path)
         if known is None:
             immutable = self._consistency == "immutable" and not refresh
@@ -119,8 +123,8 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         """
         return Walked(self, on_error).walk(path, maxdepth, topdown, **kwargs)
 
-    def exists(self, path: str, **_: Any) -> bool:
-        return self._type_of(path) is not None
+    def exists(self, path: str, version_id: str | None = None, **_: Any) -> bool:
+        return self._type_of(self._versioned(path, version_id)) is not None
 
     def isfile(self, path: str) -> bool:
         return self._type_of(path) == "file"
@@ -160,7 +164,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             FileNotFoundError: The object does not exist.
             IsADirectoryError: `path` is a folder.
         """
-        path = self._path(f"{path}{VERSION}{version_id}" if version_id else path)
+        path = self._versioned(path, version_id)
         if self._consistency == "open":
             self._known.pop(path, None)
         info = self.info(path)
@@ -168,9 +172,9 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             raise IsADirectoryError(f"{path} is a folder")
         return Object.of(info | {"name": path})
 
-    def _objects(self, paths: list[str]) -> list[Object | Exception]:
+    def _objects(self, paths: list[str], version_id: str | None = None) -> list[Object | Exception]:
         """Return the result of `object`, or its exception, for each path; look them up concurrently."""
-        return outcomes(self.blocks, self.object, paths)
+        return outcomes(self.blocks, partial(self.object, version_id=version_id), paths)
 
     def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
         """Remember listed objects that have a version field. Listings may lack details of other objects."""

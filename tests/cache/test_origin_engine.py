@@ -274,6 +274,22 @@ def test_a_version_that_is_named_is_read(bucket: Any, tmp_path: Path, engine: st
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_each_call_takes_a_version(bucket: Any, tmp_path: Path, engine: str) -> None:
+    old, _ = put_versions(bucket, "x", DATA, DATA[::-1] + b"longer")
+    fs, path = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine), f"{bucket.name}/x"
+    assert fs.cat(path, version_id=old) == DATA
+    assert fs.cat([path], version_id=old) == {path: DATA}
+    assert fs.cat_ranges([path], 5, 9, version_id=old) == [DATA[5:9]]
+    fs.get(path, str(tmp_path / "got"), version_id=old)
+    fs.get_file(path, str(tmp_path / "got_file"), version_id=old)
+    assert (tmp_path / "got").read_bytes() == (tmp_path / "got_file").read_bytes() == DATA
+    assert fs.info(path, version_id=old)["size"] == len(DATA)
+    bucket.client.delete_object(Bucket=bucket.name, Key="x")
+    fs.invalidate_cache()
+    assert (fs.exists(path), fs.exists(path, version_id=old)) == (False, True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_listings_of_a_version_name_it(bucket: Any, tmp_path: Path, engine: str) -> None:
     """Under the name of the object alone, its newest version would be read."""
     old, _ = put_versions(bucket, "x", DATA, DATA[::-1])
@@ -293,7 +309,10 @@ def test_a_version_is_not_replaced_by_the_newest_one(bucket: Any, tmp_path: Path
     path = bucket.url(f"x?versionId={old}")
     requests: list[Callable[[], Any]] = [
         *(lambda call=call: call(path) for call in (fs.open, fs.cat_file, fs.info, fs.find, fs.ls, fs.prefetch)),
-        lambda: fs.open(bucket.url("x"), version_id=old),
+        *(lambda call=call: call(bucket.url("x"), version_id=old) for call in (fs.open, fs.info, fs.exists, fs.cat)),
+        lambda: fs.cat([bucket.url("x")], version_id=old),
+        lambda: fs.cat_ranges([bucket.url("x")], 0, 9, on_error="raise", version_id=old),
+        lambda: fs.get(bucket.url("x"), str(tmp_path / "got"), version_id=old),
     ]
     for request in requests:
         with pytest.raises(ConfigError, match=rf"x\?versionId={old} names a version.*: pass version_aware=True"):
