@@ -258,7 +258,7 @@ def _restore(
     cls: type[TierCacheFileSystem], args: tuple[Any, ...], options: dict[str, Any], known: dict[str, dict[str, Any]]
 ) -> TierCacheFileSystem:
     fs = cls(*args, **options)
-    fs._known.update(known)
+    fs._receive(known)  # fsspec may return an instance that is in use.
     return fs
 
 

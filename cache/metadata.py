@@ -35,6 +35,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         self.blocks = blocks
         self._consistency = consistency
         self._known: dict[str, dict[str, Any]] = {}
+        self._has_forgotten = False  # An info from elsewhere may be the one that it has forgotten.
         self._strip_protocol = self._path  # a class method in fsspec; here the origin's class decides
 
     @property
@@ -150,6 +151,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget versions and sizes. Cached blocks stay: their keys include the version."""
+        self._has_forgotten = True
         self._known.clear()
         self.fs.invalidate_cache(None if path is None else self._path(path))
 
@@ -181,8 +183,14 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         files = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
         self._known.update((info["name"], info) for info in files if any(map(info.get, VERSION_FIELDS)))
 
+    def _receive(self, infos: dict[str, dict[str, Any]]) -> None:
+        """Remember infos of another process, as far as none is known here: they may be older."""
+        if not self._has_forgotten:
+            self._known.update({**infos, **self._known})
+
     def _forget(self, obj: Object) -> None:
         """Forget the version of an object that has another one now."""
+        self._has_forgotten = True
         self._known.pop(obj.path, None)
         forget(self.fs, obj.path)
         if self._consistency == "immutable":

@@ -12,6 +12,7 @@ import resource
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,37 @@ def test_it_pickles_and_works_in_a_spawned_child(fs: TierCacheFileSystem, bucket
 
 def read_all(fs: TierCacheFileSystem, path: str) -> bytes:
     return fs.cat_file(path)
+
+
+@pytest.fixture
+def cached_fs(fs: TierCacheFileSystem) -> Iterator[TierCacheFileSystem]:
+    """A filesystem that fsspec returns again for the same arguments, so also to a copy of its pickle."""
+    yield type(fs)(*fs.storage_args, **fs.storage_options)
+    TierCacheFileSystem.clear_instance_cache()
+
+
+def test_an_older_pickle_brings_back_no_older_version(cached_fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    assert cached_fs.cat_file(path) == DATA
+    older = pickle.dumps(cached_fs)
+    bucket.put("folder/data.bin", DATA[::-1])
+    cached_fs.info(path, refresh=True)
+    assert pickle.loads(older) is cached_fs
+    assert cached_fs.cat_file(path) == DATA[::-1]
+
+
+@pytest.mark.parametrize("forget", ["invalidate_cache", "cat_file"])
+def test_an_older_pickle_brings_back_no_forgotten_version(
+    cached_fs: TierCacheFileSystem, bucket: Any, forget: str
+) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    cached_fs.info(path)
+    older = pickle.dumps(cached_fs)
+    bucket.put("folder/data.bin", DATA[::-1])
+    with suppress(ObjectChanged):
+        getattr(cached_fs, forget)(path)
+    assert pickle.loads(older) is cached_fs
+    assert cached_fs.cat_file(path) == DATA[::-1]
 
 
 def test_it_works_in_a_forked_child(fs: TierCacheFileSystem, bucket: Any) -> None:
