@@ -136,7 +136,8 @@ class TierCacheFileSystem(MetadataFileSystem):
             starts: First byte of each range, or one value for all.
             ends: End of each range (exclusive), or one value for all.
             max_gap: Ignored.
-            on_error: "return": return the exception in place of the bytes; anything else: raise it.
+            on_error: "return": return the exception in place of the bytes; anything else: raise the first one, and
+                cancel the fetches that have not begun.
             version_id: The version to read, in a versioned S3 bucket.
         """
         if not isinstance(paths, list):
@@ -144,8 +145,8 @@ class TierCacheFileSystem(MetadataFileSystem):
         bounds = [bound if isinstance(bound, list) else [bound] * len(paths) for bound in (starts, ends)]
         if any(len(bound) != len(paths) for bound in bounds):
             raise ValueError(f"{len(paths)} paths need as many starts and ends: {len(bounds[0])} and {len(bounds[1])}")
-        names = dict.fromkeys(paths)
-        objects = dict(zip(names, self._objects(list(names), version_id), strict=True))
+        names, raises = dict.fromkeys(paths), on_error != "return"
+        objects = dict(zip(names, self._objects(list(names), version_id, raises=raises), strict=True))
 
         def cut(path: str, start: int | None, end: int | None) -> Range | Exception:
             obj = objects[path]
@@ -154,13 +155,7 @@ class TierCacheFileSystem(MetadataFileSystem):
             first, last, _step = slice(start, end).indices(obj.size)
             return obj, first, max(first, last)
 
-        found = read_ranges(self.blocks, map(cut, paths, *bounds))
-        for path, result in zip(paths, found, strict=True):
-            if isinstance(result, ObjectChanged) and isinstance(obj := objects[path], Object):
-                self._forget(obj)
-            if isinstance(result, Exception) and on_error != "return":
-                raise result
-        return found
+        return read_ranges(self.blocks, map(cut, paths, *bounds), self._forget, raises=raises)
 
     def cat(
         self,
@@ -224,10 +219,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         """
         infos = [info for path in ([paths] if isinstance(paths, str) else paths) for info in self._listed(path)]
         self._learn(infos)
-        objects = self._objects([info["name"] for info in infos])
-        for obj in objects:
-            if isinstance(obj, Exception):
-                raise obj
+        objects = self._objects([info["name"] for info in infos], raises=True)
         futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.prefetch(obj)]
         for future in futures if wait else ():
             future.result()

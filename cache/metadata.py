@@ -174,9 +174,11 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             raise IsADirectoryError(f"{path} is a folder")
         return Object.of(info | {"name": path})
 
-    def _objects(self, paths: list[str], version_id: str | None = None) -> list[Object | Exception]:
+    def _objects(
+        self, paths: list[str], version_id: str | None = None, *, raises: bool = False
+    ) -> list[Object | Exception]:
         """Return the result of `object`, or its exception, for each path; look them up concurrently."""
-        return outcomes(self.blocks, partial(self.object, version_id=version_id), paths)
+        return outcomes(self.blocks, partial(self.object, version_id=version_id), paths, raises=raises)
 
     def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
         """Remember listed objects that have a version field. Listings may lack details of other objects."""

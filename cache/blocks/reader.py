@@ -27,6 +27,7 @@ from dataload.telemetry.wait_timeline import doing
 IN_FLIGHT = 32  # concurrent requests of a process for reads, and as many for prefetching
 UNCACHED_BYTES = 256 << 20
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -143,8 +144,13 @@ class Blocks(ForkAware):
             low, high = max(start, first), min(stop, first + self.block_bytes)
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
-        pending = [self.submit(copy, number) for number in numbers]
-        wait_for_origin(pending)
+        pending: list[Future[None]] = []
+        try:
+            pending.extend(self.submit(copy, number) for number in numbers)
+            wait_for_origin(pending)
+        finally:
+            for future in pending:  # Ctrl-C also stops the fetches that have not begun.
+                future.cancel()
         return whole.toreadonly()
 
     def _interruptibly(self, obj: Object, number: int, span: Span) -> memoryview:
@@ -184,6 +190,10 @@ class Blocks(ForkAware):
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in the pool for reads. It must not read more than one block at a time."""
         return self._reads.submit(call, *args)
+
+    def map(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """Call `call(item)` for each item in the pool for reads; see `DaemonExecutor.map`."""
+        return self._reads.map(call, items)
 
     @property
     def free_requests(self) -> int:

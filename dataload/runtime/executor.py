@@ -75,8 +75,9 @@ class DaemonExecutor:
 
         If a call raises, the exception is raised here, and the calls that have not started are cancelled.
         """
-        futures = [self.submit(call, item) for item in items]
+        futures: list[Future[T]] = []
         try:
+            futures.extend(self.submit(call, item) for item in items)
             return list(map(awaited, futures))
         finally:
             while futures:  # An error's traceback refers to this frame, which would make a reference cycle.

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,7 @@ from http_servers import serving
 from moto_server import S3Server
 
 from dataload.cache import config, filesystem
-from dataload.cache.blocks.reader import Object
+from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import reports
 from dataload.cache.origin.origin import Origin
@@ -498,6 +499,68 @@ def test_a_mistake_of_ours_is_not_the_origins(fs: TierCacheFileSystem, bucket: A
     monkeypatch.setattr(fs.blocks.origin.engine, "parts", broken)
     with pytest.raises(TypeError, match="a bug"):
         fs.cat_file(bucket.url("folder/data.bin"))
+
+
+class Held:
+    """An engine that begins requests, and goes on with them when they are released."""
+
+    def __init__(
+        self, fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch, begins: Callable[[int], object]
+    ) -> None:
+        self.starts: list[int] = []
+        self._release = threading.Event()
+        self._fs = fs
+        engine = fs.blocks.origin.engine
+        parts = engine.parts
+
+        def held(path: str, start: int, *rest: Any) -> Any:
+            self.starts.append(start)
+            begins(start)
+            self._release.wait(10)
+            return parts(path, start, *rest)
+
+        monkeypatch.setattr(engine, "parts", held)
+
+    def release(self) -> None:
+        """Release the requests, and wait until all that were queued have begun or are cancelled."""
+        self._release.set()
+        self._fs.blocks.submit(int).result(60)
+
+
+@pytest.mark.parametrize("read", [
+    lambda fs, path: fs.cat_file(path),
+    lambda fs, path: fs.cat_ranges([path], 0, None),
+])  # fmt: skip
+def test_ctrl_c_ends_a_large_read(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any, str], Any]
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(bucket, tmp_path, block_bytes=5000)
+    fs.info(bucket.url("x"))
+    main = threading.main_thread()
+    numbers = iter([signal.SIGINT] + 200 * [0])  # a signal of 0 does nothing
+    held = Held(fs, monkeypatch, lambda _: signal.pthread_kill(int(main.ident or 0), next(numbers)))
+    with pytest.raises(KeyboardInterrupt):
+        read(fs, bucket.url("x"))
+    held.release()
+    assert len(held.starts) <= IN_FLIGHT + 1
+
+
+def test_a_range_that_fails_ends_the_read_of_the_others(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(bucket, tmp_path, block_bytes=5000)
+
+    def fail(start: int) -> None:
+        if start == 0:
+            raise OriginError("the store is on fire")
+
+    held = Held(fs, monkeypatch, fail)
+    with pytest.raises(OriginError, match="on fire"):
+        fs.cat_ranges([bucket.url("x")], 0, None, on_error="raise")
+    held.release()
+    assert len(held.starts) <= IN_FLIGHT + 1
 
 
 # Settings
