@@ -17,7 +17,7 @@ from dataload.cache.blocks.file import BlockFile
 from dataload.cache.blocks.ranges import Range, read_ranges
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
-from dataload.cache.metadata import MetadataFileSystem
+from dataload.cache.metadata import Forget, MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.explanation import opening
 from dataload.cache.origin.origin import connect, introduce
@@ -106,7 +106,7 @@ class TierCacheFileSystem(MetadataFileSystem):
     def _open(self, path: str, mode: str = "rb", version_id: str | None = None, **_: Any) -> BlockFile:
         if mode != "rb":
             self._read_only()
-        return BlockFile(self.blocks, self.object(path, version_id), self._forget)
+        return BlockFile(self.blocks, self.object(path, version_id), Forget(self))
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, version_id: str | None = None, **_: Any

@@ -217,3 +217,20 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     pipe = pipe_file = put = put_file = upload = write_bytes = write_text = _read_only
     start_transaction = end_transaction = _read_only
     transaction = property(_read_only)
+
+
+class Forget:
+    """Makes a filesystem forget the version of an object. Its pickle has the filesystem without infos of objects."""
+
+    def __init__(self, fs: MetadataFileSystem) -> None:
+        self._fs = fs
+
+    def __call__(self, obj: Object) -> None:
+        self._fs._forget(obj)  # noqa: SLF001 (of this module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forget_in, (type(self._fs), self._fs.storage_args, self._fs.storage_options)
+
+
+def _forget_in(cls: type[MetadataFileSystem], args: tuple[Any, ...], options: dict[str, Any]) -> Forget:
+    return Forget(cls(*args, **options))

@@ -278,6 +278,17 @@ def test_an_older_pickle_brings_back_no_forgotten_version(
     assert cached_fs.cat_file(path) == DATA[::-1]
 
 
+def test_a_pickled_file_has_no_infos_of_other_objects(cached_fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    cached_fs.find(bucket.name)
+    content = pickle.dumps(cached_fs.open(path))
+    assert b"other.bin" not in content
+    bucket.put("folder/data.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        pickle.loads(content).read()
+    assert cached_fs.cat_file(path) == DATA[::-1]
+
+
 def test_it_works_in_a_forked_child(fs: TierCacheFileSystem, bucket: Any) -> None:
     path = f"{bucket.name}/folder/data.bin"
     assert fs.cat_file(path, end=10) == DATA[:10]

@@ -471,7 +471,7 @@ def test_pickled_metadata_is_bounded(s3: TierCacheFileSystem, bucket: Any, monke
     TierCacheFileSystem.clear_instance_cache()
 
 
-def test_a_file_is_pickled_with_the_metadata_of_its_filesystem(s3: TierCacheFileSystem, bucket: Any) -> None:
+def test_a_pickled_file_is_read_without_requests_for_metadata(s3: TierCacheFileSystem, bucket: Any) -> None:
     file = s3.open(bucket.url("one.bin"))
     file.seek(100)
     bucket.server.reset()
