@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from dataload.errors import DataloadError
 
-LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, DataloadError)
+MISSING = (FileNotFoundError, NotADirectoryError)  # the latter for a path below a file
+LASTING = (*MISSING, IsADirectoryError, DataloadError)
+BAD_NAMES = (errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)  # for which Python has no classes
 # Errors that have no HTTP status although a retry cannot succeed, of botocore, aiohttp, ssl and ftplib.
 PERMANENT = frozenset(
     {
@@ -72,6 +75,8 @@ def is_transient(error: BaseException) -> bool:
     """Return whether a retry may succeed."""
     error = underlying_error(error)
     if not is_store_error(error) or isinstance(error, LASTING) or type(error).__name__ in PERMANENT or denied(error):
+        return False
+    if getattr(error, "errno", None) in BAD_NAMES:
         return False
     code = status(error)
     return code is None or code in (408, 429) or code >= 500

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dataload.cache.origin.errors import denied, is_store_error, status, underlying_error
+from dataload.cache.origin.errors import MISSING, denied, is_store_error, status, underlying_error
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.runtime.redact import cause_of, redacted, without_signature
@@ -113,7 +113,7 @@ def origin_error(
     """
     error = underlying_error(raised)
     where = redacted(f"s3://{what}" if in_s3 and "://" not in what else what)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, MISSING):
         if listed:
             return OriginNotFound(f"{where} is gone from {address}: restore it, or start the program again")
         fix = (in_s3 and fix_of(error)) or f"check its name and {ENDPOINT if in_s3 else 'the endpoint'}"

@@ -13,6 +13,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from dataload.cache.origin.errors import MISSING
 from dataload.cache.origin.s3_names import CompleteS3
 from dataload.errors import OriginError
 
@@ -40,7 +41,7 @@ def left_out(error: OSError) -> None:
     cause = error.__cause__ if isinstance(error, OriginError) else error
     if isinstance(cause, PermissionError):
         log.warning("%s: this folder is left out", error)
-    elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+    elif not isinstance(error, MISSING):
         raise error
 
 

@@ -311,6 +311,24 @@ def test_a_missing_object_and_a_missing_bucket(fs: TierCacheFileSystem, bucket: 
             fs.info(url)
 
 
+def test_a_path_below_a_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(DATA)
+    fs = TierCacheFileSystem("file", cache_dir=str(tmp_path / "cache"), skip_instance_cache=True)
+    path = str(tmp_path / "x.bin" / "below")
+    assert not fs.exists(path)
+    with pytest.raises(OriginNotFound, match="does not exist"):
+        fs.cat_file(path)
+
+
+@pytest.mark.parametrize(("name", "says"), [("x" * 300, "File name too long"), ("loop/x", "symbolic links")])
+def test_a_name_that_cannot_exist_is_requested_once(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    fs = TierCacheFileSystem("file", cache_dir=str(tmp_path / "cache"), skip_instance_cache=True)
+    with pytest.raises(OriginError, match=says):
+        fs.exists(str(tmp_path / name))
+    assert fs.stats()["retries_origin"] == 0
+
+
 def test_a_folder_is_not_opened(fs: TierCacheFileSystem, bucket: Any) -> None:
     with pytest.raises(IsADirectoryError):
         fs.open(bucket.url("folder"))
