@@ -86,7 +86,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         entries = self._request(path, lambda fs, path: fs.ls(path, detail=True, **kwargs))
         self._learn(entries)
-        return entries if detail else sorted(entry["name"] for entry in entries)
+        return [dict(entry) for entry in entries] if detail else sorted(entry["name"] for entry in entries)
 
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
@@ -94,7 +94,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         given = {"maxdepth": maxdepth, "withdirs": withdirs, "detail": True, **kwargs}
         found = self._request(path, lambda fs, path: complete(fs).find(path, **given))
         self._learn(found.values())
-        return found if detail else sorted(found)
+        return {name: dict(info) for name, info in found.items()} if detail else sorted(found)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         detail = kwargs.pop("detail", False)
@@ -103,7 +103,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         # The origin decides which characters are magic: in a URL, "?" is not.
         found = self._request(path, lambda fs, path: complete(fs).glob(path.rstrip(slash) + slash, **given))
         self._learn(found.values())
-        return found if detail else sorted(found)
+        return {name: dict(info) for name, info in found.items()} if detail else sorted(found)
 
     def walk(
         self,

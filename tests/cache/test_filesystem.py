@@ -371,8 +371,17 @@ def test_a_folder_is_listed_again_after_its_url_was_invalidated(fs: TierCacheFil
     assert f"{folder}/new.bin" in fs.ls(folder, detail=False)
 
 
-def test_what_info_gives_is_the_callers(fs: TierCacheFileSystem, bucket: Any) -> None:
-    fs.info(bucket.url("folder/data.bin"))["size"] = 1
+def test_infos_are_the_callers(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    for infos in (
+        [fs.info(path)],
+        fs.ls(f"{bucket.name}/folder"),
+        fs.find(bucket.name, detail=True).values(),
+        fs.glob(f"{bucket.name}/folder/*", detail=True).values(),
+    ):
+        for info in infos:
+            info["size"] = 1
+        assert fs.size(path) == len(DATA)
     assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
 
 
