@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 from dataload.cache.cluster.url import PASSWORD, USERNAME, ClusterUrl, Node
@@ -172,8 +173,7 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
         **address.options,
     }
     nodes = list(dict.fromkeys([*address.nodes, *known]))
-    threads = DaemonExecutor(CONNECT_THREADS, "dataload-blocks-connect")
-    answers = [threads.submit(_hello, node, options) for node in nodes]
+    answers = _greet(nodes, options)
     failure: Exception = ConnectionError(f"{address} does not answer")
     replica = None
     try:
@@ -191,6 +191,7 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
                 client = cluster.ValkeyCluster(startup_nodes=[cluster.ClusterNode(host, port)], **options)
                 # Connecting may skip a stopped node. For a key, retries would only ask the same node again.
                 client.cluster_error_retry_attempts = 0
+                _skip_silent_nodes(client.nodes_manager, options)
                 return client
             if info[b"role"] == b"master":
                 return valkey.Valkey(host=host, port=port, **options)
@@ -203,8 +204,32 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
     return valkey.Valkey(host=replica[0], port=replica[1], **options)
 
 
+def _skip_silent_nodes(manager: Any, options: dict[str, Any]) -> None:
+    """Let valkey ask only nodes that answer for the nodes of a cluster.
+
+    It asks after each lost connection, one node after the other. In a network partition, each takes a timeout.
+    """
+    discover = manager.initialize
+
+    def initialize() -> None:
+        nodes = dict(manager.startup_nodes)
+        answers = _greet([(node.host, node.port) for node in nodes.values()], options)
+        wait(answers)
+        answering = [each.exception() is None for each in answers]
+        manager.startup_nodes = dict(compress(nodes.items(), answering))
+        discover()
+
+    manager.initialize = initialize
+
+
 def _is_cluster(client: Any) -> bool:
     return hasattr(client, "get_nodes")
+
+
+def _greet(nodes: Iterable[Node], options: dict[str, Any]) -> list[Future[dict[bytes, Any]]]:
+    """Send HELLO to all nodes at the same time."""
+    threads = DaemonExecutor(CONNECT_THREADS, "dataload-blocks-connect")
+    return [threads.submit(_hello, node, options) for node in nodes]
 
 
 def _hello(node: Node, options: dict[str, Any]) -> dict[bytes, Any]:

@@ -125,6 +125,37 @@ def test_nodes_are_asked_all_at_once_whether_they_answer(
     assert cluster_server.ask("GET", "a") == b"x"
 
 
+def test_a_partition_is_noticed_by_all_nodes_at_once(
+    three_primaries: ServerCluster, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first timeout, no node is asked for the others before it has answered."""
+    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
+    one = clients(three_primaries.url)
+    one.set("a", b"x")
+    together, hello = threading.Barrier(2), client._hello
+    asked, execute = list[Any](), valkey.Valkey.execute_command
+
+    def meet(*args: Any) -> Any:
+        together.wait(PATIENCE)
+        return hello(*args)
+
+    def spy(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(args[0])
+        return execute(self, *args, **options)
+
+    monkeypatch.setattr(client, "_hello", meet)
+    monkeypatch.setattr(valkey.Valkey, "execute_command", spy)
+    for primary in three_primaries.primaries:
+        primary.stop()
+    try:
+        with pytest.raises(ClusterUnavailable):
+            one.get("a")
+        assert asked == ["HELLO", "HELLO"]
+    finally:
+        for primary in three_primaries.primaries:
+            primary.go_on()
+
+
 def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
