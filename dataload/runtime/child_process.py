@@ -12,13 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 
 ATTEMPTS = 3
 EXIT_SECONDS = 0.3  # for a process to exit; then it is killed
-LOOK_SECONDS = 1.0  # between two checks for the death of the parent
+LOOK_SECONDS = 1.0  # between two checks for the death of the process at the other end
 
 
 class ProcessDied(Exception):
@@ -126,6 +127,37 @@ def start_process(program: str, descriptor: int) -> subprocess.Popen[bytes]:
     )
 
 
+class ProcessConnection(Connection):
+    """A connection to a process. Receiving from it raises EOFError once the process has ended.
+
+    The end of the process alone does not close the connection: its own children may have inherited the other end.
+
+    Args:
+        descriptor: The socket, which this object closes.
+        process: The process.
+        look_seconds: Time between two checks for its end, while nothing is received.
+    """
+
+    def __init__(self, descriptor: int, process: subprocess.Popen[bytes], look_seconds: float) -> None:
+        super().__init__(descriptor)
+        self._process, self._look_seconds = process, look_seconds
+
+    def recv(self) -> Any:
+        """Return the next object. Raise EOFError or OSError if the process has ended."""
+        self._wait()
+        return super().recv()
+
+    def recv_bytes(self, maxlength: int | None = None) -> bytes:
+        """Return the next message. Raise EOFError or OSError if the process has ended."""
+        self._wait()
+        return super().recv_bytes(maxlength)
+
+    def _wait(self) -> None:
+        while not self.poll(self._look_seconds):
+            if self._process.poll() is not None and not self.poll():  # It may have sent something before its end.
+                raise EOFError
+
+
 class _Child:
     """A running process."""
 
@@ -133,7 +165,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._popen = start_process(program, theirs.fileno())
-            self._connection = Connection(ours.detach())
+            self._connection = ProcessConnection(ours.detach(), self._popen, LOOK_SECONDS)
         self._hello: bytes | None = hello  # A long one is received only once the process has imported its modules.
 
     @property

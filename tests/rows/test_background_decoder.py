@@ -126,6 +126,29 @@ def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: Bac
     assert make_in_background(decoder, 2)
 
 
+def test_a_kill_is_noticed_while_others_hold_its_socket(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of the user may start children of its own there, which inherit it."""
+    held = list[int]()
+
+    def start(program: str, descriptor: int) -> Any:
+        held.append(os.dup(descriptor))
+        return start_process(program, descriptor)
+
+    monkeypatch.setattr(client, "start_process", start)
+    monkeypatch.setattr(client, "SELDOM_SECONDS", 0.01)
+    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    make_in_background(decoder, 0)  # starts it
+    process = decoder._process
+    try:
+        assert process.ready.wait(60)
+        process._popen.kill()
+        assert process.ended.wait(60)
+    finally:
+        decoder.end()
+        for descriptor in held:
+            os.close(descriptor)
+
+
 def test_a_process_that_has_ended_is_not_kept(decoder: BackgroundDecoder) -> None:
     """The process of a long pause ends, so there may be many of them in a run."""
     ended = weakref.ref(decoder._process)

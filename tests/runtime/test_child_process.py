@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,10 @@ def fails_to_answer(descriptor: int) -> None:
         raise EOFError(request.decode())
 
     serve(descriptor, lambda _: answer)
+
+
+def is_killed(descriptor: int) -> None:
+    serve(descriptor, lambda _: lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[arg-type,return-value]
 
 
 def running(program: Callable[[int], None]) -> ChildProcesses:
@@ -96,3 +102,23 @@ def test_a_process_whose_answer_cannot_be_received_ends(monkeypatch: pytest.Monk
     assert children[0]._popen.poll() is not None
     assert processes.submit(b"small").result(60) == b"hello small"
     assert len(processes.running) == 1
+
+
+def test_the_end_of_a_process_is_noticed_while_others_hold_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function may start children of its own, which inherit it."""
+    held, start = list[int](), child_process.start_process
+
+    def start_process(program: str, descriptor: int) -> Any:
+        held.append(os.dup(descriptor))
+        return start(program, descriptor)
+
+    monkeypatch.setattr(child_process, "start_process", start_process)
+    monkeypatch.setattr(child_process, "LOOK_SECONDS", 0.01)
+    processes = running(is_killed)
+    try:
+        with pytest.raises(ProcessDied, match=r"exit status -9, -9, -9\)"):
+            processes.submit(b"request").result(60)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    assert processes.running == []

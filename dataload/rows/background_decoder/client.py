@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -22,7 +21,7 @@ from dataload.errors import ConfigError, DataError, ObjectChanged, OriginNotFoun
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_groups import RowGroups
-from dataload.runtime.child_process import start_process
+from dataload.runtime.child_process import ProcessConnection, start_process
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -255,7 +254,7 @@ class _Process:
             undo.callback(self._popen.kill)
             with suppress(ProcessLookupError):  # Imports are most of the start, so it is nice from the first one on.
                 os.setpriority(os.PRIO_PROCESS, self._popen.pid, NICENESS)
-            self._connection = Connection(os.dup(self._socket.fileno()))
+            self._connection = ProcessConnection(os.dup(self._socket.fileno()), self._popen, SELDOM_SECONDS)
             undo.callback(self._connection.close)
             self._listener.start()
             undo.pop_all()
