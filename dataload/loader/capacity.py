@@ -155,7 +155,7 @@ def gathered_at_once(batch_bytes: int) -> int:
 def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
     """Warn if `size` bytes of batches of workers do not fit into shared memory.
 
-    A worker would die of SIGBUS then, unless the transform makes batches smaller.
+    A worker would raise an error then, unless the transform makes batches smaller.
     """
     try:
         free = shutil.disk_usage(folder).free

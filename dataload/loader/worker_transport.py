@@ -47,14 +47,14 @@ def pack(batch: Any) -> Packed:
     """Pack a batch of any picklable values.
 
     Raises:
+        RuntimeError: Shared memory is full.
         Exception: A value of the batch cannot be pickled. A queue would only print this error and send nothing.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(pickler.joined(batch))
     pickle_start = pickler.put(np.frombuffer(stream.getbuffer(), np.uint8))
-    piped = pickler.size <= PIPED_BYTES
-    content = bytearray(pickler.size) if piped else torch.empty(pickler.size, dtype=torch.uint8, device="cpu")
+    content = bytearray(pickler.size) if pickler.size <= PIPED_BYTES else _shared(pickler.size)
     memory = _memory(content)
     for start, array in pickler.arrays:
         np.ndarray(array.shape, array.dtype, memory, start)[...] = array
@@ -184,6 +184,19 @@ def _view(array: npt.NDArray[Any], code: Any) -> memoryview:
 
 def _is_bytes(view: memoryview) -> bool:
     return view.format == "B" and view.ndim == 1 and view.c_contiguous
+
+
+def _shared(size: int) -> torch.Tensor:
+    """Return shared memory. A queue would move other memory there, but only print that it is full and send nothing."""
+    try:
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        memory.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"no shared memory for a batch of {size} bytes: {error}; if /dev/shm is full, give it more (docker run "
+            "--shm-size), or lower batch_size, num_workers or prefetch"
+        ) from error
+    return memory
 
 
 def _memory(content: torch.Tensor | bytearray) -> memoryview:

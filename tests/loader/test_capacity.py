@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ def test_batches_that_shared_memory_cannot_hold(small_disk: Path, caplog: pytest
     assert not caplog.records
     check_shared_memory(2_000_000, str(small_disk))
     assert re.search(r"2000000 bytes of batches in .*, which has \d+ free: lower batch_size", caplog.text)
+
+
+def limit_files(_: int) -> None:
+    """Let this process make no file of more than a megabyte, also in /dev/shm."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+
+
+def enlarged(batch: Any) -> Any:
+    return {**batch, "large": np.zeros(4 << 20, np.uint8)}
+
+
+def test_a_worker_without_shared_memory_for_its_batch_raises(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": np.arange(100)}), tmp_path / "x.parquet")
+    options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": limit_files, "timeout": 60}
+    with pytest.raises(RuntimeError, match=r"(?s)batch of 4194\d+ bytes: .*docker run --shm-size"):
+        list(make_loader(tmp_path, 10, transform=enlarged, cache=False, **options))
 
 
 def test_a_memory_budget_is_never_exceeded() -> None:
