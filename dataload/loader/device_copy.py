@@ -1,6 +1,6 @@
 """Copy batches to a device while the kernels of the training step run.
 
-A copy to a GPU is asynchronous only from contiguous pinned memory. From other memory, torch copies the tensor once more
+A copy to a GPU is asynchronous only from dense pinned memory. From other memory, torch copies the tensor once more
 on the host, in the training thread.
 """
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dataload.loader.worker_transport import in_memory_order
 from dataload.rows.batch_tree import map_tensors, on_device
 
 
@@ -34,7 +35,8 @@ class HostMemory(NamedTuple):
     def _prepare_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or not _is_strided(tensor):
             return tensor
-        if tensor.is_contiguous() and (not self.pinned or tensor.is_pinned()):
+        is_dense = tensor.is_contiguous() or in_memory_order(tensor) is not None
+        if is_dense and (not self.pinned or tensor.is_pinned()):
             return tensor
         # The copy is dense and keeps the order of dimensions, such as channels_last.
         return torch.empty_like(tensor, pin_memory=self.pinned).copy_(tensor)

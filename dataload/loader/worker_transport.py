@@ -23,6 +23,8 @@ from dataload.rows.batch_tree import map_values
 PIPED_BYTES = 256 << 10
 _ALIGN = 16
 
+Shape = tuple[int, ...]
+
 
 class Packed(NamedTuple):
     """A packed batch.
@@ -66,6 +68,12 @@ def unpack(packed: Packed) -> Any:
     return _Unpickler(packed).load()
 
 
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a contiguous view of a dense tensor, such as one in channels_last; None if it has gaps or overlaps."""
+    turned = tensor.permute(_memory_order(tensor.stride()))
+    return turned if turned.is_contiguous() else None
+
+
 class _Pickler(pickle.Pickler):
     """Replaces tensors and arrays by calls of the methods of `_Content`, and collects their contents.
 
@@ -106,9 +114,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Return the function and arguments that restore a value, or NotImplemented for pickle's own way."""
         if isinstance(value, torch.Tensor) and _is_plain(value):
-            return _Content.tensor, (self.put(_as_array(value)), value.dtype, tuple(value.shape))
+            dense = in_memory_order(value)
+            values, strides = (value, None) if dense is None else (dense, value.stride())
+            return _Content.tensor, (self.put(_as_array(values)), value.dtype, tuple(value.shape), strides)
         if type(value) is np.ndarray and value.dtype.kind in "biufc":
-            return _Content.array, (self.put(value), value.dtype.str, value.shape)
+            turned = value.transpose(_memory_order(value.strides))
+            array, strides = (turned, value.strides) if turned.flags.c_contiguous else (value, None)
+            return _Content.array, (self.put(array), value.dtype.str, value.shape, strides)
         if isinstance(value, memoryview):
             return (memoryview, (value.tobytes(),)) if _is_bytes(value) else (_view, (np.asarray(value), value.format))
         return NotImplemented
@@ -150,21 +162,23 @@ class _Content:
         pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
         self._pinned = None if pinned is None else pinned.untyped_storage()
 
-    def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor of the content."""
+    def tensor(self, start: int, dtype: torch.dtype, shape: Shape, strides: Shape | None) -> torch.Tensor:
+        """Return a tensor of the content. Without strides, it is in C order."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if self._pinned is None:
-            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start).reshape(shape)
-        # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate storage
-        # that `frombuffer` makes, torch would reuse the block before the copy is done.
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        return empty.set_(self._pinned, start // dtype.itemsize, (count,), (1,)).reshape(shape)
+            values = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start)
+        else:
+            # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate
+            # storage that `frombuffer` makes, torch would reuse the block before the copy is done.
+            empty = torch.empty(0, dtype=dtype, device="cpu")
+            values = empty.set_(self._pinned, start // dtype.itemsize, (count,), (1,))
+        return values.reshape(shape) if strides is None else values.as_strided(shape, strides)
 
-    def array(self, start: int, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return an array of the content."""
-        return np.ndarray(shape, dtype, self.memory, start)
+    def array(self, start: int, dtype: str, shape: Shape, strides: Shape | None) -> npt.NDArray[Any]:
+        """Return an array of the content. Without strides, it is in C order."""
+        return np.ndarray(shape, dtype, self.memory, start, strides)
 
 
 def _views(joined: npt.NDArray[np.uint8], lengths: list[int]) -> list[memoryview]:
@@ -201,6 +215,11 @@ def _shared(size: int) -> torch.Tensor:
 
 def _memory(content: torch.Tensor | bytearray) -> memoryview:
     return memoryview(content) if isinstance(content, bytearray) else content.numpy().data
+
+
+def _memory_order(strides: Shape) -> list[int]:
+    """Return the dimensions, that of the largest stride first."""
+    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:

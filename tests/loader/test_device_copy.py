@@ -288,7 +288,8 @@ def test_dense_tensors_are_not_copied_again() -> None:
     assert found["y"][0].is_contiguous()
     assert torch.equal(found["y"][0], batch["y"][0])
     channels_last = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert memory.prepare(channels_last).is_contiguous(memory_format=torch.channels_last)
+    assert memory.prepare(channels_last) is channels_last
+    assert memory.prepare(channels_last[:, :, 1:]).is_contiguous(memory_format=torch.channels_last)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")

@@ -154,6 +154,37 @@ def test_tensors_of_a_pinned_batch_share_its_storage(monkeypatch: pytest.MonkeyP
     assert found["matrix"]._version == version  # Autograd allows an in-place change of another column.
 
 
+IMAGES = torch.arange(96).reshape(2, 3, 4, 4)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "keeps"),
+    [
+        (IMAGES.to(memory_format=torch.channels_last), True),
+        (IMAGES[:, :1].to(memory_format=torch.channels_last), True),
+        (IMAGES.bfloat16().to(memory_format=torch.channels_last), True),
+        (IMAGES.permute(3, 0, 2, 1), True),
+        (torch.arange(4).expand(1, 4), True),
+        (torch.arange(4).expand(3, 4), False),
+        (IMAGES[:, ::2], False),
+        (IMAGES[0, 0, 1:, 1:], False),
+    ],
+)
+def test_dense_values_keep_the_order_of_their_memory(
+    monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor, keeps: bool, is_pinned: bool
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: is_pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    array = tensor.float().numpy() if keeps else tensor.numpy()
+    packed = pack({"tensor": tensor, "array": array, "flipped": array[::-1], "after": 1})
+    found = unpack(packed.pin_memory() if is_pinned else packed)
+    assert same(found["tensor"], tensor)
+    assert same([found["array"], found["flipped"]], [array, array[::-1]])
+    assert (found["tensor"].stride() == tensor.stride()) == keeps
+    assert (found["array"].strides == array.strides) == keeps
+
+
 def test_parameters_are_pickled() -> None:
     weight = torch.ones(2, requires_grad=True)
     found = unpack(pack({"w": weight}))["w"]
