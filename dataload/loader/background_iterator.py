@@ -47,7 +47,13 @@ def _close(generator: weakref.ref[Generator[Any, None, None]]) -> None:
 
 
 def run_ahead(
-    calls: Iterable[Callable[[], T]], threads: int, depth: int, stop: Future[None], waiting: Timeline
+    calls: Iterable[Callable[[], T]],
+    threads: int,
+    depth: int,
+    stop: Future[None],
+    waiting: Timeline,
+    *,
+    begin: Callable[[], object] = lambda: None,
 ) -> Generator[T, None, None]:
     """Yield the results of calls in their order. Threads make them at most `depth` ahead of their use.
 
@@ -61,6 +67,7 @@ def run_ahead(
         depth: Most items that are being made, or ready and not yet used.
         stop: Set when the generator is closed, so that the calls can stop waiting.
         waiting: Timeline that records the causes of the waits for items.
+        begin: Each thread calls it at its start. An exception is raised in the place of an item.
     """
     if not threads:
         yield from _run_here(calls, waiting)
@@ -84,7 +91,7 @@ def run_ahead(
     atexit.register(end)  # A thread cannot run or be joined once the interpreter shuts down.
     try:
         for number in range(threads):
-            thread = threading.Thread(target=work.run, name=f"dataload-ahead_{number + 1}", daemon=True)
+            thread = threading.Thread(target=work.run, args=(begin,), name=f"dataload-ahead_{number + 1}", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # The system cannot start another thread: the others make all items.
@@ -133,10 +140,15 @@ class _Work(Generic[T]):
         self._taken = 0
         self._ended = False
 
-    def run(self) -> None:
-        """Make items until there are no more, one raises, or the iterator stops."""
+    def run(self, begin: Callable[[], object]) -> None:
+        """Call `begin`. Then make items until there are no more, one raises, or the iterator stops."""
         making = Timeline(usually="collate")
         with making.here():
+            try:
+                begin()
+            except BaseException as error:  # noqa: BLE001 (raised where the next item is used)
+                with self._turn:
+                    self._fail(self._taken, error, making)
             while self._make_next(making):
                 pass
         self.capacity.put(None)  # for the next thread, which also ends

@@ -6,7 +6,8 @@ on the host, in the training thread.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,14 @@ def host_memory_for(device: torch.device | None, pin_memory: bool | None) -> Hos
     if not pinned and (device is None or device.type == "cpu"):
         return None
     return HostMemory(pinned and torch.cuda.is_available())
+
+
+def current_gpu() -> Callable[[], object]:
+    """Return a function that gives other threads the current GPU of this one. A new thread has GPU 0."""
+    # Without CUDA, this thread has chosen none, and a look would take memory of a GPU.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class DeviceCopy:

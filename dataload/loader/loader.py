@@ -21,7 +21,7 @@ from dataload.errors import ConfigError
 from dataload.loader.background_iterator import closed_at_exit, run_ahead, taken
 from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
-from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
+from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, lookahead_of, needs_of
@@ -276,7 +276,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     yield partial(answers_of, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // passed_on, threads)
-        with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
+        with closing(run_ahead(calls(), threads, depth, stop, waiting, begin=current_gpu())) as chunks:
             for answers in chunks:
                 yield from taken(answers)
 

@@ -113,6 +113,14 @@ def test_an_error_is_raised_in_the_place_of_its_item(threads: int, where: str, e
     assert list(ahead) == []
 
 
+def test_an_error_at_the_start_of_a_thread_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        next(run_ahead(constants(range(5)), 2, 3, Future(), Timeline(), begin=fail))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_closing_waits_for_the_threads(threads: int) -> None:
     before = threading.active_count()

@@ -125,6 +125,20 @@ def test_columns_are_copied_once_to_staging_memory(
     assert copied <= sum(tensor.nbytes for tensor in seen.allocated) <= copied + offsets
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_have_the_gpu_of_the_loop(
+    source: dict[str, Any], monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Each thread has a current GPU of its own, at first GPU 0."""
+    current = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
+    torch.cuda.set_device(3)
+    batches = make_loader(**source, num_threads=threads, transform=lambda _: torch.cuda.current_device())
+    assert list(batches) == [3] * len(batches)
+
+
 def halved(batch: Any) -> Any:
     return {**batch, "half": batch["matrix"][:, :, ::2], "turned": batch["matrix"].mT, "none": None}
 
