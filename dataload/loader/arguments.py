@@ -49,14 +49,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     ):
         if arguments[name] is not None and not isinstance(arguments[name], kind):
             raise ConfigError(f"{name}={arguments[name]!r} must be {expected}")
-    workers, threads = arguments["num_workers"], arguments["num_threads"]
-    if workers and threads is not None:
-        raise ConfigError(
-            f"num_workers={workers} and num_threads={threads}: use one of them: threads for a transform that "
-            "releases the interpreter lock, workers otherwise"
-        )
+    workers, dataloader_kwargs = arguments["num_workers"], arguments["dataloader_kwargs"]
+    _check_threads(workers, arguments["num_threads"], dataloader_kwargs.get("timeout"))
     _check_places(arguments["device"], arguments["stats_dir"])
-    _check_for_torch(workers, arguments["dataloader_kwargs"], arguments)
+    _check_for_torch(workers, dataloader_kwargs, arguments)
 
 
 def _check_group(group: Any) -> None:
@@ -65,6 +61,19 @@ def _check_group(group: Any) -> None:
     lists = group.values() if isinstance(group, Mapping) else [None]
     if not all(isinstance(columns, Collection) and not isinstance(columns, str) for columns in lists):
         raise ConfigError(f"group={group!r} must map names to lists of columns, such as {{'x': ['price', 'age']}}")
+
+
+def _check_threads(workers: int, threads: int | None, timeout: Any) -> None:
+    if workers and threads is not None:
+        raise ConfigError(
+            f"num_workers={workers} and num_threads={threads}: use one of them: threads for a transform that "
+            "releases the interpreter lock, workers otherwise"
+        )
+    if threads == 0 and timeout:
+        raise ConfigError(
+            f"timeout={timeout} and num_threads=0: the loop itself makes the batches, so it cannot time out; leave "
+            "one of them out"
+        )
 
 
 def _check_places(device: Any, stats_dir: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import threading
 import weakref
@@ -54,6 +55,7 @@ def run_ahead(
     waiting: Timeline,
     *,
     begin: Callable[[], object] = lambda: None,
+    timeout: float = 0,
 ) -> Generator[T, None, None]:
     """Yield the results of calls in their order. Threads make them at most `depth` ahead of their use.
 
@@ -68,6 +70,10 @@ def run_ahead(
         stop: Set when the generator is closed, so that the calls can stop waiting.
         waiting: Timeline that records the causes of the waits for items.
         begin: Each thread calls it at its start. An exception is raised in the place of an item.
+        timeout: Most seconds to wait for an item of the threads. 0: any.
+
+    Raises:
+        RuntimeError: An item took longer than `timeout`, as torch's DataLoader raises it.
     """
     if not threads:
         yield from _run_here(calls, waiting)
@@ -99,7 +105,7 @@ def run_ahead(
                     raise
                 break
             started.append(thread)
-        yield from _in_order(work, waiting)
+        yield from _in_order(work, waiting, timeout or math.inf)
     finally:
         atexit.unregister(end)
         end()
@@ -189,13 +195,13 @@ def _run_here(calls: Iterable[Callable[[], T]], waiting: Timeline) -> Generator[
         yield item
 
 
-def _in_order(work: _Work[T], waiting: Timeline) -> Generator[T, None, None]:
+def _in_order(work: _Work[T], waiting: Timeline, timeout: float) -> Generator[T, None, None]:
     early: dict[int, _Made[T]] = {}
     number = 0
     while True:
         since = perf_counter()
         while number not in early:
-            done, made = _next_of(work.made)
+            done, made = _next_of(work.made, since, timeout)
             early[done] = made
         made = early.pop(number)
         waiting.waited(since, made.making, instead="collate")
@@ -219,8 +225,12 @@ def _as_error(error: StopIteration) -> RuntimeError:
     return raised
 
 
-def _next_of(ready: queue.SimpleQueue[Any]) -> Any:
-    while True:
+def _next_of(ready: queue.SimpleQueue[Any], since: float, timeout: float) -> Any:
+    while perf_counter() < since + timeout:
         # The interpreter handles a signal that arrives just before the wait only after it, so the wait is short.
         with suppress(queue.Empty):
-            return ready.get(timeout=POLL_SECONDS)
+            return ready.get(timeout=min(POLL_SECONDS, timeout))
+    raise RuntimeError(
+        f"DataLoader timed out after {timeout} seconds: reading rows, transform or collate_fn takes longer; raise "
+        "timeout, or see loader.row_group_states() for the row groups that are not there yet"
+    )

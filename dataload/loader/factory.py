@@ -120,7 +120,7 @@ def make_loader(
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
         mesh: Instead of `world`, a torch DeviceMesh of the data-parallel dimensions only; see `World.from_mesh`. Ranks
             with equal coordinates get equal batches.
-        **dataloader_kwargs: Passed on to `torch.utils.data.DataLoader`.
+        **dataloader_kwargs: Passed on to `torch.utils.data.DataLoader`. `timeout` also holds for batches of threads.
 
     Raises:
         ConfigError: An argument is invalid, the cache is too small for the shuffle window, or ranks that need equal

@@ -113,6 +113,16 @@ def test_an_error_is_raised_in_the_place_of_its_item(threads: int, where: str, e
     assert list(ahead) == []
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_item_that_takes_too_long_times_out(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(background_iterator, "JOIN_SECONDS", 0)
+    ahead = run_ahead([partial(release.wait, SECONDS)], threads, 3, Future(), Timeline(), timeout=0.01)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.01 seconds"):
+        next(ahead)
+    release.set()
+
+
 def test_an_error_at_the_start_of_a_thread_is_raised() -> None:
     def fail() -> None:
         raise ValueError("broken")
@@ -247,7 +257,7 @@ def test_a_wait_is_charged_to_what_the_awaited_call_does(threads: int, monkeypat
     """The loop waits while the call of its item copies and, with two threads, the call of the next item reads."""
     waiting, awaited, taken = Timeline(), threading.Event(), threading.Event()
     next_of = background_iterator._next_of
-    monkeypatch.setattr(background_iterator, "_next_of", lambda made: (awaited.set(), next_of(made))[1])
+    monkeypatch.setattr(background_iterator, "_next_of", lambda *args: (awaited.set(), next_of(*args))[1])
 
     def copy() -> None:
         with doing("transfer"):

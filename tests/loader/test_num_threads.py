@@ -213,6 +213,16 @@ def test_bad_rows_are_replaced_in_the_threads(dataset: Dataset) -> None:
     assert runs[0][1:] == ([3, 77, 78, 130], N)
 
 
+def test_a_batch_that_takes_too_long_times_out(dataset: Dataset) -> None:
+    release = threading.Event()
+    loader = make_loader(dataset, BATCH, transform=lambda _: release.wait(SECONDS), timeout=0.01)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.01 seconds"):
+        next(iter(loader))
+    release.set()
+    for thread in threads_ahead():  # The loop waits for them one second.
+        thread.join(SECONDS)
+
+
 # Ends of a loop
 
 
@@ -273,5 +283,7 @@ def test_statistics_are_those_of_the_batches_handed_out(dataset: Dataset, thread
 def test_arguments_that_exclude_each_other(dataset: Dataset) -> None:
     with pytest.raises(ConfigError, match="num_workers=2 and num_threads=2: use one of them"):
         make_loader(dataset, BATCH, num_workers=2, num_threads=2, transform=dict)
+    with pytest.raises(ConfigError, match="timeout=5 and num_threads=0: the loop itself makes the batches"):
+        make_loader(dataset, BATCH, num_threads=0, timeout=5)
     with pytest.raises(ConfigError, match="num_threads=-1 must be at least 0"):
         make_loader(dataset, BATCH, num_threads=-1)
