@@ -145,7 +145,7 @@ def make_loader(
     options |= {**cached, "null_masks": null_masks or None}
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
-    local_world_size = _share_host(dataset, here, 0 if maker.only_gathers else num_workers)
+    local_world_size = _share_host(maker, dataset, here, 0 if maker.only_gathers else num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return Loader(
         dataset,
@@ -204,10 +204,13 @@ def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool) -> dict
     return {"ragged": ragged, "group": group, "computed": {**dataset.computed, **added}}
 
 
-def _share_host(dataset: MapStyle, world: World, num_workers: int) -> int:
-    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many."""
+def _share_host(maker: BatchMaker, dataset: MapStyle, world: World, num_workers: int) -> int:
+    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many.
+
+    The maker identifies the loader, which does not exist yet.
+    """
     ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    dataset.rowstore.blobs.memory.share(ranks, 1 + num_workers)
+    dataset.rowstore.blobs.memory.share(maker, ranks, 1 + num_workers)
     for each in dataset.datasets:
         limiter = each.blocks.origin.limiter
         if limiter is not None:

@@ -21,6 +21,7 @@ from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
 from dataload.planning.simulate import Costs, Fetched, Reader, footers
 from dataload.planning.warm import usual_window
+from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.text import at_least
 from dataload.samplers.mixture.order import MixtureOrder
@@ -133,7 +134,7 @@ def plan(
     """
     nodes = nodes or order.num_streams
     for blobs in sources:
-        blobs.memory.share(local_world_size)
+        blobs.memory.use(RankShare.of(local_world_size, 1))
     row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
     lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
     objects = {group.file for group in row_groups}

@@ -33,6 +33,7 @@ from dataload.rows.arrow_decode import decode
 from dataload.rows.background_decoder.worker import Done, _Worker
 from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_group_memory
 from dataload.rows.making.bunches import Made
+from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
@@ -474,7 +475,7 @@ def test_row_groups_of_a_megabyte_are_made_together(
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: 12 << 30)
     folder, images = large
     dataset = opened(folder, tmp_path / "cache")
-    dataset.rowstore.blobs.memory.share(1)
+    dataset.rowstore.blobs.memory.use(RankShare.of(1, 1))
     request_all(dataset)
     assert is_equal(dataset, images)
     assert set(made.values()) == {1}
@@ -506,7 +507,7 @@ def test_bunches_fit_into_the_memory(
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: host)
     folder, images = large
     blobs = (dataset := opened(folder, tmp_path / "cache")).rowstore.blobs
-    blobs.memory.share(1)
+    blobs.memory.use(RankShare.of(1, 1))
     request_all(dataset)
     sizes, together = list[int](), bunches.make_together
     monkeypatch.setattr(
@@ -550,7 +551,7 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
     folder, _ = large
     dataset = opened(folder, tmp_path / "cache")
     scheduler, maker, blocks = dataset.rowstore.scheduler, dataset.rowstore.blobs.maker, dataset.blocks
-    dataset.rowstore.blobs.memory.share(1)
+    dataset.rowstore.blobs.memory.use(RankShare.of(1, 1))
     late, arrives, fetch = {0, 10, 18, 24}, threading.Event(), blocks.fetch_into  # one of each of the first bunches
     firsts = {min(start for start, _ in maker.sources(number)[1]) for number in late}
 

@@ -253,6 +253,20 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
         assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
 
 
+def test_the_largest_numbers_of_all_loaders_divide_the_memory(files: Path) -> None:
+    """A loader for validation must not give its memory to each worker of the loader for training."""
+    dataset = make_dataset(str(files / "bucket"), cache=False)
+    memory = dataset.rowstore.blobs.memory
+    train = make_loader(dataset, 8, world=World(0, 2, 0, 2), num_workers=1, transform=dict)
+    assert memory.rank == RankShare.of(2, 2)
+    validation = make_loader(dataset, 8, world=World(0, 1))
+    assert memory.rank == RankShare.of(2, 2)
+    del train, validation
+    last = make_loader(dataset, 8, world=World(0, 1))
+    assert memory.rank == RankShare.of(1, 1)
+    assert len(last)
+
+
 def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank, and each copy for its background decoder, decodes on its part of them, and on one at least."""
     monkeypatch.setattr(row_group_memory, "usable_cores", lambda: 6)
@@ -266,6 +280,7 @@ def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.M
         assert memory.decoders._count == count
         copy = pickle.loads(pickle.dumps(loader.dataset.rowstore.blobs)).memory
         assert copy.decoders._count == count
+        del loader
     monkeypatch.setattr(row_group_memory, "host_cores", lambda: 48)  # The launcher bound each rank to six
     make_loader(dataset, 8, world=World(0, 8, 0, 8))
     assert memory.decoders._count == 6

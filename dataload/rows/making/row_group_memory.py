@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Self
@@ -87,6 +88,7 @@ class RowGroupMemory(ForkAware):
 
     def __init__(self, need: MemoryNeed, rank: RankShare | None = None) -> None:
         self._need = need
+        self._divisors: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         whole = RankShare.of(1, 1)
         self.rank = rank or whole._replace(memory=min(UNSHARED_MEMORY, whole.memory))
         self.after_fork_in_child()
@@ -99,14 +101,18 @@ class RowGroupMemory(ForkAware):
         self.decoders = DaemonExecutor(self.rank.decoders, "dataload-decode")
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
 
-    def share(self, ranks: int, processes: int = 1) -> None:
+    def share(self, loader: object, ranks: int, processes: int) -> None:
         """Divide the host's memory for row groups and its cores among its ranks.
 
+        The division lasts as long as the loader lives. With several loaders, the largest numbers apply.
+
         Args:
+            loader: Identifies the loader.
             ranks: Ranks of the host.
             processes: Processes of each rank: its own, which decodes on its share of the cores, and its workers.
         """
-        self.use(RankShare.of(ranks, processes))
+        self._divisors[loader] = ranks, processes
+        self.use(RankShare.of(*map(max, zip(*self._divisors.values(), strict=True))))
 
     def use(self, rank: RankShare) -> None:
         """Set the share of this rank."""
