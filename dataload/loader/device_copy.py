@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dataload.loader.worker_transport import in_memory_order
-from dataload.rows.batch_tree import map_tensors, on_device
+from dataload.rows.batch_tree import map_tensors, moved, on_device
 
 
 class HostMemory(NamedTuple):
@@ -30,10 +30,15 @@ class HostMemory(NamedTuple):
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def prepare(self, batch: Any) -> Any:
-        """Return the batch with its CPU tensors dense, and pinned if `pinned`. Others are copied once."""
-        return map_tensors(batch, self._prepare_tensor)
+        """Return the batch with its CPU tensors dense, and pinned if `pinned`. Others are copied once.
 
-    def _prepare_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        Objects with a method `pin_memory` pin themselves.
+        """
+        return map_tensors(batch, self._prepare_value, "pin_memory")
+
+    def _prepare_value(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor.pin_memory() if self.pinned else tensor
         if tensor.device.type != "cpu" or not _is_strided(tensor):
             return tensor
         is_dense = tensor.is_contiguous() or in_memory_order(tensor) is not None
@@ -81,20 +86,18 @@ class DeviceCopy:
         self._stream = _stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the device."""
+        """Return the batch with its tensors, and objects with a method `to`, on the device."""
         if self._stream is None:
             return on_device(batch, self._device)
         with torch.cuda.stream(self._stream):
-            copied = map_tensors(batch, lambda tensor: self._copied(tensor) if _is_strided(tensor) else tensor)
+            copied = map_tensors(batch, lambda value: moved(value, self._device) if _is_strided(value) else value, "to")
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        # Sparse tensors are copied by the stream that uses them: torch cannot record the use by another one.
+        # Sparse tensors and other objects are copied by the stream that uses them: torch cannot record the use by
+        # another one.
         return map_tensors(
-            copied, lambda tensor: _used(tensor, current) if _is_strided(tensor) else self._copied(tensor)
+            copied, lambda value: _used(value, current) if _is_strided(value) else moved(value, self._device), "to"
         )
-
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
 
 
 @cache
@@ -103,8 +106,8 @@ def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _used(tensor: torch.Tensor, stream: Any) -> torch.Tensor:

@@ -96,7 +96,7 @@ def make_loader(
             resume.
         collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch. Collators that
             need a list, such as those of transformers, get one by `lambda rows: collator(list(rows))`.
-        device: Device of the batches.
+        device: Device of the batches: of their tensors, and of other objects with a method `to`.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
         prefetch: Batches that each worker, or all threads together, prepare ahead: at least 2, and one per thread.
         row_ids: Add the column "row_id": the number of each row in the dataset, int64 Tensor[B]. `Dataset.locate`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
@@ -15,8 +15,15 @@ from dataload.rows.collate import Flat
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None), memoryview))  # types that hold no tensor
 
 
-def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""
+def map_tensors(batch: Any, function: Callable[[Any], Any], method: str | None = None) -> Any:
+    """Return the batch with `function` applied to every tensor in its dicts, lists and tuples.
+
+    Args:
+        batch: The batch.
+        function: Returns what replaces a tensor.
+        method: The name of a method. `function` also gets each object with this method, such as a graph or a
+            TensorDict. Dicts and tuples are searched in any case, so that their tensors are copied one by one.
+    """
     kind = type(batch)
     if kind is list or kind is dict:
         # Strings of a column or of a nested value: a call for each would take longer than making them.
@@ -27,12 +34,22 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     elif isinstance(batch, PackedSequence):
         data, sizes, *orders = batch  # The sizes stay on the host.
         return PackedSequence(function(data), sizes, *(None if order is None else function(order) for order in orders))
-    return map_values(batch, lambda value: map_tensors(value, function))
+    elif method is not None and hasattr(kind, method) and not isinstance(batch, (dict, UserDict, tuple)):
+        return function(batch)
+    return map_values(batch, lambda value: map_tensors(value, function, method))
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on the device. Copies to the host are complete, those to a GPU may go on."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+    """Return the batch with its tensors, and objects with a method `to`, on the device. Copies to a GPU may go on."""
+    return map_tensors(batch, lambda value: moved(value, device), "to")
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a tensor, or an object with a method `to`, on the device. A copy to the host is complete."""
+    try:
+        return value.to(device, non_blocking=device.type != "cpu")
+    except TypeError:  # The method takes a device only.
+        return value.to(device)
 
 
 def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
@@ -48,7 +65,9 @@ def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Mapping):
-        return map_values(batch, lambda value: _map_dicts(value, function))
+        # Other mappings, such as a TensorDict, may not take columns of another length.
+        columns = batch if isinstance(batch, (dict, UserDict)) else dict(batch)
+        return map_values(columns, lambda value: _map_dicts(value, function))
     return function(batch)
 
 
@@ -56,7 +75,7 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
     """Return a mapping, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
     if isinstance(container, Mapping):
         by_name = {name: function(value) for name, value in container.items()}
-        if type(container) is dict or not isinstance(container, (dict, UserDict)):
+        if type(container) is dict or not isinstance(container, MutableMapping):
             return by_name
         same = copy(container)  # such as the BatchEncoding of a tokenizer, which has the columns as attributes
         for name, value in by_name.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -274,6 +274,73 @@ def test_mappings_keep_their_type() -> None:
     assert type(on_device(MappingProxyType({"x": torch.ones(2)}), torch.device("cpu"))) is dict
 
 
+class Graph:
+    """An object of tensors that copies itself."""
+
+    def __init__(self, x: torch.Tensor, pinned: bool = False) -> None:
+        self.x, self.pinned = x, pinned
+
+    def pin_memory(self) -> Graph:
+        self.pinned = True
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Graph:
+        return Graph(self.x.to(device, non_blocking=non_blocking), self.pinned)
+
+
+class Boxes(Graph):
+    def to(self, device: torch.device) -> Graph:  # type: ignore[override]
+        return super().to(device)
+
+
+class Columns(MutableMapping[str, Any]):
+    """A mapping that is no dict, with a state of its own."""
+
+    def __init__(self, unit: str, **columns: Any) -> None:
+        self.unit, self.columns = unit, columns
+
+    def __copy__(self) -> Columns:
+        return Columns(self.unit, **self.columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    def __setitem__(self, name: str, column: Any) -> None:
+        self.columns[name] = column
+
+    def __delitem__(self, name: str) -> None:
+        del self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
+class SelfCopying(Columns, Graph):
+    """A mapping that copies itself, such as a TensorDict."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        Columns.__init__(self, "m", x=x)
+        Graph.__init__(self, x)
+
+
+@pytest.mark.parametrize("kind", [Graph, Boxes, SelfCopying])
+def test_objects_pin_and_copy_themselves(kind: Callable[[torch.Tensor], Graph]) -> None:
+    batch: dict[str, Any] = {"graphs": [kind(torch.ones(2))], "name": "a"}
+    assert not HostMemory(pinned=False).prepare(batch)["graphs"][0].pinned
+    moved = DeviceCopy(torch.device("meta"))(HostMemory(pinned=True).prepare(batch))["graphs"][0]
+    assert (type(moved), moved.x.device.type, moved.pinned) == (Graph, "meta", True)
+
+
+def test_a_mapping_that_is_no_dict_keeps_its_type() -> None:
+    columns = Columns("m", x=torch.ones(2))
+    moved = on_device(columns, torch.device("meta"))
+    assert (type(moved), moved.unit, moved["x"].device.type) == (Columns, "m", "meta")
+    assert columns["x"].device.type == "cpu"
+
+
 @pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("meta", False)])
 def test_a_copy_to_the_host_is_complete(monkeypatch: pytest.MonkeyPatch, device: str, waits: bool) -> None:
     """An asynchronous copy from a GPU would be read before it is there."""
@@ -347,6 +414,12 @@ def test_tensors_that_cannot_be_packed_are_copied_to_host_memory(
 def test_tensors_of_workers_that_cannot_be_packed_are_pinned(source: dict[str, Any]) -> None:
     batches = list(make_loader(**source, pin_memory=True, transform=with_parameter, num_workers=1))
     assert all(tensor.is_pinned() for tensor in tensors_of(batches) if tensor.numel())
+
+
+@needs_gpu
+def test_objects_copy_themselves_to_a_gpu() -> None:
+    copied = DeviceCopy(torch.device("cuda"))({"graph": Graph(torch.ones(2)), "x": torch.ones(2)})
+    assert (copied["graph"].x.device.type, copied["x"].device.type) == ("cuda", "cuda")
 
 
 @needs_gpu
