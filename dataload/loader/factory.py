@@ -87,7 +87,8 @@ def make_loader(
             process make the batches.
         num_threads: Threads that run `transform` and `collate_fn`, each for another batch, without `num_workers`. It
             pays if they release the interpreter lock, as most image decoders do. The functions must be thread-safe.
-            None: one thread. 0: the thread of the loop runs them, when it needs a batch.
+            None: one thread for each loop. A function of several loaders, or a tokenizer that their functions share,
+            may run in several threads then, too. 0: the thread of the loop runs them, when it needs a batch.
         group: Name -> columns of one dtype that are returned together as one Tensor[B, k].
         ragged: "list", or "flat" for values and offsets (`dataload.rows.collate.Flat`), nested where the lists are.
         transform: Called as transform(batch), or as transform(batch, rng) with a numpy Generator if it has a parameter
