@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dataload import World, evaluate_over, find_batch_size, fit, make_dataset, make_loader, mix
 from dataload.errors import ConfigError
 from dataload.telemetry import stats_log
+from dataload.train.ranks.collectives import gather_count
 from dataload.train.ranks.sharded import full_tensor
 
 N, BATCH = 332, 6  # rows; of a rank's batch. The global batches of 16 rows have no padding
@@ -189,6 +190,24 @@ def test_peers_write_their_statistics_to_files_of_their_own(ranks, folder, tmp_p
         assert last.bytes_local == one.bytes_local + other.bytes_local > 0
         assert last.rows == one.rows == other.rows
         assert last.wait_seconds == pytest.approx(max(one.wait_seconds, other.wait_seconds), abs=1e-8)
+
+
+def numbers_of_ranks(ranks):
+    """Return what the ranks of a mesh gather if each sends its own number in the mesh."""
+
+    def run():
+        world = World.detect()
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.world_size)
+        names = ("dp_replicate", "dp_shard")[-np.ndim(ranks) :]
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        return gather_count(World.from_mesh(mesh).rank, mesh)
+
+    return group_ended(run)
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [[2, 3], [0, 1]], [[3, 1], [2, 0]]])
+def test_values_come_in_the_order_of_the_mesh(ranks, order):
+    assert ranks(4, numbers_of_ranks, order) == [[0, 1, 2, 3]] * 4
 
 
 # fit

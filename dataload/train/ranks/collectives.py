@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -38,12 +39,14 @@ def gather(value: Any, mesh: DeviceMesh | None = None) -> list[Any]:
     """
     if not dist.is_initialized():
         return [value]
-    ranks = [value]
-    for group in [dist.group.WORLD] if mesh is None else reversed(mesh.get_all_groups()):
+    coordinate: Any = () if mesh is None else mesh.get_coordinate()
+    ranks = [(coordinate, value)]
+    for group in [dist.group.WORLD] if mesh is None else mesh.get_all_groups():
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, ranks, group)
         ranks = list(itertools.chain(*parts))
-    return ranks
+    # A group lists its processes in ascending order, which need not be their order in the mesh.
+    return [each for _, each in sorted(ranks, key=itemgetter(0))]
 
 
 def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
