@@ -59,6 +59,16 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
     return [each for each in found if isinstance(each, torch.Generator)]
 
 
+def _set_epoch(loader: Any, number: int) -> None:
+    """Set the epoch of a loader; without a set_epoch of its own, that of its sampler and of its dataset."""
+    parts = [loader]
+    if not hasattr(loader, "set_epoch"):
+        parts = [sampler_with(loader, "set_epoch"), getattr(loader, "dataset", None)]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(number)
+
+
 @dataclass
 class TrainingLoop:
     """The state of a training run, and its epochs.
@@ -189,9 +199,7 @@ class TrainingLoop:
             )
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
-            target = self.loader if hasattr(self.loader, "set_epoch") else sampler_with(self.loader, "set_epoch")
-            if target is not None:
-                target.set_epoch(number)
+            _set_epoch(self.loader, number)
             with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
                 self._epoch(number, advance, resumed)
             resumed = Resumed()

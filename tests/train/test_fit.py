@@ -693,6 +693,21 @@ def test_each_epoch_has_an_order_of_its_own(in_batches):
     assert rows[:40] != rows[40:]
 
 
+def test_a_streaming_dataset_of_hugging_face_has_another_order_in_each_epoch():
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"number": range(40)}).to_iterable_dataset().shuffle(0, buffer_size=40)
+    model, rows = nn.Linear(1, 1), []
+
+    def loss(model, batch):
+        rows.extend(batch["number"].tolist())
+        return model(batch["number"].float()[:, None]).mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    fit(model, optimizer, DataLoader(stream, 8), loss, epochs=2, progress=False)
+    assert sorted(rows[:40]) == sorted(rows[40:]) == list(range(40))
+    assert rows[:40] != rows[40:]
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
 def test_batches_keep_their_strings_and_the_default_precision_is_that_of_the_device(precision, dtype):
     model = nn.Linear(3, 1)
