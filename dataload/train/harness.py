@@ -80,7 +80,9 @@ def fit(
         loader: This rank's batches. A batch is a dict, tuple or list of columns; `fit` moves tensors to the device.
             The rows of a batch are the first dimension that most of its tensors have, apart from empty ones. Batches
             without rows are skipped. Ranks whose loaders end early take part in the last steps with no rows. Each epoch
-            begins with a call of set_epoch of the loader, or of its sampler and its dataset if it has none.
+            begins with a call of set_epoch of the loader, or of its sampler and its dataset if it has none. `fit`
+            takes a batch before it trains on the previous one, so a loader must not reuse the memory of a batch for the
+            next one: let it yield copies.
         loss_fn: loss_fn(model, batch) returns the mean loss over the batch's rows as a scalar tensor, or this loss and
             a dict of scalars to log. The scalars may not have the names of an epoch's own values (see Returns).
         epochs: Number of epochs in total, including those before a resume.
