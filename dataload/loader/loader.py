@@ -246,8 +246,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def _with_workers(self, *, pin: bool) -> DataLoader[Answer]:
         """Return torch's loader of packed batches. pin: its thread pins them."""
         if self._workers is None or not self.persistent_workers:
-            # Lightning sets worker_init_fn after the constructor, and the Accelerator may be newer than this loader.
-            late = {"worker_init_fn": self.worker_init_fn, "pin_memory": pin}
+            # Lightning sets worker_init_fn after the constructor, fit sets the generator, and the Accelerator may be
+            # newer than this loader.
+            late = {"worker_init_fn": self.worker_init_fn, "generator": self.generator, "pin_memory": pin}
             self._workers = DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})
         return self._workers
 

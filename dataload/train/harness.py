@@ -113,7 +113,8 @@ def fit(
         keep: Number of latest checkpoints of this run to keep. Checkpoints of earlier runs in the folder stay.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of
-            ranks, the result has the same bits as that of an uninterrupted run. With another number of ranks, the
+            ranks, the result has the same bits as that of an uninterrupted run, unless persistent workers of the loader
+            draw from generators of their own while they make a batch. With another number of ranks, the
             loader states of all ranks must have been equal. Learning rates are those of the checkpoint. Other data, as
             further files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a
             ConfigError otherwise.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
@@ -106,9 +107,21 @@ def batches_on(loader: Iterable[Any], device: torch.device, stats_dir: Path | No
         device: The device of the model.
         stats_dir: Where a loader of this package without a `stats_dir` writes its statistics; None: nowhere.
     """
+    _keep_global_generator(loader)
     if not isinstance(loader, Loader):
         return loader
     return loader.batches_on(None if device.type == "cpu" else device, stats_dir)
+
+
+def _keep_global_generator(loader: Iterable[Any]) -> None:
+    """Let a DataLoader with persistent workers draw their seed from a generator of its own.
+
+    torch draws this seed when it starts the workers, which a resumed run does in a later epoch. From the global
+    generator, the run would then get other random numbers than an uninterrupted one.
+    """
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        seed = (loader.generator or torch.default_generator).initial_seed()
+        loader.generator = torch.Generator("cpu").manual_seed(seed)
 
 
 def num_rows(batch: Any) -> int:

@@ -122,6 +122,38 @@ def test_the_generator_of_a_loader_is_resumed(tmp_path, where):
     assert train(1, 2, 3) == train(3)
 
 
+def doubled(batch):
+    """Return a batch of the regression, made in a worker."""
+    x = batch["id"].double()[:, None].expand(-1, 3) / 40
+    return {"x": x, "y": 2 * x[:, :1]}
+
+
+def loader_with_persistent_workers(kind, folder):
+    options = {"num_workers": 1, "persistent_workers": True}
+    if kind == "torch":
+        return DataLoader(Rows(), 8, shuffle=True, **options)
+    if kind == "torch with a generator":
+        return DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(0), **options)
+    return make_loader(make_dataset(str(folder / "rows.parquet"), cache=False), 8, transform=doubled, **options)
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch with a generator", "dataload"])
+def test_the_generators_are_resumed_where_workers_are_persistent(tmp_path, kind):
+    """Epochs after the first start no workers, but a resumed run starts them. The model draws, and so may the order."""
+    pq.write_table(pa.table({"id": range(40)}), tmp_path / "rows.parquet")
+
+    def train(*epochs):
+        for total in epochs:
+            model, optimizer = build(dropout=0.3)
+            loader = loader_with_persistent_workers(kind, tmp_path)
+            options = {"epochs": total, "precision": "fp32", "checkpoint_dir": tmp_path / str(len(epochs))}
+            fit(model, optimizer, loader, squared_error, progress=False, **options)
+            del loader
+        return parameters_of(model)
+
+    assert torch.equal(train(1, 2, 3), train(3))
+
+
 def test_checkpoints_in_an_epoch_need_a_loader_with_a_state(tmp_path):
     model, optimizer = build()
     with pytest.raises(ConfigError, match="checkpoint_every: this loader has no state_dict"):
