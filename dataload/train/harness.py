@@ -27,7 +27,7 @@ from dataload.train.ranks.collectives import agree, gather, is_first, on_first
 from dataload.train.ranks.exchange import exchange_between
 from dataload.train.ranks.process_group import check_ranks_run, device_of, process_group
 from dataload.train.ranks.replica import COMM_HOOKS
-from dataload.train.ranks.sharded import move
+from dataload.train.ranks.sharded import check_overflows_are_shared, move
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -87,7 +87,8 @@ def fit(
             a dict of scalars to log. The scalars may not have the names of an epoch's own values (see Returns).
         epochs: Number of epochs in total, including those before a resume.
         precision: Autocast to "bf16" or "fp16" (with loss scaling); "fp32" for no autocast. "auto": "bf16" on
-            accelerators that have it, and "fp32" elsewhere.
+            accelerators that have it, and "fp32" elsewhere. "fp16" needs the same sharding of all parameters, which a
+            tensor-parallel model in FSDP2 seldom has.
         accumulate: Batches per optimizer step. The gradient of a step is that of the mean over all rows of its batches
             on all ranks, also in the last step of an epoch, which may have fewer batches.
         clip_grad_norm: Upper bound of the norm of the averaged gradients; None for no clipping.
@@ -161,7 +162,7 @@ def fit(
     check_options(precision, accumulate, clip_grad_norm)
     _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
     mesh, world = _data_parallel(loader, mesh)
-    _check_parameters(model, optimizer, alone=world.world_size == 1 and checkpoint_dir is None)
+    _check_parameters(model, optimizer, precision, alone=world.world_size == 1 and checkpoint_dir is None)
     device = device_of(World.detect(), device)
 
     def train() -> list[dict[str, Any]]:
@@ -240,15 +241,18 @@ def _check_arguments(
         )
 
 
-def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, *, alone: bool) -> None:
     """Raise ConfigError if the model is in DDP or FSDP1, or the optimizer has other parameters than the model.
 
     Args:
         model: The model.
         optimizer: The optimizer.
+        precision: The precision, which not every sharded model can have.
         alone: Whether there is one rank, which saves nothing: then the optimizer may have further parameters.
     """
     check_not_wrapped(model)
+    if precision == "fp16":
+        check_overflows_are_shared(model)
     own = set(model.parameters())
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if own and not own & trained:

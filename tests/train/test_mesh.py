@@ -545,6 +545,29 @@ def test_models_whose_gradients_would_not_be_exchanged(ranks, folder):
         assert "DDP cannot use 2 dimensions of a mesh (dp_replicate, dp_shard)" in two_dimensions
 
 
+def in_sixteen_bits(folder, with_tensor_parallel):
+    def run():
+        whole, dp = mesh_of((1, 2), DP) if with_tensor_parallel else mesh_of((2, 1), DP)
+        model = Network()
+        if with_tensor_parallel:
+            parallelize_module(model, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(model, mesh=dp)
+        loader = make_loader(make_dataset(folder, cache=False), BATCH, mesh=dp)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        [epoch] = fit(model, optimizer, loader, loss_of, epochs=1, precision="fp16", progress=False)
+        return epoch["rows"]
+
+    return group_ended(run)
+
+
+@NEEDS_FSDP
+def test_ranks_that_would_skip_different_steps_are_found(ranks, folder):
+    for error in ranks(2, in_sixteen_bits, folder, with_tensor_parallel=True):
+        assert isinstance(error, ConfigError)
+        assert "'first.weight' and 'second.bias' are sharded over different ranks" in str(error)
+    assert ranks(2, in_sixteen_bits, folder, with_tensor_parallel=False) == [N, N]
+
+
 def in_evaluation_mode(folder):
     def run():
         model, modes = Network().eval(), []

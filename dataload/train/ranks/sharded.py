@@ -65,6 +65,32 @@ def check_sharded(model: nn.Module, comm_hook: str | None, mesh: DeviceMesh | No
         )
 
 
+def check_overflows_are_shared(model: nn.Module) -> None:
+    """Raise ConfigError unless all ranks of a sharded model would skip the same steps in fp16.
+
+    GradScaler shares an overflow between the ranks over which the first gradient is sharded, and no others.
+    """
+    layouts: dict[Any, str] = {}
+    for name, each in model.named_parameters():
+        if each.requires_grad:
+            layouts.setdefault(_layout(each), name)
+    if len(layouts) > 1:
+        first, second, *_ = layouts.values()
+        raise ConfigError(
+            f"precision='fp16': parameters {first!r} and {second!r} are sharded over different ranks, so some ranks "
+            "would skip a step that the others take: use precision='bf16'"
+        )
+
+
+def _layout(parameter: Tensor) -> Any:
+    """Return the ranks of a parameter's mesh and which of its dimensions shard the parameter; None without a mesh."""
+    if not isinstance(parameter, DTensor):
+        return None
+    dims = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    sharded = tuple((size, not placement.is_replicate()) for size, placement in dims if size > 1)
+    return frozenset(_ranks_in(parameter.device_mesh)), sharded
+
+
 def exchange_gradients(model: nn.Module, exchange: bool) -> None:
     """Set whether the next backward exchanges gradients between ranks, or only accumulates them."""
     for module in _fsdp_modules(model):
