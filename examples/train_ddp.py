@@ -34,8 +34,8 @@ def main():
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--cache-dir")
     parser.add_argument("--checkpoints", default="checkpoints/")
+    parser.add_argument("--checkpoint-every", type=int, default=500, help="optimizer steps")
     args = parser.parse_args()
-
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     options["device"] = "cuda" if torch.cuda.is_available() else None
     loader = make_loader(args.train, args.batch_size, **options)
@@ -46,7 +46,8 @@ def main():
     model = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters())
     run = {"epochs": args.epochs, "precision": "bf16", "clip_grad_norm": 1.0, "timeout": 600}
-    run |= {"evaluate": lambda model: evaluate_over(model, held_out, right), "checkpoint_dir": args.checkpoints}
+    run |= {"evaluate": lambda model: evaluate_over(model, held_out, right)}
+    run |= {"checkpoint_dir": args.checkpoints, "checkpoint_every": args.checkpoint_every}
     history = fit(model, optimizer, loader, loss, **run)
     if World.detect().rank == 0:
         print(f"accuracy {history[-1]['accuracy']:.1%}, {history[-1]['rows_per_second']:,.0f} rows/s")

@@ -92,11 +92,12 @@ def check_rows(folder, out, ranks, peers=1):
 @pytest.mark.slow
 def test_ddp_on_two_nodes(folder, tmp_path):
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    job = program("train_ddp.py", folder, tmp_path)
+    job = program("train_ddp.py", folder, tmp_path, "--checkpoint-every", "4")
     output = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
     check_rows(folder, tmp_path, 2)
     assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", output)
-    assert (tmp_path / "checkpoints" / "checkpoint-000002").is_dir()
+    # Of ten steps in each of two epochs: after the fourth, the eighth and the last.
+    assert (tmp_path / "checkpoints" / "checkpoint-000006").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,13 @@ def test_slurm(folder, tmp_path):
     output = run_all([[*path, str(script), train, held_out, *options]], tmp_path)
     assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", output)
     check_rows(folder, tmp_path, 2)
+
+
+def test_the_recipe_of_slurm_has_the_options_of_the_example():
+    pages = (ROOT / "examples/train_slurm.sh", ROOT / "docs/recipes/slurm.md")
+    example, recipe = (re.findall(r"^#SBATCH (.+)$", page.read_text(), re.MULTILINE) for page in pages)
+    assert example == recipe
+    assert "--requeue" in example
 
 
 def test_data_parallel(folder, tmp_path):
