@@ -41,13 +41,16 @@ def main():
     loader = make_loader(args.train, args.batch_size, **options)
     held_out = make_loader(args.held_out, args.batch_size, **options)  # shuffled: each machine reads only its part
 
+    def evaluate(model):
+        held_out.set_epoch(0)  # the same order in each evaluation, also after a resume
+        return evaluate_over(model, held_out, right)
+
     numbers = loader.dataset.schema.field("image").type.list_size
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters())
     run = {"epochs": args.epochs, "precision": "bf16", "clip_grad_norm": 1.0, "timeout": 600}
-    run |= {"evaluate": lambda model: evaluate_over(model, held_out, right)}
-    run |= {"checkpoint_dir": args.checkpoints, "checkpoint_every": args.checkpoint_every}
+    run |= {"evaluate": evaluate, "checkpoint_dir": args.checkpoints, "checkpoint_every": args.checkpoint_every}
     history = fit(model, optimizer, loader, loss, **run)
     if World.detect().rank == 0:
         print(f"accuracy {history[-1]['accuracy']:.1%}, {history[-1]['rows_per_second']:,.0f} rows/s")

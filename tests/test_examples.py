@@ -96,6 +96,9 @@ def test_ddp_on_two_nodes(folder, tmp_path):
     output = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
     check_rows(folder, tmp_path, 2)
     assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", output)
+    for rank in range(2):
+        passes = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert [each["epoch"] for each in passes if each["of"] == SIZES["held-out"]] == [0, 0]
     # Of ten steps in each of two epochs: after the fourth, the eighth and the last.
     assert (tmp_path / "checkpoints" / "checkpoint-000006").is_dir()
 

@@ -103,9 +103,11 @@ def fit(
         compile: True, or the arguments of torch.compile. If the last batch is smaller, torch compiles the model again,
             for any size, and a resumed run probably differs in the last bits from an uninterrupted one.
         evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode, without
-            gradients and in the precision of the training. See `evaluate_over`. If it has state_dict and
-            load_state_dict, as an object with the moving average of the weights may, checkpoints have its state, which
-            is the same on all ranks.
+            gradients and in the precision of the training. See `evaluate_over`. If its loader shuffles, call
+            loader.set_epoch(0) in `evaluate`: a resumed run begins again with the first order of this loader, and
+            another order may change the last bits of the metrics. If `evaluate` has state_dict and load_state_dict, as
+            an object with the moving average of the weights may, checkpoints have its state, which is the same on all
+            ranks.
         checkpoint_dir: A mounted folder that all ranks see, not a URL. It gets a checkpoint at the end of each epoch,
             before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch, as long as all ranks have further
