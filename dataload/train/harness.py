@@ -117,10 +117,11 @@ def fit(
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of
             ranks, the result has the same bits as that of an uninterrupted run, unless persistent workers of the loader
-            draw from generators of their own while they make a batch. With another number of ranks, the
-            loader states of all ranks must have been equal. Learning rates are those of the checkpoint. Other data, as
-            further files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a
-            ConfigError otherwise.
+            draw from the global generators while they make a batch. Checkpoints have the states of torch's generators
+            on the CPU and on CUDA, and not on other accelerators. With another number of ranks, the loader states of
+            all ranks must have been equal. Learning rates are those of the checkpoint. Other data, as further
+            files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a ConfigError
+            otherwise.
         check_finite: Stop at a loss that is NaN or infinite. On a GPU this happens a few steps later, because no step
             waits for its loss. Parameters are checked before each checkpoint and at the end of each epoch.
         timeout: Seconds after which an operation that waits for another rank fails; None for torch's default. Between

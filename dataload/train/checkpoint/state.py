@@ -181,7 +181,9 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def rng_state(more: Iterable[torch.Generator] = ()) -> dict[str, Any]:
-    """Return the states of the global generators of torch (CPU and current GPU), Python and NumPy as plain data.
+    """Return the states of the global generators of torch (CPU and current CUDA GPU), Python and NumPy as plain data.
+
+    Generators of other accelerators are left out.
 
     Args:
         more: Further generators.
