@@ -50,8 +50,13 @@ class CircuitBreaker:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the attempt of a pause is under way."""
+        """Whether the attempt of a pause is under way, or was inconclusive."""
         return self._trying
+
+    @property
+    def is_half_open(self) -> bool:
+        """Whether the attempt of a pause was inconclusive: the next one is allowed at once."""
+        return self._trying and self._clock() >= self._try_at
 
     def failed(self, *, for_good: bool = False) -> None:
         """Record a failure. for_good: trip at once, whatever the number of failures."""
@@ -67,6 +72,12 @@ class CircuitBreaker:
             was_tripped, self.tripped, self._trying = self.tripped, True, False
         if not was_tripped:
             self._changed()
+
+    def inconclusive(self) -> None:
+        """Record an attempt that neither worked nor failed. Allow the next one at once; a failure doubles the pause."""
+        with self._mutex:
+            if self._trying:
+                self._try_at = self._clock()
 
     def worked(self) -> None:
         """Record a success. Close the breaker."""

@@ -252,16 +252,22 @@ class LocalTier(ForkAware, Tier):
         if not self._opening.acquire(blocking=not reads.tripped):
             return None
         try:
-            return self.folder if not reads.tripped or reads.is_trying or reads.allows() else None
+            folder = self.folder if not reads.tripped or reads.is_trying or reads.allows() else None
         except (OSError, lmdb.Error) as error:
             self.health.report("opening the folder", error)
             reads.failed(for_good=True)
             return None
+        else:
+            if folder is not None and reads.tripped:  # as the folder could not be opened, or was damaged
+                reads.worked()
+            return folder
         finally:
             self._opening.release()
 
     def can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
-        return not self.health.reads.tripped and self.health.writes.allows()
+        reads = self.health.reads
+        # Half open, a written blob closes the breaker: the cache may have lost all others.
+        return (not reads.tripped or reads.is_half_open) and self.health.writes.allows()
 
     def _lookup(self, key: BlobKey, span: Span | None) -> memoryview | None:
         folder = self.opened() if self.health.reads.allows() else None
@@ -271,8 +277,10 @@ class LocalTier(ForkAware, Tier):
         with self.fallback("reading a blob", self.health.reads, folder):
             with suppress(FileNotFoundError):
                 found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span)
-            if found is not None or self.health.reads.tripped:
+            if found is not None:
                 self.health.reads.worked()
+            else:  # A failing disk may still find that a file is missing.
+                self.health.reads.inconclusive()
         if found is not None:
             folder.uses.add(key.digest)
             if folder.uses.is_due and not self.health.writes.tripped:

@@ -25,7 +25,7 @@ from maps import no_more_maps
 from tiers import LIMIT, data_of, fill_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
-from dataload.cache.local import fsck
+from dataload.cache.local import blob_file, fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.key_waits import acquire
@@ -343,6 +343,37 @@ def test_a_miss_ends_being_off_too(tmp_path: Path) -> None:
     put(tier, "x/0")
     assert tier.stats()["health"]["state"] == "normal"
     assert tier.get(key("x/0")) == data_of("x/0")
+
+
+def test_a_missing_blob_does_not_show_that_a_failing_disk_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    put(tier, "x/0")
+    file, real, attempts = tier.folder.path_of(key("x/0").digest), blob_file.open_map, list[float]()
+
+    def open_map(path: str, *given: Any) -> Any:
+        if path != str(file):
+            return real(path, *given)
+        attempts.append(clock.now)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(blob_file, "open_map", open_map)
+    while clock.now < LONGEST_PAUSE:
+        assert tier.get(key("y/3")) is None
+        assert tier.get(key("x/0")) is None
+        clock.now += FIRST_PAUSE / 4
+    pauses = [after - before for before, after in itertools.pairwise(attempts[READ_FAILURES - 1 :])]
+    assert pauses == [FIRST_PAUSE * 2**number for number in range(5)]
+    assert tier.stats()["health"] == {"state": "off", "normal": 0, "degraded": 0, "off": 1}
+
+    monkeypatch.undo()
+    file.unlink()  # The new disk is empty: a blob must be written before one can be read.
+    clock.now += LONGEST_PAUSE
+    put(tier, "y/3")
+    assert tier.get(key("y/3")) == data_of("y/3")
+    assert tier.stats()["health"]["state"] == "normal"
 
 
 def test_one_bad_blob_is_no_bad_disk(tmp_path: Path) -> None:
