@@ -53,7 +53,7 @@ class LmdbFile(ForkAware):
     Raises:
         TimeoutError: Any method: another process holds the lock for `LOCK_SECONDS`, so it was probably stopped.
         lmdb.Error: Any method; one of `DAMAGED` if the file must be rebuilt.
-        OSError: Any method: ESTALE after `shut`, ENOSPC on a full disk.
+        OSError: Any method: ESTALE after `shut`, ENOSPC on a full disk or quota.
     """
 
     def __init__(self, path: Path, tables: tuple[bytes, ...]) -> None:
@@ -155,9 +155,9 @@ class LmdbFile(ForkAware):
         raise TimeoutError(errno.ETIMEDOUT, reason, str(self._path))
 
     def _lacks_space(self, error: lmdb.Error) -> bool:
-        """Return whether a full disk caused an error. LMDB calls a short write an input/output error."""
-        if type(error) is lmdb.Error:
-            return shutil.disk_usage(self._path).free < FULL_BYTES
+        """Return whether a full disk or quota caused an error. LMDB calls a short write an input/output error."""
+        if type(error) is lmdb.Error:  # py-lmdb has no class for a full quota, and gives no error number.
+            return os.strerror(errno.EDQUOT) in str(error) or shutil.disk_usage(self._path).free < FULL_BYTES
         return isinstance(error, lmdb.DiskError)
 
     def _lock_file(self, *, create: bool) -> int:

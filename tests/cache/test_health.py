@@ -566,10 +566,18 @@ def test_a_cache_on_a_full_disk_evicts_what_its_policy_allows(small_disk: Path, 
     assert fsck.verify(tier.folder).problems == []
 
 
-@pytest.mark.parametrize("error", [lmdb.DiskError, lmdb.Error])
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [
+        (lmdb.DiskError("mdb_txn_commit: No space left on device"), 0),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), 0),
+        (lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EDQUOT)}"), 1 << 40),
+    ],
+    ids=["no space", "short write", "quota"],
+)
 @pytest.mark.parametrize("bulk", [False, True])
 def test_an_index_that_has_no_space_for_a_row_evicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[lmdb.Error], *, bulk: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error, free: int, *, bulk: bool
 ) -> None:
     tier = LocalTier(tmp_path / "c", 1 << 30, "lru")
     for name in ("x/3", "y/3"):
@@ -579,11 +587,11 @@ def test_an_index_that_has_no_space_for_a_row_evicts(
 
     def fails_at_first(*given: Any) -> None:
         if next(failures, False):
-            raise error("No space left on device")
+            raise error
         put_row(*given)
 
     monkeypatch.setattr(Index, "_put_row", fails_at_first)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     if bulk:
         tier.bulk.put_together([(key("w/3"), memoryview(data_of("w/3")))])
     else:
