@@ -166,7 +166,8 @@ class Fsspec:
         condition = {"VersionId": version_id} if version_id else {"IfMatch": version}
         if getattr(filesystem, "local_expiry_check", False):  # The store rejects If-Match.
             condition.pop("IfMatch", None)
-        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=requested, **condition)
+        options = {**filesystem.req_kw, **condition}  # An older `call_s3` adds no requester_pays itself.
+        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=requested, **options)
         if not version_id and is_other(response.get("ETag"), version):
             sync(filesystem.loop, _close, response["Body"])
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import inspect
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ class _Store(http.server.BaseHTTPRequestHandler):
     rejects = False
     requests: list[str]
 
+    payers: list[str | None]  # of the bytes
     def do_GET(self) -> None:
         self.requests.append(self.command)
         if self.rejects and "If-Match" in self.headers:
+        if self.command == "GET":
+            self.payers.append(self.headers.get("x-amz-request-payer"))
             self._answer(501, b"")
             return
         try:
@@ -64,7 +68,7 @@ class _Store(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def store() -> Iterator[tuple[str, type[_Store]]]:
-    kind = type("Store", (_Store,), {"requests": []})
+    kind = type("Store", (_Store,), {"requests": [], "payers": []})
     with serving(kind) as url:
         yield url, kind
 
@@ -124,6 +128,22 @@ def test_a_store_that_rejects_if_match(store: tuple[str, type[_Store]], tmp_path
 
 
 class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+def test_an_older_s3fs_tells_that_the_requester_pays(
+    store: tuple[str, type[_Store]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `call_s3` sends only what it is given."""
+    monkeypatch.setattr(
+        s3fs.S3FileSystem,
+        "_get_s3_method_kwargs",
+        lambda filesystem, method, *more, **given: filesystem._filter_kwargs(method, dict(ChainMap(given, *more))),
+    )
+    url, its = store
+    fs, path = open_fs(tmp_path, "fsspec", url, requester_pays=True)
+    assert fs.cat_file(path) == OLD
+    assert set(its.payers) == {"requester"}
+    close(fs)
+
+
     """A local folder. As with FTP and Azure, infos come from the kept listing of the folder."""
 
     protocol = "keeps-listings"
