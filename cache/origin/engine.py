@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -205,6 +206,8 @@ class ExclusiveUse:
 
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
+        if getattr(filesystem, "tls", None) is True:  # FTP reconnects by itself, too, after an ABOR that fails.
+            filesystem._connect = partial(_connect_encrypted, filesystem)  # noqa: SLF001 (as below)
         self._mutex = threading.RLock()
         self._may_be_lost = False
 
@@ -224,9 +227,13 @@ class ExclusiveUse:
 
     def _connect(self) -> None:
         self._filesystem._connect()  # noqa: SLF001 (fsspec has no public name for it)
-        if getattr(self._filesystem, "tls", None) is True:
-            self._filesystem.ftp.prot_p()  # As the constructor does. Else FTP sends the bytes unencrypted.
         self._may_be_lost = False
+
+
+def _connect_encrypted(filesystem: Any) -> None:
+    """Connect a filesystem of FTP, and encrypt the data as its constructor does. Its own `_connect` does not."""
+    type(filesystem)._connect(filesystem)  # noqa: SLF001 (fsspec has no public name for it)
+    filesystem.ftp.prot_p()
 
 
 def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:

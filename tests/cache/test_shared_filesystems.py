@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ftplib
 import io
 import os
 import tarfile
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.ftp import FTPFileSystem
 
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin.engine import ExclusiveUse, Fsspec
-from dataload.cache.origin.version import unwrapped
+from dataload.cache.origin.engine import Fsspec
+from dataload.cache.origin.version import unwrapped, version_of
 
 BLOCK = 4096
 DATA = np.random.default_rng(3).bytes(256 * BLOCK + 17)
@@ -109,16 +110,47 @@ def test_a_lost_connection_is_opened_again(fs: TierCacheFileSystem, monkeypatch:
     assert not failures
 
 
-def test_a_new_connection_of_ftp_encrypts_its_data_like_the_first() -> None:
-    calls = list[str]()
-    ftp = SimpleNamespace(prot_p=lambda: calls.append("prot_p"))
-    filesystem = SimpleNamespace(tls=True, ftp=ftp, _connect=lambda: calls.append("connect"))
-    lock = ExclusiveUse(filesystem)
-    with suppress(EOFError), lock:
+class FtpConnection:
+    """A connection to a server with one file, which cannot stop a transfer."""
+
+    encrypts = False
+
+    def prot_p(self) -> None:
+        self.encrypts = True
+
+    def mlsd(self, _path: str) -> list[tuple[str, dict[str, str]]]:
+        return [("x", {"type": "file", "size": str(len(DATA))})]
+
+    def retrbinary(self, _command: str, callback: Callable[[bytes], None], rest: int, **_: Any) -> None:
+        callback(DATA[rest:])
+
+    def abort(self) -> None:
+        raise ftplib.error_perm("502 ABOR is not implemented")
+
+    def close(self) -> None:
+        pass
+
+
+class FtpFilesystem(FTPFileSystem):  # type: ignore[misc]  # fsspec has no types
+    def _connect(self) -> None:
+        self.ftp = FtpConnection()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_all_connections_of_ftp_encrypt_their_data_like_the_first(*, tls: bool) -> None:
+    filesystem = FtpFilesystem("host", tls=tls, block_size=BLOCK)
+    engine = Fsspec(filesystem, "requested")
+    connections = [filesystem.ftp]
+    version = version_of(filesystem.info("/x"))
+    assert engine.get("/x", BLOCK, 2 * BLOCK, version) == DATA[BLOCK : 2 * BLOCK]  # after which fsspec reconnects
+    connections.append(filesystem.ftp)
+    with suppress(EOFError), engine.lock:
         raise EOFError("the server closed the connection")
     for _ in range(2):
-        with lock:
-            assert calls == ["connect", "prot_p"]
+        with engine.lock:
+            connections.append(filesystem.ftp)
+    assert len(set(connections)) == 3
+    assert [each.encrypts for each in connections] == [tls] * 4
 
 
 def test_all_engines_of_a_filesystem_share_its_lock(tmp_path: Path) -> None:
