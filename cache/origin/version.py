@@ -49,11 +49,13 @@ def forget(filesystem: Any, path: str) -> None:
 
 @contextmanager
 def fresh_listing(filesystem: Any, path: str | None) -> Iterator[None]:
-    """Make a filesystem of fsspec forget its listings of `path` (None: all), and s3fs those of the block, too.
+    """Make a filesystem of fsspec forget its listings of `path` and below (None: all).
 
-    Else s3fs would keep 1 kB an object for the life of the process.
+    s3fs forgets those of the block, too: it would keep 1 kB an object for the life of the process.
     """
     filesystem.invalidate_cache(path)
+    if path is not None:
+        _forget_below(*unwrapped(filesystem, path))
     before = set(filesystem.dircache)
     try:
         yield
@@ -61,6 +63,13 @@ def fresh_listing(filesystem: Any, path: str | None) -> Iterator[None]:
         for folder in set(filesystem.dircache) - before if hasattr(filesystem, "call_s3") else ():
             with suppress(KeyError):  # Another thread forgets it, too.
                 del filesystem.dircache[folder]
+
+
+def _forget_below(filesystem: Any, path: str) -> None:
+    """Make a filesystem forget its listings of the folders below a path. `invalidate_cache` of FTP keeps them."""
+    for folder in list(filesystem.dircache):
+        if folder.startswith(f"{path.rstrip('/')}/"):
+            filesystem.dircache.pop(folder, None)
 
 
 def refreshing(filesystem: Any, path: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from http_servers import serving
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.origin.s3 import resolve_range
 from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin.origin import Origin
 from dataload.errors import ObjectChanged
 
 BLOCK = 4096
@@ -34,13 +35,13 @@ class _Store(http.server.BaseHTTPRequestHandler):
     tag = '"old"'
     rejects = False
     requests: list[str]
-
     payers: list[str | None]  # of the bytes
+
     def do_GET(self) -> None:
         self.requests.append(self.command)
-        if self.rejects and "If-Match" in self.headers:
         if self.command == "GET":
             self.payers.append(self.headers.get("x-amz-request-payer"))
+        if self.rejects and "If-Match" in self.headers:
             self._answer(501, b"")
             return
         try:
@@ -127,7 +128,6 @@ def test_a_store_that_rejects_if_match(store: tuple[str, type[_Store]], tmp_path
     close(fs)
 
 
-class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
 def test_an_older_s3fs_tells_that_the_requester_pays(
     store: tuple[str, type[_Store]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +144,7 @@ def test_an_older_s3fs_tells_that_the_requester_pays(
     close(fs)
 
 
+class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A local folder. As with FTP and Azure, infos come from the kept listing of the folder."""
 
     protocol = "keeps-listings"
@@ -156,7 +157,12 @@ def test_an_older_s3fs_tells_that_the_requester_pays(
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         if path not in self.dircache:
             self.dircache[path] = [
-                {"name": str(file), "size": file.stat().st_size, "mtime": file.stat().st_mtime_ns, "type": "file"}
+                {
+                    "name": str(file),
+                    "size": file.stat().st_size,
+                    "mtime": file.stat().st_mtime_ns,
+                    "type": "directory" if file.is_dir() else "file",
+                }
                 for file in Path(path).iterdir()
             ]
         return self.dircache[path] if detail else [info["name"] for info in self.dircache[path]]
@@ -193,3 +199,18 @@ def test_listings_that_keep_infos_are_forgotten(tmp_path: Path, wrapped: bool) -
     (folder / "x").write_bytes(OLD)
     assert fs.info(f"{place}/x", refresh=True)["size"] == len(OLD)
     assert fs.blocks.origin.info(place)["type"] == "directory"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in dirfs"])
+def test_a_listing_finds_new_objects_in_folders_that_were_listed(tmp_path: Path, wrapped: bool) -> None:
+    (folder := tmp_path / "data" / "inner" / "deep").mkdir(parents=True)
+    (folder / "x").write_bytes(OLD)
+    origin: Any = KeepsListings(str(tmp_path / "data"))
+    filesystem, place = (DirFileSystem(str(tmp_path), origin), "data") if wrapped else (origin, str(tmp_path / "data"))
+    origin.dircache["elsewhere"] = []
+    store = Origin(filesystem)
+    assert [info["size"] for info in store.list(place).values()] == [len(OLD)]
+    (folder / "x").write_bytes(NEW)
+    (folder / "y").write_bytes(OLD)
+    assert sorted(info["size"] for info in store.list(place).values()) == [len(OLD), len(NEW)]
+    assert "elsewhere" in origin.dircache
