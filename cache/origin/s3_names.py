@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -94,12 +95,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         obstore lists the object "a/" as "a". Such markers of folders have no bytes, or other objects below them. One
         that has bytes and nothing below it is taken for a file.
         """
-        import obstore
-
-        if not prefix and "" in obstore.list_with_delimiter(self._store(bucket))["common_prefixes"]:
-            raise _unlistable()  # obstore lists the object "/x" as "x".
-        pages = obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)
-        listed = [entry for page in pages for entry in _checked(page, prefix)]
+        listed = list(_checked(self._entries(bucket, prefix), prefix))
         folders = {folder for entry in listed for folder in _folders(entry["path"])}
         ambiguous = [entry for entry in listed if not entry["size"] or entry["path"] in folders]
         if len(ambiguous) > MOST_AMBIGUOUS:
@@ -112,6 +108,19 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
                 yield self._info(f"{bucket}/{path}")
             except FileNotFoundError:
                 continue  # the marker of a folder
+
+    def _entries(self, bucket: str, prefix: str) -> Iterable[Any]:
+        """Return the objects below a prefix, as obstore describes them."""
+        import obstore
+
+        if not prefix:
+            root = obstore.list_with_delimiter(self._store(bucket))
+            if "" in root["common_prefixes"]:
+                raise _unlistable()  # obstore lists the object "/x" as "x".
+            if not root["common_prefixes"]:
+                return root["objects"]  # There are no folders, so these are all objects.
+        pages = obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)
+        return itertools.chain.from_iterable(pages)
 
     def _levels(self, bucket: str, prefix: str, depth: int) -> Iterator[dict[str, Any]]:
         import obstore

@@ -141,6 +141,16 @@ def test_a_listing_takes_few_requests_and_no_s3fs(server: Any, tree: str, path: 
     assert len(server.requests) == requests
 
 
+def test_a_bucket_without_folders_is_listed_once(bucket: Any) -> None:
+    for key in ("x", "y"):
+        bucket.put(key, b"1")
+    origin = deferred(bucket.options)
+    origin._filesystem.load = None  # Nothing may call it.
+    bucket.server.reset()
+    assert sorted(origin.list(bucket.name)) == [f"{bucket.name}/x", f"{bucket.name}/y"]
+    assert len(bucket.server.requests) == 1
+
+
 @pytest.mark.skipif(not _lists_prefixes(), reason="this s3fs takes a part of a folder for all of it")
 def test_a_glob_through_s3fs_lists_only_folders_that_can_match(server: Any, tree: str) -> None:
     origin = through_s3fs(server.storage_options)
