@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataload.catalog.manifest import Manifest
+from dataload.formats.hive_partitions import Constants
 from dataload.mapping.stage import Stage
 from dataload.rows.columns import Array
 from dataload.rows.row_group_plan import RowGroupPlan
@@ -27,6 +28,7 @@ class MappedPlan(RowGroupPlan):
 
     def __init__(self, manifest: Manifest, columns: Sequence[str], stage: Stage, source: RowGroupPlan) -> None:
         super().__init__(manifest, columns, made_by=[f"map {VERSION}", stage.key, source.digest])
+        self._source = source
         self._selection = stage.selection
         self._digests: dict[int, str] = {}
 
@@ -37,6 +39,10 @@ class MappedPlan(RowGroupPlan):
     def group_name(self, number: int) -> str:
         """Return the name of a row group's blobs together, within its file."""
         return super().group_name(number) + self._rows_of(number)
+
+    def constants(self, number: int) -> Constants:
+        """Return the constants of the rows that are mapped."""
+        return self._source.constants(number)
 
     def _rows_per_blob(self) -> Array:
         """It depends on the sample only for row groups of several blobs. Files that are added change the sample."""

@@ -13,6 +13,7 @@ import pyarrow as pa
 from dataload.cache.tier import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import ConfigError, DataError
+from dataload.formats.hive_partitions import Constants
 from dataload.formats.schema import CODE, SPAN, Layout, fields_of, is_flat
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
@@ -39,7 +40,7 @@ class RowGroupPlan:
 
     Attributes:
         layout: Layout of a record.
-        digest: Digest of the columns and of how they are made.
+        digest: Digest of the columns and of how they are made, without the constants of row groups.
         blob_rows: Rows of a full blob, by row group, int64 [groups]. A power of two, so that blobs of few columns are
             made of whole blobs of all columns.
         group_starts: Number of each row group's first blob, int64 [groups + 1].
@@ -71,6 +72,7 @@ class RowGroupPlan:
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
         self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), *made_by)
+        self._of_constants = dict[Constants, str]()  # the digest of each, because many row groups share them
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:
         """Estimate sizes by the measured bytes of a value, by column, where the footers only tell those of codes."""
@@ -105,11 +107,28 @@ class RowGroupPlan:
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""
-        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self.digest}"
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self._content(number)}"
 
     def group_name(self, number: int) -> str:
         """Return the name of a row group's blobs together, within its file."""
-        return f"{RECORDS}{self._manifest.row_groups[number].number} {self.digest}"
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {self._content(number)}"
+
+    def constants(self, number: int) -> Constants:
+        """Return the names and values of the columns that a row group's file does not hold."""
+        constants = self._manifest.row_groups[number].constants
+        return tuple((name, value) for name, value in constants if name in self._columns)
+
+    def _content(self, number: int) -> str:
+        """Return what a name tells of the content of the records, besides the file.
+
+        The constants are part of it: they depend on the source, so two datasets may have others for one file.
+        """
+        constants = self.constants(number)
+        if not constants:
+            return self.digest
+        if constants not in self._of_constants:
+            self._of_constants[constants] = digest_of(None, constants)
+        return f"{self.digest} {self._of_constants[constants]}"
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import make_dataset
+from dataload import make_dataset, make_loader
 from dataload.cache.blocks.reader import Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
@@ -211,6 +211,42 @@ def test_keys_are_read_as_columns(bucket: Any, cache: CacheConfig) -> None:
     some = make_dataset(bucket.url("data"), columns=["year", "a"], filters=[("label", "=", "dog")], **options)
     assert rows_of(some) == [{"year": -2, "a": 1}, {"year": -2, "a": 2}]
     assert list(rows_of(some)[0]) == ["year", "a"]
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"x": batch["x"] * 2, "label": batch["label"]}
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("order", [["mixed", "hive"], ["hive", "mixed"]])
+def test_datasets_with_other_constants_of_one_file_share_no_rows(
+    tmp_path: Path, cache: CacheConfig, order: list[str], *, is_mapped: bool
+) -> None:
+    """`label` is a key of the folders of one dataset, and a column that a file of the other one lacks."""
+    keyed, other = tmp_path / "keyed", tmp_path / "other"
+    for file, table in {
+        keyed / "label=cat" / "0.parquet": {"x": [1, 2]},
+        keyed / "label=dog" / "0.parquet": {"x": [3]},
+        other / "0.parquet": {"x": [4], "label": ["cow"]},
+    }.items():
+        file.parent.mkdir(parents=True)
+        pq.write_table(pa.table(table), file)
+    sources = {"hive": keyed, "mixed": [keyed / "label=cat", keyed / "label=dog", other]}
+    found = {}
+    for name in order:
+        dataset = make_dataset(sources[name], columns=["x", "label"], cache=cache)
+        found[name] = [row["label"] for row in rows_of(dataset.map(doubled) if is_mapped else dataset)]
+    assert found == {"hive": ["cat", "cat", "dog"], "mixed": [None, None, None, "cow"]}
+
+
+def test_keys_of_other_datasets_do_not_count_where_they_are_not_read(tmp_path: Path, cache: CacheConfig) -> None:
+    file = tmp_path / "label=cat" / "0.parquet"
+    file.parent.mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), file)
+    for source, misses in ((tmp_path, 1), (file, 0)):
+        loader = make_loader(source, 2, columns=["x"], cache=cache)
+        assert [batch["x"].tolist() for batch in loader] in ([[1, 2]], [[2, 1]])
+        assert loader.stats().misses == misses
 
 
 def test_keys_alone_are_read(bucket: Any, cache: CacheConfig) -> None:
