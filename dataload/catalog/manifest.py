@@ -121,9 +121,9 @@ class Manifest:
 
     def _hint(self, column: str) -> str:
         """Return what to name instead of a column that the dataset lacks."""
-        for group in self.row_groups:
-            if f"/{column}=" in group.file.name.rpartition("/")[0]:
-                return f"it is a key of folders above the source: name the folder above {column}=… instead"
+        if any(f"/{column}=" in group.file.name.rpartition("/")[0] for group in self.row_groups):
+            copies = "of a Delta table, copy a version's files with their folders, and name the folder of the copies"
+            return f"it is a key of folders above the source: name the folder above {column}=… instead; {copies}"
         return did_you_mean(column, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:

@@ -24,12 +24,21 @@ from dataload.runtime.redact import redacted
 METADATA = re.compile(
     r"(^|/)(\.|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
 )
-TABLES = {  # files that only such tables have, and what returns the files of a version
-    "a Delta": (re.compile(r"(^|/)_delta_log/"), "DeltaTable(url).file_uris()"),
-    "a Hudi": (re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them"),
+# Files that only such tables have; what returns the files of a version; what marks rows in these as deleted; and the
+# command that rewrites the files without such rows
+TABLES = {
+    "a Delta": (
+        re.compile(r"(^|/)_delta_log/"),
+        "DeltaTable(url).file_uris()",
+        "deletion vectors",
+        "REORG TABLE … APPLY (PURGE)",
+    ),
+    "a Hudi": (re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them", "log files", "its compaction"),
     "an Iceberg": (
         re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$"),
         "[task.file.file_path for task in table.scan().plan_files()]",
+        "delete files",
+        "rewrite_data_files with delete-file-threshold=1",
     ),
 }
 SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
@@ -115,11 +124,11 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
 
 def _check_listing(path: str, names: Collection[str]) -> None:
     """Raise ConfigError if these names are of a table with deleted rows, or of separate datasets."""
-    for kind, (pattern, files) in TABLES.items():
+    for kind, (pattern, files, marks, rewrite) in TABLES.items():
         if any(map(pattern.search, names)):
             raise ConfigError(
                 f"{path} is {kind} table, and its folder also has files of deleted rows: pass a list of the files of "
-                f"one version, {files}"
+                f"one version, {files}. If the table has {marks}, first run {rewrite}: they still have deleted rows"
             )
     for name in filter(SPLITS_FILE.search, names):
         folder = name.rpartition("/")[0]
