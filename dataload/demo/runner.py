@@ -179,6 +179,8 @@ def run_ranks(job: Job) -> None:
     command += ["-m", "dataload.demo.worker", str(scratch / "job.json")]
     local = {"GLOO_SOCKET_IFNAME": "lo", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     local |= {"OMP_NUM_THREADS": "1", "TMPDIR": job.scratch}  # torchrun's logs are removed with the scratch folder
+    # PET_NNODES and others are options of torchrun for the job that this machine is a node of.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     log = scratch / "ranks.log"
     with log.open("wb") as output:
         # A new session: Ctrl-C reaches this process only, which then stops the ranks.
@@ -187,7 +189,7 @@ def run_ranks(job: Job) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=os.environ | local,
+            env=own | local,
             start_new_session=True,
         )
         with _terminated(launcher):
