@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 
 import numpy as np
 import platformdirs
@@ -73,7 +74,7 @@ def run_demo(
         DataloadError: A rank failed.
     """
     console = Console(quiet=json)
-    with sigterm_as_exit(), ExitStack() as stack:
+    with signals_as_exit(), ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="dataload-demo-")))
         folder = Path(cache_dir or (platformdirs.user_cache_path("dataload-demo") if keep else scratch))
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,13 +129,26 @@ def _train_and_check(
 
 
 @contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that every clean-up runs."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def signals_as_exit() -> Iterator[None]:
+    """Turn SIGTERM, and the SIGHUP of a closed terminal, into SystemExit, so that every clean-up runs.
+
+    Ignored signals stay ignored: `nohup` ignores SIGHUP.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # A shell repeats the SIGHUP, which would interrupt the clean-up.
+        sys.exit(128 + number)
+
+    known = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in known.items() if handler != signal.SIG_IGN}
     try:
+        for number in before:
+            signal.signal(number, leave)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_dataset(folder: Path, rows: int, *, shuffled_labels: bool, seed: int) -> tuple[str, int]:

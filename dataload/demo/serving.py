@@ -14,21 +14,21 @@ import pyarrow.parquet as pq
 
 from dataload.benchmarks.origin import Origin
 from dataload.demo.dataset import SIDE, augmented, load_split
-from dataload.demo.runner import sigterm_as_exit
+from dataload.demo.runner import signals_as_exit
 
 FILES = 8
 PIXELS = 28 * 28
 
 
 def serve_until_interrupt(rows: int, seed: int, started: Callable[[dict[str, str]], object]) -> None:
-    """Serve digits at s3://bucket/train/ until Ctrl-C or SIGTERM, and remove them then.
+    """Serve digits at s3://bucket/train/ until Ctrl-C, SIGTERM or SIGHUP, and remove them then.
 
     Args:
         rows: Number of rows.
         seed: Seed of the digits.
         started: Called with the environment variables of the server.
     """
-    with sigterm_as_exit(), suppress(KeyboardInterrupt), TemporaryDirectory(prefix="dataload-demo-") as scratch:
+    with signals_as_exit(), suppress(KeyboardInterrupt), TemporaryDirectory(prefix="dataload-demo-") as scratch:
         folder = Path(scratch, "bucket", "train")
         folder.mkdir(parents=True)
         for number, table in enumerate(augmented(load_split(seed)[0], rows, FILES, seed=seed)):

@@ -51,6 +51,14 @@ def ranks_and_launchers() -> list[psutil.Process]:
     ]
 
 
+@pytest.fixture
+def hangups() -> Any:
+    """Let a process that a test starts handle SIGHUP as by default, also if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 FEW = ("--rows", "10000")
 
 
@@ -72,6 +80,17 @@ def test_serving_the_data_of_the_first_program(monkeypatch: pytest.MonkeyPatch) 
         assert max(int(batch["image"].max()) for batch in batches) > 200
         serving.send_signal(signal.SIGINT)
         assert serving.wait(60) == 0
+
+
+@pytest.mark.usefixtures("hangups")
+def test_a_closed_terminal_ends_the_server() -> None:
+    """The fixture `nothing_left_running` finds the files that a killed process would leave."""
+    command = [sys.executable, "-m", "dataload", "demo", "--serve", "--rows", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        assert serving.stdout.readline().startswith("export")
+        serving.send_signal(signal.SIGHUP)
+        assert serving.wait(60) == 128 + signal.SIGHUP
 
 
 def test_every_promise() -> None:

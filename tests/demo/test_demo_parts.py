@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -205,6 +206,34 @@ def test_failing_ranks_are_named_and_gone(tmp_path, monkeypatch):
         )
         with pytest.raises(DataloadError, match=r"ranks failed: .*OriginNotFound: .*nowhere"):
             runner.run_ranks(job)
+
+
+@pytest.fixture
+def hangups():
+    """Handle SIGHUP as by default, also if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
+def test_nohup_keeps_the_demo_running_when_the_terminal_closes():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with runner.signals_as_exit():
+        signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.usefixtures("hangups")
+def test_a_repeated_signal_does_not_interrupt_the_clean_up():
+    cleaned = False
+    with pytest.raises(SystemExit) as ended, runner.signals_as_exit():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            cleaned = True
+    assert (ended.value.code, cleaned) == (129, True)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def test_launcher_that_will_not_end_is_killed(monkeypatch):
