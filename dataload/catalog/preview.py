@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby, product
 from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks
+from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.catalog.footer_cache import FooterReader, read_footer
-from dataload.catalog.manifest import Manifest
+from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import DataError
 from dataload.formats.schema import Field, fields_of, flatten_table
+from dataload.runtime.executor import DaemonExecutor
 
 COLUMN_BYTES = 1 << 20  # to fetch of each column at first: a large row group is not fetched for its first rows
 RAGGED = {"string": "list[str]", "binary": "list[memoryview]"}
@@ -38,9 +41,22 @@ class PreviewColumn:
     nulls: int | None
 
 
-def preview_columns(manifest: Manifest, columns: Sequence[str], blocks: Blocks) -> list[PreviewColumn]:
-    """Return these columns with their form in a batch and their number of nulls."""
-    described, nulls = [], _null_counts(manifest, columns, blocks)
+def preview_columns(
+    manifest: Manifest, columns: Sequence[str], blocks: Blocks, progress: Callable[[], object] = lambda: None
+) -> list[PreviewColumn]:
+    """Return these columns with their form in a batch and their number of nulls.
+
+    Args:
+        manifest: The dataset.
+        columns: Names of the columns.
+        blocks: Reads the footers through the cache.
+        progress: Called for each file whose nulls have been counted, from any thread.
+
+    Raises:
+        OriginError: The origin failed.
+        DataError: A footer cannot be read.
+    """
+    described, nulls = [], _null_counts(manifest, columns, blocks, progress)
     for field in map(manifest.schema.field, columns):
         form, problem = None, None
         try:
@@ -51,19 +67,32 @@ def preview_columns(manifest: Manifest, columns: Sequence[str], blocks: Blocks) 
     return described
 
 
-def _null_counts(manifest: Manifest, columns: Sequence[str], blocks: Blocks) -> dict[str, int]:
+def _null_counts(
+    manifest: Manifest, columns: Sequence[str], blocks: Blocks, progress: Callable[[], object]
+) -> dict[str, int]:
     """Return the nulls of each column by the statistics of the footers, without columns of which they are unknown."""
-    footers, counts = FooterReader(blocks, manifest.chunks_of_a_file), dict.fromkeys(columns, 0)
-    for group in manifest.row_groups:
-        constants, footer = dict(group.constants), footers.read(group.file, group.footer_at)
-        for name in list(counts) if group.rows else ():
-            stored = name not in constants
-            count = footer.null_count(group.number, [name]) if stored else group.rows * (constants[name] is None)
-            if count is None or (count and pa.types.is_nested(manifest.schema.field(name).type)):
-                del counts[name]
+    footers, unknown = FooterReader(blocks, manifest.chunks_of_a_file), set[str]()
+
+    def count(groups: Sequence[RowGroup]) -> Counter[str]:
+        """Count the nulls of one file. Its footer may not be cached any more."""
+        rows, constants = sum(group.rows for group in groups), dict(groups[0].constants)
+        counts = Counter({name: rows for name in columns if name in constants and constants[name] is None})
+        stored = [name for name in columns if name not in constants and name not in unknown]
+        footer = footers.read(groups[0].file, groups[0].footer_at) if stored and rows else None
+        for group, name in product(groups, stored):
+            nulls = 0 if footer is None or not group.rows else footer.null_count(group.number, [name])
+            if nulls is None or (nulls and pa.types.is_nested(manifest.schema.field(name).type)):
+                unknown.add(name)
             else:
-                counts[name] += count
-    return counts
+                counts[name] += nulls
+        progress()
+        return counts
+
+    files = [list(groups) for _, groups in groupby(manifest.row_groups, lambda group: group.file)]
+    total = Counter[str]()
+    for counts in DaemonExecutor(IN_FLIGHT, "dataload-nulls").map(count, files):
+        total.update(counts)
+    return {name: total[name] for name in columns if name not in unknown}
 
 
 def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count: int) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import make_dataset
-from dataload.catalog.preview import first_rows
+from dataload.cache.blocks.reader import IN_FLIGHT, Object
+from dataload.catalog import footer_cache
+from dataload.catalog.preview import first_rows, preview_columns
+from dataload.dataset import Dataset
+from dataload.formats.base import Footer
 
 
 def preview(path: Path) -> list[dict[str, Any]]:
@@ -38,3 +44,50 @@ def test_dictionaries_of_structs_are_shown_by_member(tmp_path: Path) -> None:
     with pa.ipc.new_file(tmp_path / "x.arrow", pa.schema([("s", coded.type)])) as writer:
         writer.write_table(pa.table({"s": coded}))
     assert preview(tmp_path / "x.arrow") == [{"s.x": 2, "s.y": "b"}, {"s.x": 1, "s.y": "a"}]
+
+
+# Nulls
+
+
+Parsed = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
+    """Return a function that has another one called before each footer is parsed."""
+    whole = footer_cache.parse_footer
+
+    def before_each(call: Callable[[], object]) -> None:
+        def parse(data: Any, obj: Object) -> Footer:
+            call()
+            return whole(data, obj)
+
+        monkeypatch.setattr(footer_cache, "parse_footer", parse)
+
+    return before_each
+
+
+def nulls(dataset: Dataset, progress: Callable[[], object]) -> int | None:
+    [column] = preview_columns(dataset.manifest, ["a"], dataset.blocks, progress)
+    return column.nulls
+
+
+def test_the_nulls_of_several_files_are_counted_at_the_same_time(tmp_path: Path, parsed: Parsed) -> None:
+    for number in range(4):
+        pq.write_table(pa.table({"a": [1, None]}), tmp_path / f"{number}.parquet")
+    dataset, together, done = make_dataset(tmp_path, cache=False), threading.Barrier(4), list[int]()
+    parsed(lambda: together.wait(20))
+    assert nulls(dataset, lambda: done.append(1)) == 4
+    assert len(done) == 4
+
+
+def test_no_more_footers_are_read_once_a_column_lacks_statistics(tmp_path: Path, parsed: Parsed) -> None:
+    files, read = 2 * IN_FLIGHT, list[int]()
+    for number in range(files):
+        with pa.ipc.new_file(tmp_path / f"{number}.arrow", pa.schema([("a", pa.int64())])) as writer:
+            writer.write_table(pa.table({"a": [1]}))
+    dataset, done = make_dataset(tmp_path, cache=False), list[int]()
+    parsed(lambda: read.append(1))
+    assert nulls(dataset, lambda: done.append(1)) is None
+    assert 1 <= len(read) <= IN_FLIGHT
+    assert len(done) == files

@@ -27,7 +27,7 @@ from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import Object
 from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
-from dataload.cli import app
+from dataload.cli import app, console
 from dataload.cli.console import Lines, bar, table
 from dataload.formats.detect import tail_bytes
 from dataload.rows.row_group_cache import RowGroupCache
@@ -739,6 +739,12 @@ def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
         "full list<element: int64>: list[Tensor] of int64",
         "label string: list[str], 3 nulls",
     ]
+
+
+def test_head_shows_the_progress_of_counting_nulls(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "FIRST_LINE", 0.0)
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
+    assert "counting nulls: 1 files of 1 files (100%)" in run("head", str(tmp_path)).stderr
 
 
 def test_head_of_folders_alone_and_of_no_rows(at_bucket: Run, bucket: Any) -> None:

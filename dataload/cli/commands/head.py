@@ -21,7 +21,7 @@ from dataload.cli.commands.options import (
     names,
     open_manifest,
 )
-from dataload.cli.console import show, table
+from dataload.cli.console import progress, show, table
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def head(
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
     manifest, blocks, objects = open_manifest(url, storage_options, cache_config, quiet=as_json)
     chosen = manifest.select(names(columns))
-    described = preview_columns(manifest, chosen, blocks)
+    files = len({group.file for group in manifest.row_groups})
+    with progress("counting nulls", files, quiet=as_json, unit="files") as advance:
+        described = preview_columns(manifest, chosen, blocks, lambda: advance(1))
     first = [{name: _plain(value) for name, value in row.items()} for row in first_rows(manifest, chosen, blocks, rows)]
     figures = {
         "objects": len(objects),
