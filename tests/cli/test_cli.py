@@ -808,10 +808,18 @@ def test_doctor_takes_the_ranks_of_a_host(run: Run, tmp_path: Path) -> None:
     assert run(*words, "--world-size", "0").returncode == 2
 
 
-def test_streams_that_a_loader_refuses_have_no_plan(run: Run) -> None:
-    done = run("plan", "s3://bucket/x", "--num-streams", "3", "--world-size", "8", "--batch-size", "5")
+@pytest.mark.parametrize(("ranks", "shuffle"), [("8", "block"), ("1", "block"), ("1", "none")])
+def test_streams_that_a_loader_refuses_have_no_plan(run: Run, ranks: str, shuffle: str) -> None:
+    words = ("--world-size", ranks, "--batch-size", "5", "--shuffle", shuffle)
+    done = run("plan", "s3://bucket/x", "--num-streams", "3", *words)
     assert done.returncode == 2
-    assert "--num-streams=3: nodes with equal parts of --world-size=8 ranks" in " ".join(done.stderr.split())
+    assert f"--num-streams=3: nodes with equal parts of --world-size={ranks} ranks" in " ".join(done.stderr.split())
+
+
+def test_a_plan_of_several_nodes_has_a_rank_on_each(at_bucket: Run, dataset_of: Callable[..., str]) -> None:
+    words = ("plan", dataset_of([[100] * 8]), "--num-streams", "4", "--batch-size", "50", "--json")
+    default, named = (json.loads(at_bucket(*words, *more).stdout) for more in ((), ("--world-size", "4")))
+    assert default == named
 
 
 WITHOUT_TORCH = """

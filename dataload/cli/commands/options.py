@@ -54,7 +54,6 @@ StorageOptions = Annotated[str | None, typer.Option(help="Options of the fsspec 
 Window = Annotated[
     int | None, typer.Option(min=1, help="Row groups to shuffle together; default: chosen from the dataset.")
 ]
-WorldSize = Annotated[int, typer.Option(min=1, help="Number of ranks that read the dataset.")]
 
 
 def names(text: str | None) -> list[str] | None:

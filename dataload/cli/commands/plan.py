@@ -26,7 +26,6 @@ from dataload.cli.commands.options import (
     StorageOptions,
     Weights,
     Window,
-    WorldSize,
     config,
     open_row_groups,
     shuffle_of,
@@ -58,7 +57,9 @@ def plan(
     shuffle: ShuffleName = "block",
     window: Window = None,
     batch_size: BatchSize = 256,
-    world_size: WorldSize = 1,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks that read the dataset; default: one on each node.")
+    ] = None,
     seed: Seed = 0,
     num_streams: Annotated[int, typer.Option(min=1, help=NODES)] = 1,
     columns: Columns = None,
@@ -82,7 +83,8 @@ def plan(
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
-    if shuffle != "none" and world_size > 1 and world_size % num_streams:
+    world_size = world_size or num_streams
+    if world_size < num_streams or (shuffle != "none" and world_size % num_streams):
         raise ConfigError(
             f"--num-streams={num_streams}: nodes with equal parts of --world-size={world_size} ranks are impossible"
         )
