@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -61,6 +62,8 @@ def main() -> None:
 
     The exit codes are 0 for success, 1 for a problem, 2 for wrong use and 130 for an interrupt.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # A dataset may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = [word for word in sys.argv[1:] if word != DEBUG]  # also allowed after the command
     try:
         code = app(words, standalone_mode=False)

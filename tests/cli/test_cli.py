@@ -747,6 +747,15 @@ def test_head_shows_the_progress_of_counting_nulls(run: Run, tmp_path: Path, mon
     assert "counting nulls: 1 files of 1 files (100%)" in run("head", str(tmp_path)).stderr
 
 
+def test_head_escapes_characters_that_the_terminal_lacks(tmp_path: Path, settings: dict[str, str]) -> None:
+    pq.write_table(pa.table({"pr€is": ["café ☃"]}), tmp_path / "x.parquet")
+    command = [sys.executable, "-m", "dataload", "head", str(tmp_path)]
+    environment = {**os.environ, **settings, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, encoding="latin-1", env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"pr\u20acis=café \u2603" in done.stdout
+
+
 def test_head_of_folders_alone_and_of_no_rows(at_bucket: Run, bucket: Any) -> None:
     put(bucket, "h/label=cat/0.parquet", pa.table({"x": [5]}))
     url = bucket.url("h")
