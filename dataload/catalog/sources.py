@@ -78,7 +78,8 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     found: dict[str, tuple[Object, Keys]] = {}
     again: list[str] = []
     paths = source_paths(source)
-    # Elsewhere a listing takes no request, or would drop those that other threads use.
+    # Elsewhere one path after the other, which takes a request or more each if the store is remote: listings of fsspec
+    # would drop those that other threads use, and threads may share no connection of FTP.
     in_s3 = all(split_chain(path)[1].startswith(("s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if in_s3 else map
     for listed in every(partial(_list, blocks=blocks), paths):
