@@ -27,7 +27,7 @@ from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.resource_limits import usable_memory
 
-VERSION = 2  # of cached selections
+VERSION = 3  # of cached selections
 PARTS_AT_ONCE = 4
 CACHED_TOGETHER = 64  # row groups: so few that other processes need not wait for long
 ROW_GROUPS_AT_ONCE = 16

@@ -17,7 +17,9 @@ from dataload.formats.arrow_types import (
     children,
     has_elements,
     has_members,
+    has_part,
     is_bytes,
+    is_list_view,
     is_text,
     number,
     storage,
@@ -96,7 +98,7 @@ def unwrapped(column: Any) -> Any:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Return the array with types that Arrow can gather: no views of bytes, runs, dictionaries, and foreign extensions.
+    """Return the array with types that Arrow can gather and cast: no views, runs, dictionaries, and foreign extensions.
 
     Extension types of others are replaced by their storage: not every process of a job knows them.
     """
@@ -112,6 +114,11 @@ def plain(array: pa.Array) -> pa.Array:
     if has_elements(kind):
         return _plain_list(array)
     return array
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type that `plain` gives to arrays of a type."""
+    return plain(pa.nulls(0, kind)).type
 
 
 def _inner(array: pa.Array, unwrap: Callable[[pa.Array], pa.Array]) -> pa.Array | None:
@@ -140,14 +147,24 @@ def _plain_struct(array: pa.Array) -> pa.Array:
 
 
 def _plain_list(array: pa.Array) -> pa.Array:
+    if is_list_view(array.type):
+        array = _with_offsets(array)
     kind = array.type
-    field = kind.field(0).with_type(plain(pa.nulls(0, kind.field(0).type)).type)
+    field = kind.field(0).with_type(plain_type(kind.field(0).type))
     if field == kind.field(0):
         return array
     array = pa.concat_arrays([array, array[:0]])  # without the values of rows that are cut off
     values = plain(array.values)
     own = array.buffers()[: kind.num_buffers]
     return pa.Array.from_buffers(with_members(kind, [field]), len(array), own, offset=array.offset, children=[values])
+
+
+def _with_offsets(views: pa.Array) -> pa.Array:
+    """Return list views as lists. Arrow's own cast ignores their sizes, so it returns other values."""
+    lengths, values = elements(views)
+    offsets = indices(np.concatenate(([0], np.cumsum(lengths))))
+    kind = pa.large_list(views.type.field(0))
+    return pa.LargeListArray.from_arrays(offsets, values, type=kind, mask=views.is_null())
 
 
 def member(struct: pa.StructArray, number: int) -> pa.Array:
@@ -166,7 +183,7 @@ def as_comparable(column: Any, kind: pa.DataType) -> Any:
     if pa.types.is_run_end_encoded(column.type):  # Arrow cannot cast it.
         column = pc.run_end_decode(column)
     if not has_members(column.type):
-        return column.cast(kind)
+        return (plain(column) if has_part(column.type, is_list_view) else column).cast(kind)
     struct = unwrapped(column)
     positions = {field.name: position for position, field in enumerate(struct.type)}
     members = [as_comparable(member(struct, positions[field.name]), field.type) for field in kind]

@@ -55,9 +55,12 @@ def has_elements(kind: pa.DataType) -> bool:
 
 def is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists of varying length."""
-    types = pa.types
-    views = types.is_list_view(kind) or types.is_large_list_view(kind)
-    return bool(types.is_list(kind) or types.is_large_list(kind) or views)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or is_list_view(kind))
+
+
+def is_list_view(kind: pa.DataType) -> bool:
+    """Return whether values are lists of varying length, in any order, as list views of 32 or 64 bits have them."""
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
 def has_members(kind: pa.DataType) -> bool:
@@ -76,8 +79,8 @@ def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
         return pa.list_(fields[0], kind.list_size)
     views = {True: pa.large_list_view, False: pa.list_view}
     lists = {True: pa.large_list, False: pa.list_}
-    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
-    return (views if is_view else lists)[types.is_large_list(kind) or types.is_large_list_view(kind)](fields[0])
+    is_large = types.is_large_list(kind) or types.is_large_list_view(kind)
+    return (views if is_list_view(kind) else lists)[is_large](fields[0])
 
 
 def number(kind: pa.DataType) -> np.dtype[Any] | None:
@@ -166,9 +169,9 @@ def canonical(kind: pa.DataType) -> pa.DataType:
 
 
 def portable(kind: pa.DataType) -> pa.DataType:
-    """Return a type without extension types that only some processes know, and whose parts may be null, at any depth.
+    """Return a type without list views and extension types that only some processes know, at any depth.
 
-    Only some files may say that a part is never null.
+    All its parts may be null: only some files may say that a part never is.
     """
     if isinstance(kind, pa.BaseExtensionType):
         return kind if kind.extension_name.startswith("arrow.") else portable(kind.storage_type)
@@ -176,11 +179,9 @@ def portable(kind: pa.DataType) -> pa.DataType:
         parts = portable(kind.key_type), portable(kind.item_type)
         is_same = parts == (kind.key_type, kind.item_type) and kind.item_field.nullable
         return kind if is_same else pa.map_(*parts)
-    # Arrow cannot cast to list views.
-    is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-    fields = [
-        child.with_type(portable(child.type)).with_nullable(child.nullable or not is_view) for child in children(kind)
-    ]
+    fields = [child.with_type(portable(child.type)).with_nullable(True) for child in children(kind)]
+    if is_list_view(kind):  # Arrow cannot cast to list views, and casts from them to wrong values.
+        return pa.large_list(fields[0])
     return kind if fields == children(kind) or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
 
 
@@ -192,7 +193,7 @@ def comparable(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_binary(kind):  # Other files may have another size, or none.
         return pa.binary()
     replaced = {pa.float16(): pa.float32(), pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-    return replaced.get(kind, kind)
+    return replaced.get(kind, portable(kind) if has_part(kind, is_list_view) else kind)
 
 
 def comparable_fields(fields: Iterable[pa.Field]) -> list[pa.Field]:

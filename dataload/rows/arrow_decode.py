@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import bounds, elements, numbers, plain, unwrapped, valid
+from dataload.formats.arrow_arrays import bounds, elements, numbers, plain, plain_type, unwrapped, valid
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, portable, storage
 from dataload.formats.exact_values import array_of
 from dataload.formats.null_types import has_null_type
@@ -84,7 +84,7 @@ class _Decoder:
                 chunks = _cast(chunks, kind)
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
-                common = plain(pa.nulls(0, self._field.type)).type
+                common = plain_type(self._field.type)
                 return Nested(whole if whole.type == common else whole.cast(common)), None
             return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
         except pa.ArrowException as error:
@@ -94,7 +94,7 @@ class _Decoder:
         kind = chunks.type
         column = _whole(unwrapped(chunks))
         if is_list(column.type):  # an array of Hugging Face datasets
-            column = column.cast(_fixed_lists(column.type, self._field.shape))
+            column = plain(column).cast(_fixed_lists(column.type, self._field.shape))
         values, nulls = self._dense(column)
         rows: Array | None = None
         if nulls is not None:
@@ -237,8 +237,10 @@ class _Decoder:
 
 def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Return a column without values with the type that it has in the dataset."""
-    is_null = pa.types.is_null(chunks.type)
-    return pa.chunked_array([pa.nulls(len(chunks), kind)]) if is_null else chunks.cast(portable(kind))
+    if pa.types.is_null(chunks.type):
+        return pa.chunked_array([pa.nulls(len(chunks), kind)])
+    common = plain_type(portable(kind))
+    return pa.chunked_array([plain(chunk).cast(common) for chunk in chunks.chunks], common)
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

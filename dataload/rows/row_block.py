@@ -37,7 +37,7 @@ from dataload.rows.columns import (
 )
 from dataload.runtime.cached_property import cached_property
 
-VERSION = 4
+VERSION = 5
 KEPT_USES = 8  # of a string, from which on it is kept in memory as a Python object
 _ALIGN = 64
 _HEAP_START = np.dtype((np.int64, (2,)))  # its offset, and the bytes of its table

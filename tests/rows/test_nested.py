@@ -563,6 +563,41 @@ def test_the_values_of_maps_may_be_null() -> None:
     assert portable(kind).item_field.nullable
 
 
+def list_views(kind: Any, values: pa.Array) -> pa.Array:
+    """Return [[values[3]], None, [values[0]], [values[1], values[2]], []] in this order, as list views."""
+    offsets, sizes = pa.array([3, 0, 0, 1, 2], pa.int32()), pa.array([1, 2, 1, 2, 0], pa.int32())
+    mask = pa.array([False, True, False, False, False])
+    return pa.ListViewArray.from_arrays(offsets, sizes, values, type=pa.list_view(kind), mask=mask)
+
+
+STRUCT = pa.struct([pa.field("a", pa.int32(), nullable=False)])
+STRUCTS = pa.array([{"a": number} for number in range(4)], STRUCT)
+VIEWS = {
+    "alone": [list_views(STRUCT, STRUCTS)],
+    "not null": [list_views(pa.field("item", STRUCT, nullable=False), STRUCTS), pa.array([[None]], pa.list_(STRUCT))],
+    "text": [list_views(pa.string(), pa.array(list("abcd"))), pa.array([["x"], None], pa.list_(pa.string()))],
+    "without numbers": [list_views(pa.null(), pa.nulls(4)), pa.array([[1], None], pa.list_(pa.int64()))],
+    "without text": [list_views(pa.null(), pa.nulls(4)), pa.array([["x"], None], pa.list_(pa.string()))],
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("case", VIEWS)
+def test_list_views_have_their_sizes_and_order(tmp_path: Path, case: str, order: int) -> None:
+    """Arrow's own cast of list views to lists ignores the sizes."""
+    columns = VIEWS[case][::order]
+    for number, column in enumerate(columns):
+        table = pa.table({"c": column})
+        with pa.ipc.new_file(tmp_path / f"{number}.arrow", table.schema) as file:
+            file.write(table)
+    expected = [value for column in columns for value in column.to_pylist()]
+    if case == "without numbers":  # Batches have 0 for a null in a list of integers.
+        expected = [value and [each or 0 for each in value] for value in expected]
+    dataset = make_dataset(tmp_path, cache=False, null_masks=True)
+    assert [plain(value) for value in dataset.__getitems__(range(len(dataset))).columns["c"]] == expected
+    assert len(dataset.filter(pc.list_value_length(pc.field("c")) == 2)) == 1
+
+
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
 def test_a_part_of_lists_is_converted_alone(kind: pa.DataType) -> None:
     """Record batches are cut into blobs."""
