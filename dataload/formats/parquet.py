@@ -18,7 +18,8 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.formats.arrow_types import children, has_elements, has_part, is_bytes, is_list, number, storage
-from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
+from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
+from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import flatten
@@ -50,9 +51,10 @@ class ParquetFooter:
 
     streams = True
 
-    def __init__(self, data: memoryview, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+    def __init__(self, data: memoryview, metadata: pq.FileMetaData, schema: pa.Schema, size: int) -> None:
         self._data = data
         self._metadata = metadata
+        self._size = size
         self.schema = schema.remove_metadata()
         self._columns = _columns_of(self.schema)
 
@@ -65,7 +67,7 @@ class ParquetFooter:
             if rest == SIGNATURE_BYTES:  # Asked for the chunk of an encrypted column, pyarrow would abort the process.
                 raise DataError(f"{obj.name} {ENCRYPTED}")
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
-            return cls(data, file.metadata, file.schema_arrow)
+            return cls(data, file.metadata, file.schema_arrow, obj.size)
 
     @property
     def lengths(self) -> list[int]:
@@ -88,10 +90,14 @@ class ParquetFooter:
         return [name for name in columns if any(map(_is_larger_decoded, self._chunks(number, [name])))]
 
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
-        ranges = _ranges(self._chunks(number, columns), capacity)
+        ranges = self._ranges(number, columns, capacity)
         if self._shares_blocks(number):
             return ranges, []
         return [], pieces(ranges, capacity - _buffer_bytes(ranges, capacity) * len(ranges))
+
+    def _ranges(self, number: int, columns: Sequence[str], capacity: int) -> list[Span]:
+        uncounted = uncounted_bytes(self._metadata.created_by)
+        return ranges_of(self._chunks(number, columns), capacity, uncounted, self._size)
 
     def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
@@ -116,7 +122,7 @@ class ParquetFooter:
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int
     ) -> Iterator[RowGroupReader]:
         """Open a row group. `capacity` bytes are fetched in advance, the rest during decoding; see `Footer`."""
-        ranges = _ranges(self._chunks(number, columns), capacity)
+        ranges = self._ranges(number, columns, capacity)
         size = self.stored_bytes(number)
         is_small = size < SHARED_BYTES
         if blocks.retains_blocks and self._shares_blocks(number):
@@ -291,18 +297,6 @@ def _is_without_length(kind: pa.DataType) -> bool:
 def _leaf_count(kind: pa.DataType) -> int:
     parts = children(storage(kind))
     return sum(_leaf_count(part.type) for part in parts) if parts else 1
-
-
-def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int) -> list[Span]:
-    """Return the byte ranges of these chunks; neighbours are merged if `capacity` bytes hold all."""
-    spans = []
-    for chunk in chunks:
-        first = chunk.data_page_offset
-        if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-            first = min(first, chunk.dictionary_page_offset)
-        spans.append((first, first + chunk.total_compressed_size))
-    spans.sort()
-    return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans
 
 
 def _buffer_bytes(ranges: Sequence[Span], capacity: int) -> int:

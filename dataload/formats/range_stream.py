@@ -46,7 +46,7 @@ class RangeStream(io.RawIOBase):
     Args:
         fetch: Starts to fill a memoryview with the bytes of the object from a given offset on.
         obj: The object.
-        ranges: Byte ranges, in the order of the object.
+        ranges: Byte ranges, in the order of the object. They may overlap if not all fit into `capacity`.
         capacity: Bytes that are in memory at a time.
         requests: Requests among which the ranges are divided if they are held, so that they arrive as early as
             possible. 0: each request is as large as it may be, which takes the least work.
@@ -71,7 +71,7 @@ class RangeStream(io.RawIOBase):
         self._share = capacity // max(1, len(ranges))
         self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
         self._buffer: mmap.mmap | None = None
-        self._pieces: dict[int, _Piece] = {}  # by first byte
+        self._pieces: dict[tuple[int, int], _Piece] = {}  # by first byte of the range and of the piece
         try:
             _check_end(obj, ranges)
             self._start(size)
@@ -139,7 +139,7 @@ class RangeStream(io.RawIOBase):
         first, last = self._position, self._position + max(0, size)
         if first == last:
             return b""
-        for start, stop in self._ranges:
+        for start, stop in reversed(self._ranges):  # Where ranges overlap, the bytes are mostly of the later one.
             if start <= first and last <= stop:
                 self._position = last
                 return self._between(start, stop, first, last)
@@ -156,11 +156,13 @@ class RangeStream(io.RawIOBase):
         for position in positions:
             self._read_ahead(position, start, stop)
             with doing("origin"):
-                self._pieces[position].fetched.result()
+                self._pieces[start, position].fetched.result()
         if self._held:
             return self._memory[start][first - start : last - start]
-        parts = [self._pieces[position].memory[max(first - position, 0) : last - position] for position in positions]
-        for consumed in [position for position in self._pieces if start <= position <= last - size]:
+        parts = [
+            self._pieces[start, position].memory[max(first - position, 0) : last - position] for position in positions
+        ]
+        for consumed in [piece for piece in self._pieces if piece[0] == start and piece[1] <= last - size]:
             del self._pieces[consumed]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -169,10 +171,10 @@ class RangeStream(io.RawIOBase):
         size = self._piece(start, stop)
         end = stop if self._held else min(stop, begin + max(2, self._share // size) * size)
         for position in range(begin, end, size):
-            if position not in self._pieces:
+            if (start, position) not in self._pieces:
                 length = min(size, stop - position)
                 memory = self._memory[start][position - start :][:length] if self._held else _allocate(length)
-                self._pieces[position] = _Piece(memory, self._fetch(position, memory))
+                self._pieces[start, position] = _Piece(memory, self._fetch(position, memory))
 
     def _piece(self, start: int, stop: int) -> int:
         return _piece_bytes(stop - start, self._share, self._most, held=self._held)

@@ -50,11 +50,23 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     data=st.data(),
 )
 def test_each_range_reads_forward_beside_the_others(origin: Any, borders: list[int], room: int, data: Any) -> None:
-    ranges = list(zip(borders[::2], borders[1::2], strict=False))
+    check_reads(origin, list(zip(borders[::2], borders[1::2], strict=False)), room, data)
+
+
+@given(room=st.integers(0, 20), data=st.data())
+def test_ranges_that_overlap(origin: Any, room: int, data: Any) -> None:
+    """As those of chunks whose size lacks a header. Pieces of two ranges may begin at the same byte."""
+    check_reads(origin, [(0, 26), (16, 60)], room, data, again=True)
+
+
+def check_reads(origin: Any, ranges: list[tuple[int, int]], room: int, data: Any, *, again: bool = False) -> None:
+    """Check reads of the ranges in turns. again: some go back to the first byte of their range."""
     at = [start for start, _ in ranges]
     with opened(*origin, ranges, room) as file:
         for _ in range(data.draw(st.integers(1, 12))):
             number = data.draw(st.integers(0, len(ranges) - 1))
+            if again and data.draw(st.booleans()):
+                at[number] = ranges[number][0]
             size = data.draw(st.integers(0, ranges[number][1] - at[number]))
             file.seek(at[number])
             assert bytes(file.read_buffer(size)) == CONTENT[at[number] : at[number] + size]

@@ -209,3 +209,23 @@ def test_a_row_group_is_held_or_streamed(
     needed = [rows - 1, 0, 7]
     assert found(dataset, needed) == expected(table.take(needed))
     assert requests <= dataset.blocks.stats()["requests_origin"] - footer <= 3 * requests
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 800_000], ids=["held", "streamed"])
+@pytest.mark.parametrize("created_by", ["parquet-mr", "parquet-mr version 1.2.8", "parquet-mr version 1.2.9"])
+def test_writers_that_leave_a_header_out_of_the_size_of_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, created_by: str
+) -> None:
+    """Arrow reads 100 bytes more of each chunk of their files."""
+    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1000)
+    monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
+    table = pa.table({f"c{number}": np.random.default_rng(number).random(60_000) for number in range(4)})
+    file = tmp_path / "x.parquet"
+    pq.write_table(table, file, row_group_size=20_000, use_dictionary=False, compression="none", data_page_size=1000)
+    content, writer = file.read_bytes(), pq.read_metadata(file).created_by.encode()
+    file.write_bytes(content.replace(writer, created_by.encode().ljust(len(writer))))
+    assert pq.read_metadata(file).created_by.strip() == created_by
+    dataset = make_dataset(str(file), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    dataset.rowstore.blobs.memory.use(RankShare(memory, 2))
+    needed = [59_999, 0, 30_000]
+    assert found(dataset, needed) == expected(table.take(needed))
