@@ -7,18 +7,18 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
-from dataload.formats.arrow_types import children, has_elements, has_part, is_bytes, is_list, number, storage
+from dataload.formats.arrow_types import has_part
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
+from dataload.formats.parquet_columns import columns_of
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
@@ -38,7 +38,6 @@ BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
 VALUES_AT_ONCE = 1 << 18  # of a column of lists, that are decoded at a time
-SCHEMAS_KEPT = 16
 MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row group
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
@@ -56,7 +55,7 @@ class ParquetFooter:
         self._metadata = metadata
         self._size = size
         self.schema = schema.remove_metadata()
-        self._columns = _columns_of(self.schema)
+        self._columns = columns_of(self.schema)
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
@@ -97,7 +96,8 @@ class ParquetFooter:
 
     def _ranges(self, number: int, columns: Sequence[str], capacity: int) -> list[Span]:
         uncounted = uncounted_bytes(self._metadata.created_by)
-        return ranges_of(self._chunks(number, columns), capacity, uncounted, self._size)
+        chunks = self._chunks(number, self._columns.read_with(columns))
+        return ranges_of(chunks, capacity, uncounted, self._size)
 
     def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
@@ -142,12 +142,12 @@ class ParquetFooter:
             coded = [name for name in texts if _keeps_codes(self._chunks(number, [name]))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
-            own = self._columns.own(columns)
+            own = self._columns.read_with(columns)
             every = len(own) == len(self._columns.leaves)
             times = [name for name in own if name in self._long_times]
             opened = partial(pq.ParquetFile, stream.source, metadata=self._metadata, **arguments)
             with stream, opened(coerce_int96_timestamp_unit="us" if times else None) as file:
-                at_once = None if coded else self._rows_at_once(number, columns)
+                at_once = None if coded else self._rows_at_once(number, own)
                 reader = ParquetReader(file, number, None if every else own, stream, at_once)
                 if not times:
                     yield reader
@@ -188,73 +188,6 @@ class ParquetFooter:
         return [group.column(leaf) for name in self._columns.own(columns) for leaf in self._columns.leaves[name]]
 
 
-class _Columns:
-    """The columns of a file, by its schema.
-
-    Args:
-        schema: The schema of the file.
-    """
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._schema = schema
-
-    @cached_property
-    def numbers(self) -> dict[str, np.dtype[Any]]:
-        """The dtype in batches of each column that holds lists of numbers."""
-        lists = ((field.name, storage(field.type)) for field in flatten(self._schema))
-        found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
-        return {name: dtype for name, dtype in found if dtype is not None}
-
-    @cached_property
-    def lists(self) -> frozenset[str]:
-        """The columns that have lists."""
-        return frozenset(
-            field.name
-            for field in flatten(self._schema)
-            if has_part(field.type, lambda kind: has_elements(storage(kind)))
-        )
-
-    @cached_property
-    def texts(self) -> frozenset[str]:
-        """The columns of strings and bytes that are no members of structs."""
-        plain = (field for field in self._schema if storage(field.type) == field.type)
-        variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
-        return frozenset(field.name for field in variable)
-
-    def likely_cause(self, columns: Collection[str]) -> str:
-        """Return what is likely to be wrong if these columns cannot be decoded, for errors; "" in most cases."""
-        name = next((name for name in self._without_length if name in columns), None)
-        if name is None:
-            return ""
-        return (
-            f": column {name!r} has lists of the fixed length 0, which Arrow writes to Parquet but cannot read: leave "
-            "it out with columns=, or write lists of varying length. It"
-        )
-
-    @cached_property
-    def _without_length(self) -> tuple[str, ...]:
-        """The columns with lists of the fixed length 0."""
-        return tuple(field.name for field in flatten(self._schema) if has_part(field.type, _is_without_length))
-
-    def own(self, columns: Iterable[str]) -> list[str]:
-        """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""
-        leaves = self.leaves
-        holders = (
-            name if name in leaves else next(own for own in leaves if name.startswith(f"{own}.")) for name in columns
-        )
-        return list(dict.fromkeys(holders))
-
-    @cached_property
-    def leaves(self) -> dict[str, range]:
-        """The range of Parquet leaf columns that holds each column of the flat schema."""
-        flat = flatten(self._schema)
-        stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
-        return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
-
-
-_columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have equal schemas.
-
-
 def _is_ns(kind: pa.DataType) -> bool:
     return pa.types.is_timestamp(kind) and bool(kind.unit == "ns")
 
@@ -286,17 +219,6 @@ def _has_codes(chunk: pq.ColumnChunkMetaData) -> bool:
     data = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
     limit = CODE_BYTES * values if is_short else SHARED_BITS * values * math.log2(values) / 8
     return bool(data < limit)
-
-
-def _is_without_length(kind: pa.DataType) -> bool:
-    """Return whether values are lists of the fixed length 0."""
-    kind = storage(kind)
-    return bool(pa.types.is_fixed_size_list(kind) and not kind.list_size)
-
-
-def _leaf_count(kind: pa.DataType) -> int:
-    parts = children(storage(kind))
-    return sum(_leaf_count(part.type) for part in parts) if parts else 1
 
 
 def _buffer_bytes(ranges: Sequence[Span], capacity: int) -> int:

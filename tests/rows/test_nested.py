@@ -155,6 +155,43 @@ class Private(pa.ExtensionType):
         return cls()
 
 
+class Point(pa.ExtensionType):
+    """A type with members."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            pa.struct([("x", pa.int64()), ("name", pa.string()), ("tags", pa.list_(pa.string()))]), "point"
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.extension_name)
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> Point:
+        return cls()
+
+
+def test_members_of_an_extension_type_are_chosen_alone(tmp_path: Path) -> None:
+    """Arrow cannot make a value of an extension type of some of its members."""
+    rows = [{"x": number, "name": "a name" * 10, "tags": ["a"]} for number in range(100)]
+    points = pa.ExtensionArray.from_storage(Point(), pa.array(rows, Point().storage_type))
+    structs = pa.StructArray.from_arrays([points, pa.array(range(100))], ["p", "q"])
+    table = pa.table({"p": points, "s": structs})
+    pa.register_extension_type(Point())
+    try:
+        pq.write_table(table, tmp_path / "x.parquet")
+        for column, expected in {"p.x": 7, "s.p.tags": ["a"], "s.q": 7}.items():
+            assert make_dataset(tmp_path, columns=[column], cache=False)[7] == {column: expected}
+        names = make_dataset(tmp_path, columns=["p.name"], cache=False).rowstore.blobs
+        names.measure()
+        assert names.row_bytes > len("a name" * 10)
+    finally:
+        pa.unregister_extension_type("point")
+
+
 @pytest.mark.parametrize(
     "around",
     [

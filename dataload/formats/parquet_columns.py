@@ -1,0 +1,126 @@
+"""The columns of a Parquet file, by its Arrow schema."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataload.formats.arrow_types import (
+    children,
+    has_elements,
+    has_members,
+    has_part,
+    is_bytes,
+    is_list,
+    number,
+    storage,
+)
+from dataload.formats.schema import flatten
+from dataload.runtime.cached_property import cached_property
+
+SCHEMAS_KEPT = 16
+
+
+class ParquetColumns:
+    """The columns of a file, by its schema.
+
+    Args:
+        schema: The schema of the file.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+
+    @cached_property
+    def numbers(self) -> dict[str, np.dtype[Any]]:
+        """The dtype in batches of each column that holds lists of numbers."""
+        lists = ((field.name, storage(field.type)) for field in flatten(self._schema))
+        found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
+        return {name: dtype for name, dtype in found if dtype is not None}
+
+    @cached_property
+    def lists(self) -> frozenset[str]:
+        """The columns that have lists."""
+        return frozenset(
+            field.name
+            for field in flatten(self._schema)
+            if has_part(field.type, lambda kind: has_elements(storage(kind)))
+        )
+
+    @cached_property
+    def texts(self) -> frozenset[str]:
+        """The columns of strings and bytes that are no members of structs."""
+        plain = (field for field in self._schema if storage(field.type) == field.type)
+        variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
+        return frozenset(field.name for field in variable)
+
+    def likely_cause(self, columns: Collection[str]) -> str:
+        """Return what is likely to be wrong if these columns cannot be decoded, for errors; "" in most cases."""
+        name = next((name for name in self._without_length if name in columns), None)
+        if name is None:
+            return ""
+        return (
+            f": column {name!r} has lists of the fixed length 0, which Arrow writes to Parquet but cannot read: leave "
+            "it out with columns=, or write lists of varying length. It"
+        )
+
+    @cached_property
+    def _without_length(self) -> tuple[str, ...]:
+        """The columns with lists of the fixed length 0."""
+        return tuple(field.name for field in flatten(self._schema) if has_part(field.type, _is_without_length))
+
+    def own(self, columns: Iterable[str]) -> list[str]:
+        """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""
+        leaves = self.leaves
+        holders = (
+            name if name in leaves else next(own for own in leaves if name.startswith(f"{own}.")) for name in columns
+        )
+        return list(dict.fromkeys(holders))
+
+    def read_with(self, columns: Iterable[str]) -> list[str]:
+        """Return the file's own columns that Arrow reads for these: all members of an extension type, or none."""
+        return list(dict.fromkeys(name for own in self.own(columns) for name in self._together.get(own, [own])))
+
+    @cached_property
+    def _together(self) -> dict[str, list[str]]:
+        """The members of an extension type, by each of them."""
+        extensions = itertools.chain.from_iterable(map(_extensions, self._schema))
+        together = [flatten(pa.schema([field])).names for field in extensions]
+        return {name: names for names in together for name in names}
+
+    @cached_property
+    def leaves(self) -> dict[str, range]:
+        """The range of Parquet leaf columns that holds each column of the flat schema."""
+        flat = flatten(self._schema)
+        stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
+        return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
+
+
+columns_of = lru_cache(SCHEMAS_KEPT)(ParquetColumns)  # The files of a dataset have equal schemas.
+
+
+def _extensions(field: pa.Field) -> Iterator[pa.Field]:
+    """Yield the columns and members of structs whose type is an extension with members, by their dotted names."""
+    if not has_members(field.type):
+        return
+    if isinstance(field.type, pa.BaseExtensionType):
+        yield field
+        return
+    for member in storage(field.type):
+        yield from _extensions(member.with_name(f"{field.name}.{member.name}"))
+
+
+def _is_without_length(kind: pa.DataType) -> bool:
+    """Return whether values are lists of the fixed length 0."""
+    kind = storage(kind)
+    return bool(pa.types.is_fixed_size_list(kind) and not kind.list_size)
+
+
+def _leaf_count(kind: pa.DataType) -> int:
+    parts = children(storage(kind))
+    return sum(_leaf_count(part.type) for part in parts) if parts else 1
