@@ -73,6 +73,9 @@ class Footer(Protocol):
         Their chunks have dictionary codes, or leave out the prefixes that values share.
         """
 
+    def decompresses_whole(self, number: int) -> bool:
+        """Return whether the first of a row group's `tables` takes the memory of all its rows, decompressed."""
+
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges that `open_row_group` reads: through cached blocks, and in requests of their own.
 

@@ -88,6 +88,9 @@ class ParquetFooter:
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
         return [name for name in columns if any(map(_is_larger_decoded, self._chunks(number, [name])))]
 
+    def decompresses_whole(self, number: int) -> bool:  # noqa: ARG002 (Arrow reads page by page)
+        return False
+
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
         ranges = self._ranges(number, columns, capacity)
         if self._shares_blocks(number):

@@ -156,6 +156,30 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
     assert maker.memory.decoding.idle
 
 
+def test_record_batches_are_decompressed_in_the_memory_of_decoders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow decompresses all rows at once, and a file may have few bytes for them."""
+    groups, size = 4, 8 << 20
+    table = pa.table({"x": np.zeros(size // 8)})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema, options=options) as file:
+        for _ in range(groups):
+            file.write_table(table)
+    blobs = make_dataset(tmp_path / "x.arrow", cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    maker, fetched = blobs.maker, threading.Semaphore(0)
+    assert maker.decoding_bytes(0) > size > 4 * max(blobs.plan.blob_sizes(0))
+    pack, before = maker.pack, pa.total_allocated_bytes()
+    monkeypatch.setattr(maker, "pack", lambda *args: [fetched.release(), pack(*args)][1])
+    with ThreadPoolExecutor(groups) as pool:
+        with maker.memory.decoding.reserve(sys.maxsize):  # The decoders are busy.
+            made = [pool.submit(blobs.make, group) for group in range(groups)]
+            for _ in range(groups):
+                assert fetched.acquire(timeout=30)
+            assert pa.total_allocated_bytes() - before < size
+        assert all(future.result(30) for future in made)
+
+
 def test_a_list_of_structs_is_streamed_as_several_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has pieces in flight, for which the least budget must have room."""
     monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1)

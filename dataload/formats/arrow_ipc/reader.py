@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial
@@ -78,6 +78,9 @@ class ArrowFooter:
     def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema holds for all)
         return [name for name in columns if any(self._dictionaries_of[own] for own in self._own_columns([name]))]
 
+    def decompresses_whole(self, number: int) -> bool:
+        return self._batches[number].is_compressed
+
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:  # noqa: ARG002 (all columns are in memory at once)
         *before, (_, spans) = self._needed(number, self._own_columns(columns))
         dictionaries = [span for _, needed in before for span in needed]
@@ -106,17 +109,21 @@ class ArrowFooter:
     ) -> Iterator[RowGroupReader]:
         """Open a record batch. All chosen columns are in memory at once; see `Footer`."""
         own = self._own_columns(columns)
-        options = pa.ipc.IpcReadOptions(
-            included_fields=[self.schema.get_field_index(name) for name in own], use_threads=False
-        )
         with as_data_error(f"{obj.name} record batch {number} cannot be decoded"):
-            stream = pa.BufferReader(self._stream(obj, number, own, blocks))
-            with pa.ipc.open_stream(stream, options=options) as reader:
-                table = reader.read_all()
-            table.validate(full=True)  # Arrow does not check offsets: damaged ones would crash the process.
-            if table.num_rows != self.lengths[number]:
-                raise pa.ArrowInvalid(f"{table.num_rows} rows, but its metadata says {self.lengths[number]}")
-            yield _Reader(table)
+            stream = self._stream(obj, number, own, blocks)
+            yield _Reader(partial(self._decompressed, stream, number, own))
+
+    def _decompressed(self, stream: pa.Buffer, number: int, columns: Sequence[str]) -> pa.Table:
+        """Return the rows of a record batch, given its `_stream`."""
+        options = pa.ipc.IpcReadOptions(
+            included_fields=[self.schema.get_field_index(name) for name in columns], use_threads=False
+        )
+        with pa.ipc.open_stream(pa.BufferReader(stream), options=options) as reader:
+            table = reader.read_all()
+        table.validate(full=True)  # Arrow does not check offsets: damaged ones would crash the process.
+        if table.num_rows != self.lengths[number]:
+            raise pa.ArrowInvalid(f"{table.num_rows} rows, but its metadata says {self.lengths[number]}")
+        return table
 
     def _stream(self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Buffer:
         """Return a stream of one record batch in which only the bytes of these columns are filled."""
@@ -172,17 +179,20 @@ class ArrowFooter:
 
 
 class _Reader:
+    """See `RowGroupReader`. `decompressed` returns all rows: not before they are read, as they may take much memory."""
+
     fetches: Sequence[Future[None]] = ()
 
-    def __init__(self, table: pa.Table) -> None:
-        self._table = table
+    def __init__(self, decompressed: Callable[[], pa.Table]) -> None:
+        self._decompressed = decompressed
 
     def wait(self) -> None:
-        """Do nothing: the bytes are decoded."""
+        """Do nothing: the bytes are fetched."""
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
-        for first in range(0, max(1, self._table.num_rows), rows):
-            yield self._table.slice(first, rows)
+        table = self._decompressed()
+        for first in range(0, max(1, table.num_rows), rows):
+            yield table.slice(first, rows)
 
 
 def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> tuple[dict[str, slice], int]:

@@ -201,7 +201,11 @@ class RowGroupMaker:
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that the decoding of a row group takes. They follow blobs larger than their estimate."""
-        return math.ceil(DECODED_COPIES * self._growth * max(self._plan.blob_sizes(number)))
+        sizes, group = self._plan.blob_sizes(number), self._manifest.row_groups[number]
+        largest = decompressed = max(sizes)
+        if len(sizes) > 1 and self.footer(group).decompresses_whole(group.number):
+            decompressed = sum(sizes)
+        return math.ceil(self._growth * (decompressed + (DECODED_COPIES - 1) * largest))
 
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
