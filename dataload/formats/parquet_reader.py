@@ -11,6 +11,9 @@ import pyarrow.parquet as pq
 from dataload.formats.int96 import with_nanoseconds
 from dataload.formats.range_stream import HeldBeginning, RangeStream
 
+TOO_LONG = "chunked array"
+"""In Arrow's error if the text of a nested column takes 2 GiB or more, for which it makes several arrays."""
+
 
 class ParquetReader:
     """See `RowGroupReader`.
@@ -44,13 +47,15 @@ class ParquetReader:
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
         self.wait()
-        if self._at_once is None and self._file.metadata.row_group(self._number).num_rows <= rows:
-            yield self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
-            return
-        pending: list[pa.RecordBatch] = []
         most = min(rows, self._at_once or rows)
-        # Batches may be shorter than `most`: pyarrow ends one early if its values are too long for one array.
-        for batch in self._file.iter_batches(most, row_groups=[self._number], columns=self._columns, use_threads=False):
+        if self._at_once is None and self._file.metadata.row_group(self._number).num_rows <= rows:
+            whole = self._whole()
+            if whole is not None:
+                yield whole
+                return
+            most = max(1, rows // 2)
+        pending: list[pa.RecordBatch] = []
+        for batch in self._batches(most):
             pending.append(batch)
             excess = sum(map(len, pending)) - rows
             if excess >= 0:
@@ -58,6 +63,34 @@ class ParquetReader:
                 pending = [batch.slice(len(batch) - excess)] if excess else []
         if pending:
             yield pa.Table.from_batches(pending)
+
+    def _whole(self) -> pa.Table | None:
+        """Return all rows, or None if their text is too long to be read at once."""
+        try:
+            return self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
+        except pa.ArrowNotImplementedError as error:
+            if TOO_LONG not in str(error):
+                raise
+            return None
+
+    def _batches(self, most: int, done: int = 0) -> Iterator[pa.RecordBatch]:
+        """Yield the rows from row `done` on in batches of at most `most`; of fewer if their text is too long.
+
+        Batches may be shorter: pyarrow ends one early if its values are too long for one array.
+        """
+        group, read = [self._number], 0
+        try:
+            for batch in self._file.iter_batches(most, row_groups=group, columns=self._columns, use_threads=False):
+                read += len(batch)
+                if read > done:
+                    yield batch.slice(len(batch) - (read - done))
+                    done = read
+        except pa.ArrowNotImplementedError as error:
+            if TOO_LONG not in str(error) or most == 1:
+                raise
+        else:
+            return
+        yield from self._batches(most // 2, done)
 
 
 class LongTimesReader:

@@ -180,6 +180,32 @@ def test_lists_of_small_numbers_take_the_memory_that_is_reserved(tmp_path: Path,
     assert size < int(done.stdout) < 3 * size + (8 << 20)
 
 
+@pytest.mark.parametrize("blob_rows", [64, 1 << 16])
+def test_long_text_in_structs_is_read_in_smaller_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob_rows: int
+) -> None:
+    """Arrow cannot read 2 GiB of text at once that is a member of structs; here, more than 30 rows from row 100 on."""
+    read = pq.ParquetFile.iter_batches
+
+    def too_long(*_: Any, **__: Any) -> Any:
+        raise pa.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+
+    def limited(file: pq.ParquetFile, most: int, **options: Any) -> Any:
+        last = 0
+        for batch in read(file, most, **options):
+            last += len(batch)
+            yield too_long() if last > 100 and len(batch) > 30 else batch
+
+    monkeypatch.setattr(row_group_plan, "BLOB_ROWS", blob_rows)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", too_long)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", limited)
+    texts = [{"text": f"text {row}", "list": [row]} for row in range(200)]
+    table = pa.table({"id": range(200), "s": texts})
+    pq.write_table(table, tmp_path / "x.parquet")
+    rows = np.random.default_rng(0).permutation(200)
+    assert found(make_dataset(tmp_path, cache=False), rows) == expected(table.take(rows))
+
+
 def test_a_file_without_rows(tmp_path: Path) -> None:
     table = pa.table({"a": pa.array([], pa.int64()), "s": pa.array([], pa.string())})
     pq.write_table(table, tmp_path / "0.parquet")
