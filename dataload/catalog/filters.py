@@ -78,6 +78,8 @@ class Filter:
             columns = [as_comparable(table.column(field.name), field.type) for field in self.schema]
             known = pads.InMemoryDataset(pa.table(columns, schema=self.schema))
             found = known.scanner(columns={"matches": self.expression}, use_threads=False).to_table().column(0)
+        except MemoryError:  # Arrow's is also an ArrowException.
+            raise
         except (pa.ArrowException, KeyError) as error:
             raise ConfigError(f"filters={self} cannot be evaluated: {shown(error)}") from error
         parts = [chunk.to_numpy(zero_copy_only=False) for chunk in found.fill_null(False).chunks]

@@ -121,7 +121,7 @@ class Footer(Protocol):
 
 @contextmanager
 def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise DataError for the exceptions that damaged data causes in the block.
+    """Raise DataError for the exceptions that damaged data causes in the block. Full memory is none of them.
 
     Args:
         what: Names the file and the part of it that cannot be read.
@@ -130,6 +130,9 @@ def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except DataloadError:
+        raise
+    except MemoryError as error:  # Arrow's is also an ArrowException.
+        error.add_note(what)
         raise
     except (pa.ArrowException, OSError, *others) as error:
         way = ": write that column with another type" if isinstance(error, pa.ArrowNotImplementedError) else ""

@@ -87,6 +87,9 @@ class _Decoder:
                 common = plain_type(self._field.type)
                 return Nested(whole if whole.type == common else whole.cast(common)), None
             return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
+        except MemoryError as error:  # Arrow's is also an ArrowException.
+            error.add_note(f"{self._where} cannot be decoded")
+            raise
         except pa.ArrowException as error:
             raise DataError(f"{self._where} cannot be decoded: {error}") from error
 

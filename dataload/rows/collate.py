@@ -222,7 +222,7 @@ def _decoded(name: str, values: Callable[[], Any]) -> Any:
         return values()
     except UnicodeDecodeError as error:
         raise DataError(f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary") from error
-    except DataError:
+    except (DataError, MemoryError):  # Arrow's MemoryError is also an ArrowException.
         raise
     except (pa.ArrowException, ValueError, OverflowError) as error:  # times of nanoseconds, years after 9999
         ways = "leave it out with columns=, or read it with ragged='flat'"

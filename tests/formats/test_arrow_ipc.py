@@ -324,6 +324,19 @@ def test_damage_is_an_error_that_names_the_file(form: str, data: st.DataObject, 
         assert "data.arrow" in str(error) or "column" in str(error)
 
 
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_a_damaged_size_of_compressed_values_is_an_error_that_names_the_file(compression: str, tmp_path: Path) -> None:
+    """It is no lack of memory."""
+    table = pa.table({"id": np.arange(1000)})
+    content = written(table.to_batches(), compression=compression)
+    size = struct.pack("<q", table.nbytes)
+    assert content.count(size) == 1
+    (tmp_path / "x.arrow").write_bytes(content.replace(size, struct.pack("<q", 1 << 60)))
+    dataset = make_dataset(tmp_path, cache=False)
+    with pytest.raises(DataError, match=r"x\.arrow record batch 0 cannot be decoded: .* say that they hold"):
+        dataset[0]
+
+
 def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.arrow"
     file.write_bytes(written(BATCHES_OF_ROWS))

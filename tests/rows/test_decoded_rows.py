@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataload import CacheConfig, make_dataset
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.catalog import filters
 from dataload.dataset import Dataset
-from dataload.formats import parquet, range_stream
-from dataload.rows import row_group_plan
+from dataload.formats import parquet, parquet_reader, range_stream
+from dataload.rows import arrow_decode, collate, row_group_plan
 from dataload.rows.making import row_group_maker
 from dataload.rows.making.row_group_memory import RankShare
 
@@ -54,7 +55,8 @@ TYPES: list[pa.DataType] = [
 MOST_OF_ARROW = """
 import sys
 import pyarrow
-from dataload import CacheConfig, make_dataset
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.catalog import filters
 dataset = make_dataset(f"{sys.argv[1]}/x.parquet", cache=CacheConfig(f"{sys.argv[1]}/cache", "1GB"))
 dataset.rowstore.blobs.make(0)
 print(pyarrow.default_memory_pool().max_memory())
@@ -204,6 +206,26 @@ def test_long_text_in_structs_is_read_in_smaller_batches(
     pq.write_table(table, tmp_path / "x.parquet")
     rows = np.random.default_rng(0).permutation(200)
     assert found(make_dataset(tmp_path, cache=False), rows) == expected(table.take(rows))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (parquet_reader.ParquetReader, "tables"),
+        (arrow_decode, "numbers"),
+        (collate, "numbers"),
+        (filters, "as_comparable"),
+    ],
+    ids=str,
+)
+def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Else `on_error="skip"` would leave out good rows. Arrow's MemoryError is one of its exceptions, too."""
+    pq.write_table(pa.table({"x": [1, 2], "l": [[[1]], [[2]]]}), tmp_path / "x.parquet")
+    monkeypatch.setattr(module, name, lambda *_: pa.allocate_buffer(1 << 60))
+    with pytest.raises(pa.ArrowMemoryError, match="malloc") as error:
+        list(make_loader(make_dataset(tmp_path, cache=False, filters=[("x", ">", 1)]), 1, ragged="flat"))
+    notes = getattr(error.value, "__notes__", [])
+    assert module in (collate, filters) or any("x.parquet row group 0" in note for note in notes)
 
 
 def test_a_file_without_rows(tmp_path: Path) -> None:

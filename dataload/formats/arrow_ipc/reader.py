@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_d
 from dataload.formats.range_stream import pieces
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
+LARGEST_RATIO = 1 << 16  # above that of any buffer that LZ4 or ZSTD can compress
 
 
 class ArrowFooter:
@@ -115,6 +117,7 @@ class ArrowFooter:
 
     def _decompressed(self, stream: pa.Buffer, number: int, columns: Sequence[str]) -> pa.Table:
         """Return the rows of a record batch, given its `_stream`."""
+        self._check_sizes(stream, number, columns)
         options = pa.ipc.IpcReadOptions(
             included_fields=[self.schema.get_field_index(name) for name in columns], use_threads=False
         )
@@ -149,6 +152,17 @@ class ArrowFooter:
         target[starts[-1] :] = END_OF_STREAM
         wait_for_origin(pending)
         return buffer
+
+    def _check_sizes(self, stream: pa.Buffer, number: int, columns: Sequence[str]) -> None:
+        """Raise ArrowInvalid for a compressed buffer with an impossible size, which Arrow would try to allocate."""
+        batch = self._batches[number]
+        if not batch.is_compressed:
+            return
+        body = len(stream) - len(END_OF_STREAM) - (batch.stop - batch.body)
+        for start, size in chain.from_iterable(self._buffers(number, columns)):
+            (decompressed,) = struct.unpack_from("<q", stream, body + start)
+            if size and decompressed > LARGEST_RATIO * size:
+                raise pa.ArrowInvalid(f"{size} compressed bytes say that they hold {decompressed}")
 
     def _own_columns(self, columns: Sequence[str]) -> list[str]:
         """Return the file's own columns that hold these; a member of a struct has a dotted name."""
