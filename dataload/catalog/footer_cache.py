@@ -16,7 +16,7 @@ import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import BlobKey, Span, copy_into
+from dataload.cache.tier import Allocate, BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
 from dataload.runtime.executor import DaemonExecutor, shared_executor
@@ -75,7 +75,7 @@ def read_footers(
 
     def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
         name = _name(run)
-        blob = get_or_make(blocks, run_key(name, blocks), lambda: _join(fetches.map(fetch, run)))
+        blob = blocks.tier.get_or_fill(run_key(name, blocks), lambda allocate: _join(fetches.map(fetch, run), allocate))
         found = []
         for number, obj in enumerate(run):
             found.append((look(parse_footer(_cut(blob, number), obj), obj), FooterLocation(name, number)))
@@ -201,10 +201,13 @@ def _name(run: list[Object]) -> Object:
     return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
 
 
-def _join(footers: list[bytes]) -> bytes:
-    """Return the start of each footer, the end of the last one, and then the footers."""
+def _join(footers: list[bytes], allocate: Allocate) -> None:
+    """Make a blob of the start of each footer, the end of the last one, and then the footers."""
     bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
-    return b"".join([bounds.tobytes(), *footers])
+    ends = bounds.tolist()
+    memory = allocate(ends[-1])
+    for start, stop, part in zip([0, *ends], ends, [bounds.tobytes(), *footers], strict=False):
+        memory[start:stop] = part
 
 
 def _cut(blob: memoryview, number: int) -> memoryview:
