@@ -76,38 +76,43 @@ LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
 def announcing_launchers(
-    environ: Mapping[str, str], group: tuple[int, int] | None = None
+    environ: Mapping[str, str], num_ranks: int | None = None
 ) -> list[tuple[Launcher, tuple[int | None, int]]]:
     """Return (launcher, (rank, world size)) of the launchers that announce the number of ranks, the most trusted first.
 
-    A launcher that agrees with the process group comes first. `srun` may run inside `mpirun -n 1`, so MPI and Slurm
-    come last if they announce a single rank.
+    `srun` may run inside `mpirun -n 1`, so MPI and Slurm come last if they announce a single rank.
 
     A script may export WORLD_SIZE alone, and start with srun or mpirun. A launcher that does not say the rank is left
     out if another one says it, for as many ranks.
 
     Args:
         environ: The environment.
-        group: (rank, world size) of the process group; None: there is none.
+        num_ranks: Leave out launchers that announce another number; None: none.
     """
     announced = {each: (integer(environ, each.rank), integer(environ, each.world_size)) for each in LAUNCHERS}
     ranked = {size for rank, size in announced.values() if rank is not None}
     known = [
         (each, (rank, size))
         for each, (rank, size) in announced.items()
-        if size is not None and (rank is not None or size not in ranked)
+        if size is not None and num_ranks in (None, size) and (rank is not None or size not in ranked)
     ]
-    return sorted(known, key=lambda found: (found[1] != group, found[0] is not LAUNCHERS[0] and found[1][1] == 1))
+    return sorted(known, key=lambda found: found[0] is not LAUNCHERS[0] and found[1][1] == 1)
 
 
-def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
+def read_launcher(environ: Mapping[str, str], launcher: Launcher, rank: int | None = None) -> Launched:
     """Return what a launcher says in `environ`.
+
+    Args:
+        environ: The environment.
+        launcher: The launcher.
+        rank: Number of this process, if it is known; None: that of the launcher.
 
     Raises:
         ConfigError: The launcher does not say the rank of this process, or its numbers contradict each other.
     """
     world_size = integer(environ, launcher.world_size) or 1
-    rank, local_rank = integer(environ, launcher.rank), integer(environ, *launcher.local_rank)
+    rank = integer(environ, launcher.rank) if rank is None else rank
+    local_rank = integer(environ, *launcher.local_rank)
     local_size, one_host = integer(environ, *launcher.local_world_size), on_one_host(environ, world_size)
     if rank is None and (integer(environ, "NODE_RANK") == 0 or world_size == (local_size or one_host)):
         rank = local_rank  # Lightning's own launcher sets no RANK; on the first node, or the only one, it is this.

@@ -130,19 +130,10 @@ class World:
         """Return the world of an initialised torch.distributed, else that of the launcher.
 
         Raises:
-            ConfigError: There is more than one rank, and the rank of this process cannot be determined.
+            ConfigError: There is more than one rank, and the rank of this process cannot be determined; or the numbers
+                of the launcher contradict each other.
         """
-        group = _process_group()
-        if group is None:
-            return read_environment(os.environ)
-        try:
-            launched = read_environment(os.environ, group)
-        except ConfigError:
-            launched = None
-        # The process group knows the rank; only the launcher knows the host. Use the host if the two agree.
-        if launched is not None and (launched.rank, launched.world_size) == group:
-            return launched
-        return cls(*group, local_world_size=on_one_host(os.environ, group[1]))
+        return read_environment(os.environ, _process_group())
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> World:
@@ -193,25 +184,39 @@ def _host_ranks(world: World) -> Iterable[int]:
 def read_environment(environ: Mapping[str, str], group: tuple[int, int] | None = None) -> World:
     """Return the world that a launcher describes in `environ`, or a world of one process without a launcher.
 
+    A process group knows the rank; only a launcher of as many ranks knows the host. A script that sets RANK and
+    WORLD_SIZE leaves the host to srun or MPI, too. Both may number the ranks in another order than the launcher, which
+    only some ranks can tell. So the launcher is chosen by the world size, on which all ranks agree.
+
     Args:
         environ: The environment.
-        group: (rank, world size) of the process group, whose launcher is preferred; None: there is none.
+        group: (rank, world size) of the process group; None: there is none.
 
     Raises:
-        ConfigError: The launcher announces more than one rank but not the rank of this process.
+        ConfigError: The launcher announces more than one rank but not the rank of this process, or its numbers
+            contradict each other.
     """
-    if announced := announcing_launchers(environ, group):
-        if group is None:
+    rank, num_ranks = group or (None, None)
+    if announced := announcing_launchers(environ, num_ranks):
+        if rank is None:
             warn_of_terminal(environ, *announced[0])
-        # A script that sets RANK and WORLD_SIZE from the variables of srun or MPI leaves the rest to those.
-        worlds = (World(*read_launcher(environ, each)) for each, place in announced if place == announced[0][1])
-        first = next(worlds)
-        if None in (first.num_nodes, first.local_rank):
-            return next((other for other in worlds if other.num_nodes is not None), first)
-        return first
+        size = announced[0][1][1]
+        first, *others = (each for each, place in announced if place[1] == size)
+        world = World(*read_launcher(environ, first, rank))
+        if None not in (world.num_nodes, world.local_rank):
+            return world
+        worlds = (World(*read_launcher(environ, each, world.rank)) for each in others)
+        return next((other for other in worlds if _says_more(other, world)), world)
+    if group is not None:
+        return World(*group, local_world_size=on_one_host(environ, group[1]))
     if integer(environ, "RANK"):
         raise ConfigError(f"RANK={environ['RANK']} says that there are more ranks: set WORLD_SIZE too")
     return World(0, 1, 0, 1)
+
+
+def _says_more(other: World, world: World) -> bool:
+    """Return whether another launcher knows the nodes. The step of a daemon has other ranks on this host."""
+    return other.num_nodes is not None and world.local_world_size in (None, other.local_world_size)
 
 
 def _process_group() -> tuple[int, int] | None:

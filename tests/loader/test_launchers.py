@@ -158,6 +158,45 @@ def test_ranks_that_meet_on_one_host_know_their_local_ranks(launcher: Any) -> No
     assert [read_environment({name: str(value) for name, value in own.items()}) for own in processes] == expected
 
 
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [3, 0, 1, 2]])
+@pytest.mark.parametrize("distribution", ["block", "cyclic"])
+def test_ranks_that_a_script_numbers_in_another_order_agree_on_the_streams(order: Any, distribution: str) -> None:
+    """Some ranks may keep their number, so they cannot tell."""
+    script = {"WORLD_SIZE": 4, "SLURM_DISTRIBUTION": distribution}
+    environs = [own | script | {"RANK": rank} for rank, own in zip(order, srun((2, 2)), strict=True)]
+    found = worlds(lambda _: environs, (2, 2))
+    assert [world.rank for world in found] == order
+    assert {(world.num_streams, world.node_share) for world in found} == {(2 if distribution == "block" else 4, 0.5)}
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [3, 0, 1, 2]])
+def test_ranks_that_a_process_group_numbers_in_another_order_agree_on_the_streams(order: Any) -> None:
+    for launcher in (srun, torchrun, exported):
+        environs = [{name: str(value) for name, value in own.items()} for own in launcher((2, 2))]
+        found = [read_environment(own, (rank, 4)) for rank, own in zip(order, environs, strict=True)]
+        assert [world.rank for world in found] == order
+        assert {world.num_streams for world in found} == {2}
+
+
+def test_a_process_group_does_not_hide_unequal_nodes() -> None:
+    """Only some ranks can tell, so they must not go on with another number of streams than the others."""
+    own = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
+    with pytest.raises(ConfigError, match="rank 2 is on node 1 of 1 ranks: nodes have unequal"):
+        read_environment(own, (2, 4))
+
+
+def test_a_process_group_knows_the_rank_that_a_launcher_does_not_say() -> None:
+    environs = [{"WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"} for rank in range(4)]
+    found = [read_environment(own | {"NODE_RANK": str(rank // 2)}, (rank, 4)) for rank, own in enumerate(environs)]
+    assert found == [World(rank, 4, rank % 2, 2) for rank in range(4)]
+
+
+def test_the_step_of_a_daemon_does_not_count_the_ranks_of_a_host() -> None:
+    """Four daemons, and ranks on two of their nodes."""
+    first = worlds(mpiexec_in_slurm, (*UNEQUAL, 0, 0))[0]
+    assert first == World(0, 4, 0, 3)
+
+
 @pytest.mark.parametrize("launcher", IN_SLURM)
 def test_the_step_of_a_daemon_or_a_shell_is_no_contradiction(launcher: Any) -> None:
     for own in launcher(EQUAL):
