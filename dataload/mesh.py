@@ -43,7 +43,7 @@ def ravel(coordinate: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def data_parallel_ranks(mesh: DeviceMesh, num_ranks: int) -> list[int] | None:
-    """Return the data-parallel rank of each of `num_ranks` ranks. All ranks return the same.
+    """Return the data-parallel rank of each of `num_ranks` ranks. On a regular grid all ranks return the same.
 
     The strides of the data-parallel dimensions determine the other dimensions of the whole mesh.
 
@@ -52,7 +52,7 @@ def data_parallel_ranks(mesh: DeviceMesh, num_ranks: int) -> list[int] | None:
         num_ranks: Ranks of the whole mesh.
 
     Returns:
-        None if the mesh is not a regular grid, so that it does not determine the other ranks.
+        None if this part of the mesh is not one of a regular grid, so that it does not determine the other ranks.
     """
     shape, own = tuple(mesh.shape), mesh.mesh.flatten().tolist()
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

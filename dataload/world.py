@@ -140,13 +140,15 @@ class World:
         """Return the world of a mesh of the data-parallel dimensions, such as `device_mesh["dp"]`.
 
         Ranks with equal coordinates in `mesh`, such as the peers of a tensor-parallel group, get the same number. The
-        launcher says which nodes they are on.
+        launcher says which nodes they are on. On several nodes, the whole mesh must be a regular grid of all ranks, as
+        that of `init_device_mesh` is, because a process knows only its own part of it.
 
         Args:
             mesh: A mesh of the data-parallel dimensions only, such as `device_mesh["dp_replicate", "dp_shard"]`.
 
         Raises:
-            ConfigError: This process is not in the mesh, or the mesh has a dimension that is not data-parallel.
+            ConfigError: This process is not in the mesh, the mesh has a dimension that is not data-parallel, or there
+                are several nodes and the mesh is no regular grid.
 
         Example:
             ```python
@@ -163,9 +165,18 @@ class World:
         ranks = data_parallel_ranks(mesh, launched.world_size)
         if ranks == list(range(launched.world_size)):
             return launched
-        if ranks is None or (launched.num_nodes is None and launched.local_world_size is None):
+        if launched.num_nodes is None and launched.local_world_size is None:
             return cls(rank, size)
         streams = launched.num_streams
+        if ranks is None:
+            if streams > 1 and size < launched.world_size:  # A peer may have ranks in order, and take other streams.
+                raise ConfigError(
+                    f"ranks {mesh.mesh.flatten().tolist()} of the mesh are not in ascending order with equal steps, so "
+                    "they cannot agree with the others on the rows of each node: order the mesh as init_device_mesh "
+                    f"does, or, in a loop of your own, pass world=World({rank}, {size}) instead of mesh, and such a "
+                    "world on all ranks"
+                )
+            return cls(rank, size)
         sizes = ranks_together(ranks, launched.node_sizes or (launched.world_size // streams,) * streams)
         here = {ranks[process] for process in _host_ranks(launched)}
         return cls(rank, size, launched.local_rank, launched.local_world_size, sizes, tuple(sorted(here)))

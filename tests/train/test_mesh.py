@@ -126,6 +126,35 @@ def test_peers_get_equal_batches_and_each_row_comes_once(ranks, folder, shape, n
     assert len({tuple(each["hashes"]) for each in found}) == len(found)
 
 
+def placed(ranks_of_the_mesh, names, local_size):
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % local_size)
+
+    def run():
+        world = World.detect()
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.world_size)
+        return World.from_mesh(DeviceMesh("cpu", ranks_of_the_mesh, mesh_dim_names=names)["dp"])
+
+    return group_ended(run)
+
+
+def test_a_mesh_that_is_no_grid_is_an_error_on_several_nodes(ranks):
+    """Ranks 0 and 1 cannot tell that their peers 3 and 2 are in another order."""
+    mesh = [[0, 1], [3, 2]]
+    found = ranks(4, placed, mesh, ("tp", "dp"), 2)
+    for error in found[2:]:
+        assert "ranks [3, 2] of the mesh are not in ascending order" in str(error), error
+    found = ranks(4, placed, mesh, ("tp", "dp"), 4)
+    assert [(world.rank, world.world_size, world.num_streams) for world in found] == [
+        (0, 2, 1),
+        (1, 2, 1),
+        (1, 2, 1),
+        (0, 2, 1),
+    ]
+    found = ranks(4, placed, [3, 2, 1, 0], ("dp",), 2)  # All ranks see the whole mesh.
+    assert [(world.rank, world.num_streams) for world in found] == [(3, 1), (2, 1), (1, 1), (0, 1)]
+
+
 def test_a_stopped_epoch_continues_with_fewer_data_parallel_ranks(ranks, folder):
     begun = by_rank(ranks(8, read, folder, (4, 2), DP, 8, stop=5))
     state = begun[0]["state"]
