@@ -92,6 +92,10 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         """
         return [{} for _ in sizes]
 
+    def rows_around(self, row: int) -> range:  # noqa: ARG002 (a mixture's)
+        """Return the rows of the source that has a row; all rows if this is no mixture."""
+        return range(len(self))
+
     def source_of(self, group: int) -> str | None:  # noqa: ARG002 (a mixture's)
         """Return the name of a row group's source; None if this is no mixture."""
         return None

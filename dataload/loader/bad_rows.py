@@ -72,7 +72,7 @@ def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:
     return ", ".join(texts)
 
 
-def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> Array | None:
+def replacements(numbers: Array, source: range, works: Callable[[Array], bool]) -> Array | None:
     """Return the row numbers of a batch with its bad rows replaced.
 
     The good rows work together, and with any other row of the batch they do not. The n-th bad row is replaced by the
@@ -81,7 +81,7 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
 
     Args:
         numbers: Row numbers of a batch that raised, int64 [B].
-        total: Rows of the dataset. Its first row follows its last one.
+        source: Rows of the dataset or source that has the batch's greatest row. Its first row follows its last one.
         works: Returns whether a batch of these rows can be made. The same rows always give the same answer.
 
     Returns:
@@ -89,7 +89,8 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
     """
     good = _maximal(range(len(numbers)), lambda positions: works(numbers[positions]))
     if not good:
-        following = ((int(numbers.max()) + step) % total for step in range(1, total))
+        last = source.index(int(numbers.max()))
+        following = (source[(last + step) % len(source)] for step in range(1, len(source)))
         candidates = (np.full(len(numbers), row, np.int64) for row in islice(following, MOST_SUBSTITUTES))
         return next(filter(works, candidates), None)
     bad = np.setdiff1d(np.arange(len(numbers)), good)

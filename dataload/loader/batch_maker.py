@@ -221,7 +221,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 return make(rows, columns), ()
         except Exception as error:
             skips = self._skip and is_of_a_row(error)
-            numbers = replacements(rows.numbers, len(self._dataset), works) if skips else None
+            source = self._dataset.rows_around(int(rows.numbers.max()))
+            numbers = replacements(rows.numbers, source, works) if skips else None
             if numbers is None:
                 raise
             skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())

@@ -148,6 +148,11 @@ class Mixture(MapStyle):
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
         return [dict(zip(self.names, batch, strict=True)) for batch in counts.tolist()]
 
+    def rows_around(self, row: int) -> range:
+        """Return the rows of the source that has a row."""
+        source = int(self._sources_of(np.array([row]))[0])
+        return range(int(self._first_rows[source]), int(self._first_rows[source + 1]))
+
     def source_of(self, group: int) -> str:
         """Return the name of a row group's source."""
         return self.names[bisect_right(self._first_groups, group) - 1]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from torch import nn
 
-from dataload import World, fit, make_dataset, make_loader
+from dataload import World, fit, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.loader.bad_rows import MOST_SUBSTITUTES, replacements
@@ -163,6 +163,24 @@ def test_a_batch_without_a_good_row_gets_the_next_row_of_the_dataset(numbers: Da
     assert found[2] == [103, 104, 105, *range(103, 150)]
     assert loader.stats().skipped_rows == 53
     assert x_of(loader_of(numbers, N - 1, batch_size=1))[-1] == [0]
+
+
+def fails_at_the_end_of_the_first_source(batch: dict[str, Any]) -> dict[str, Any]:
+    if ((batch["source"] == 0) & (batch["x"] >= 950)).any():
+        raise LookupError("cannot read")
+    return batch
+
+
+def test_a_homogeneous_batch_without_a_good_row_keeps_its_source(numbers: Dataset) -> None:
+    mixture = mix({"a": numbers, "b": numbers}, batching="homogeneous", name_column="source")
+    transform = fails_at_the_end_of_the_first_source
+    loader = make_loader(mixture, 50, shuffle=False, on_error="skip", transform=transform)
+    batches = list(loader)
+    assert [batch["source"].unique().numel() for batch in batches] == [1] * 40
+    counts = Counter(row for batch in batches for row in batch["source"].tolist())
+    assert loader.stats().rows_by_source == {"a": counts[0], "b": counts[1]} == {"a": N, "b": N}
+    assert [batch["x"].tolist() for batch in batches].count([0] * 50) == 1
+    assert loader.stats().skipped_rows == 50
 
 
 def test_if_every_row_raises_the_exception_is_raised(numbers: Dataset) -> None:
@@ -362,7 +380,7 @@ def test_four_ranks_end_with_equal_counts(ranks: Any, large: str) -> None:
 def test_exactly_the_bad_rows_are_replaced(case: tuple[int, set[int]], more: int) -> None:
     count, bad = case
     numbers, total = np.arange(count) + 7, count + 7 + more
-    found = replacements(numbers, total, lambda rows: not {row - 7 for row in rows.tolist()} & bad)
+    found = replacements(numbers, range(total), lambda rows: not {row - 7 for row in rows.tolist()} & bad)
     good = [row + 7 for row in range(count) if row not in bad]
     assert found is not None
     if not good:
@@ -375,7 +393,7 @@ def test_exactly_the_bad_rows_are_replaced(case: tuple[int, set[int]], more: int
 @given(st.integers(3, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
 def test_exactly_the_row_that_does_not_suit_the_others_is_replaced(case: tuple[int, int]) -> None:
     count, odd = case
-    found = replacements(np.arange(count), count, lambda rows: len({row == odd for row in rows.tolist()}) == 1)
+    found = replacements(np.arange(count), range(count), lambda rows: len({row == odd for row in rows.tolist()}) == 1)
     assert found is not None
     assert np.flatnonzero(found != np.arange(count)).tolist() == [odd]
 
@@ -402,7 +420,7 @@ def test_one_bad_row_of_many_takes_few_calls() -> None:
         sizes.append(len(rows))
         return 700 not in rows
 
-    found = replacements(np.arange(1024), 1024, works)
+    found = replacements(np.arange(1024), range(1024), works)
     assert found is not None
     assert np.flatnonzero(found != np.arange(1024)).tolist() == [700]
     assert len(sizes) <= 4 * 10
@@ -416,9 +434,9 @@ def test_no_row_works() -> None:
         tried.append(rows.tolist())
         return False
 
-    assert replacements(np.arange(4), 1000, works) is None
+    assert replacements(np.arange(4), range(1000), works) is None
     assert tried[-MOST_SUBSTITUTES:] == [[row] * 4 for row in range(4, 4 + MOST_SUBSTITUTES)]
-    assert replacements(np.zeros(1, np.int64), 1, works) is None
+    assert replacements(np.zeros(1, np.int64), range(1), works) is None
 
 
 def test_an_error_that_does_not_come_again_is_logged(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
