@@ -136,7 +136,7 @@ class RankSampler(DistributedSampler[int]):
         """Begin the epoch in file order, without a shuffle."""
         self._given = {**self._given, "shuffle": False}
         self._follow(self.next_order.with_options(shuffle=False))
-        self.cursor = 0
+        self.seek(self.epoch, 0)
 
     @property
     def num_rows(self) -> int:

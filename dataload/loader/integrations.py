@@ -82,6 +82,7 @@ class TrainerEpochs(RankSampler):
 
     _offset = 0
     _restored = False
+    yielded: tuple[int, int] | None = None  # (epoch, rows of it) of the loader's iterator that yielded last
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, as in `RankSampler`."""
@@ -93,14 +94,20 @@ class TrainerEpochs(RankSampler):
         if self._restored and {"lightning.fabric.wrappers", "lightning_fabric.wrappers"} & sys.modules.keys():
             self._offset = max(0, self.epoch - epoch)
         self._restored = False
-        super().set_epoch(epoch + self._offset)
+        self.begin(epoch + self._offset)
 
-    def renew(self, yielded: tuple[int, int] | None) -> None:
-        """Follow changes of the dataset, such as new weights of a mixture, unless an epoch goes on.
+    def begin(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, as in `RankSampler`, and forget the last one."""
+        super().set_epoch(epoch)
+        self.yielded = None
 
-        Args:
-            yielded: (epoch, rows of it) of the iterator that yielded last; None: there is none.
-        """
+    def seek(self, epoch: int, cursor: int) -> None:
+        """Move to a position, as in `RankSampler`, and forget the last iteration."""
+        super().seek(epoch, cursor)
+        self.yielded = None
+
+    def renew(self) -> None:
+        """Follow changes of the dataset, such as new weights of a mixture, unless an epoch goes on."""
 
 
 class TrainerSampler(TrainerEpochs, ShardedSampler):
@@ -126,11 +133,11 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
         """The weights of the mixture, which the next epoch will have, if they are others."""
         return None if self._mixture.weights == self.order.weights else list(self._mixture.weights)
 
-    def renew(self, yielded: tuple[int, int] | None) -> None:
+    def renew(self) -> None:
         """Use the current weights of the mixture, as in `TrainerEpochs`."""
         if self._mixture.weights == self.next_order.weights:
             return
-        epoch, rows = yielded or (None, 0)
+        epoch, rows = self.yielded or (None, 0)
         if epoch == self.epoch and self.finished_at(rows):  # The last loop took exactly len(loader) batches.
             self.seek(self.epoch + 1, 0)
         elif epoch == self.epoch or self.cursor:

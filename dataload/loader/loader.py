@@ -93,7 +93,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.stats_dir = stats_dir
         self._requests = Requests(self.rank_sampler, batch_sampler)
         self._stats = LoaderStats()
-        self._yielded: tuple[int, int] | None = None  # (epoch, rows of it) of the iterator that yielded last
         self._workers: DataLoader[Answer] | None = None
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
         self._capacity = Capacity(dataset, self.rank_sampler)
@@ -112,27 +111,26 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return {**vars(self), "_workers": None}
 
     def __len__(self) -> int:
-        self.rank_sampler.renew(self._yielded)
+        self.rank_sampler.renew()
         return super().__len__()
 
     @property
     def padding(self) -> int:
         """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many."""
-        self.rank_sampler.renew(self._yielded)
+        self.rank_sampler.renew()
         return self.rank_sampler.padding_from(self.rank_sampler.cursor)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A position that was restored in this epoch is kept."""
-        if epoch != self.rank_sampler.epoch:
-            self.rank_sampler.seek(epoch, 0)
-        self._yielded = None
+        self.rank_sampler.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
-        if self._yielded is not None and self._yielded[0] == self.rank_sampler.epoch:
-            return {**self.rank_sampler.state_dict(), "cursor": self._yielded[1]}
-        self.rank_sampler.renew(self._yielded)
-        return self.rank_sampler.state_dict()
+        sampler = self.rank_sampler
+        if sampler.yielded is not None and sampler.yielded[0] == sampler.epoch:
+            return {**sampler.state_dict(), "cursor": sampler.yielded[1]}
+        sampler.renew()
+        return sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.
@@ -144,7 +142,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             ConfigError: The state is of another dataset.
         """
         self.rank_sampler.load_state_dict(state)
-        self._yielded = None
 
     def stats(self) -> LoaderStats:
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""
@@ -173,7 +170,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         Raises:
             RuntimeError: The workers are persistent, and a later iterator has begun.
         """
-        epoch, cursor = self._yielded = self._begin_epoch()
+        epoch, cursor = self.rank_sampler.yielded = self._begin_epoch()
         sampler, rows, step = self.rank_sampler, self.rank_sampler.num_rows, self.rank_sampler.global_batch_size
         tail = (rows - cursor) % step
         # Without padding, accelerate must not cut anything off the last batch.
@@ -190,7 +187,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             for answer in recorder.timed(answers):
                 used = min(answer.cursor + step, rows)
                 if sampler.epoch == epoch:
-                    self._yielded = epoch, used
+                    sampler.yielded = epoch, used
                 if used >= end:
                     announce_last()
                 recorder.hand_out(answer, used, last=used >= end)
@@ -206,11 +203,12 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if self.detected:
             check_data_parallel(sampler.rank, sampler.num_replicas, search=not self._checked)
             self._checked = True
-        if self._yielded is not None and self._yielded[0] == sampler.epoch and sampler.finished_at(self._yielded[1]):
+        yielded = sampler.yielded
+        if yielded is not None and yielded[0] == sampler.epoch and sampler.finished_at(yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
-            self._yielded = None  # The epoch begins, perhaps for a second time.
-        sampler.renew(self._yielded)
+            sampler.yielded = None  # The epoch begins, perhaps for a second time.
+        sampler.renew()
         return sampler.epoch, sampler.cursor
 
     def _answers(

@@ -243,6 +243,16 @@ def test_set_epoch_repeats_an_epoch(dataset: Any) -> None:
     assert ids(loader) == first
 
 
+@pytest.mark.parametrize("given_to", ["loader", "sampler"])
+def test_set_epoch_of_the_sampler_is_that_of_the_loader(dataset: Any, given_to: str) -> None:
+    """After a loop that takes all batches without an end, the position is at the end of its epoch."""
+    loader = make_loader(dataset, 16)
+    first = ids(batch for _, batch in zip(range(len(loader)), loader, strict=False))
+    {"loader": loader, "sampler": loader.sampler}[given_to].set_epoch(0)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["cursor"]) == (0, 0)
+    assert ids(loader) == first
+
+
 def test_a_loop_that_takes_len_batches_ends_the_epoch(dataset: Any) -> None:
     loader = make_loader(dataset, 16)
     first = ids(batch for _, batch in zip(range(len(loader)), loader, strict=False))
