@@ -83,6 +83,7 @@ class TrainerEpochs(RankSampler):
     _offset = 0
     _restored = False
     yielded: tuple[int, int] | None = None  # (epoch, rows of it) of the loader's iterator that yielded last
+    ended_padding: int | None = None  # of the loader's iteration that ended, until the next one begins
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, as in `RankSampler`."""
@@ -99,12 +100,23 @@ class TrainerEpochs(RankSampler):
     def begin(self, epoch: int) -> None:
         """Set the epoch of the next iteration, as in `RankSampler`, and forget the last one."""
         super().set_epoch(epoch)
-        self.yielded = None
+        self.yielded = self.ended_padding = None
+
+    def end(self, cursor: int) -> None:
+        """Begin the next epoch, after an iteration that began at `cursor`. The padding of the iteration is kept."""
+        padding = self.padding_from(cursor)
+        self.begin(self.epoch + 1)
+        self.ended_padding = padding
+
+    def padding_ahead(self) -> int:
+        """Return the number of padding rows of the iteration that goes on or comes next."""
+        self.renew()
+        return self.padding_from(self.cursor)
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to a position, as in `RankSampler`, and forget the last iteration."""
         super().seek(epoch, cursor)
-        self.yielded = None
+        self.yielded = self.ended_padding = None
 
     def renew(self) -> None:
         """Follow changes of the dataset, such as new weights of a mixture, unless an epoch goes on."""

@@ -116,9 +116,12 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     @property
     def padding(self) -> int:
-        """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many."""
-        self.rank_sampler.renew()
-        return self.rank_sampler.padding_from(self.rank_sampler.cursor)
+        """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many.
+
+        After a whole loop, it is that of the loop until the next one begins or the position is set.
+        """
+        ended = self.rank_sampler.ended_padding
+        return self.rank_sampler.padding_ahead() if ended is None else ended
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A position that was restored in this epoch is kept."""
@@ -195,7 +198,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 if self.persistent_workers and self._stats is not stats:
                     raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
         if sampler.epoch == epoch:  # The loop may have called set_epoch.
-            self.set_epoch(epoch + 1)
+            sampler.end(cursor)
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Return the epoch that begins or goes on, and the rows of it before the first batch."""
@@ -208,6 +211,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
             sampler.yielded = None  # The epoch begins, perhaps for a second time.
+        sampler.ended_padding = None
         sampler.renew()
         return sampler.epoch, sampler.cursor
 

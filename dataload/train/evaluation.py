@@ -94,6 +94,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
 
 def _padding(loader: Any) -> int:
     """Return how many rows at the end of this rank's batches repeat other rows."""
+    if isinstance(loader, Loader):
+        return loader.rank_sampler.padding_ahead()  # `padding` may still be that of an earlier loop
     if hasattr(loader, "padding"):
         return int(loader.padding)
     sampler = sampler_with(loader, "num_replicas")

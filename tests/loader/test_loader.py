@@ -342,6 +342,28 @@ def test_padding_of_a_resumed_epoch(dataset: Any) -> None:
     assert Counter(found) == Counter(range(N))
 
 
+def test_padding_after_a_loop_is_that_of_the_loop(dataset: Any) -> None:
+    """The rest of a resumed epoch and the next epoch pad other ranks."""
+    first = make_loader(dataset, 16)
+    batches = iter(first)
+    begun = ids(next(batches) for _ in range(8))
+    state = first.state_dict()
+    batches.close()
+    loaders = ranks(dataset, 3, 8)
+    for loader in loaders:
+        loader.load_state_dict(state)
+    for earlier in (begun, []):
+        found = list(earlier)
+        for loader in loaders:
+            mine = ids(loader)
+            found += mine[: len(mine) - loader.padding]
+        assert Counter(found) == Counter(range(N))
+    whole = [loader.padding for loader in loaders]
+    for loader in loaders:
+        loader.load_state_dict(state)
+    assert [loader.padding for loader in loaders] != whole
+
+
 def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch(dataset: Any) -> None:
     loader = make_loader(dataset, 16)
     batches = iter(loader)

@@ -136,6 +136,17 @@ def test_what_is_left_of_an_epoch(ranks, folder):
         assert (found["rows"], found["odd"]) == (N - 65, 118 / (N - 65))
 
 
+def evaluated_twice(folder, cursor):
+    with process_group(World.detect(), torch.device("cpu")):
+        loader = make_loader(folder, 16, cache=False, shuffle=False)
+        loader.load_state_dict({**loader.state_dict(), "cursor": cursor})
+        return [evaluate_over(nn.Linear(1, 1), loader, metrics)["rows"] for _ in range(2)]
+
+
+def test_the_epoch_after_a_resumed_one_has_padding_of_its_own(ranks, folder):
+    assert ranks(2, evaluated_twice, folder, 65) == [[N - 65, N]] * 2
+
+
 def of_few_rows(path):
     with process_group(World.detect(), torch.device("cpu")):
         loader = make_loader(path, 4, shuffle=False, row_ids=True, cache=False)
