@@ -96,6 +96,7 @@ class RankSampler(DistributedSampler[int]):
 
     order: PositionOrder
     next_order: PositionOrder
+    _differences: ClassVar[str] = "other files or filters, or row groups of other sizes"  # between two datasets
 
     def __init__(
         self,
@@ -257,8 +258,8 @@ class RankSampler(DistributedSampler[int]):
         if state.get("dataset") != self.order.digest:
             raise ConfigError(
                 f"the state is of another dataset ({state.get('dataset')!r}, this is {self.order.digest!r}): "
-                "other files or filters, or row groups of other sizes. Use those of the state, or "
-                "begin an epoch with set_epoch instead of load_state_dict"
+                f"{self._differences}. Use those of the state, or begin an epoch with set_epoch instead of "
+                "load_state_dict"
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")

@@ -6,7 +6,7 @@ import logging
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
@@ -63,6 +63,10 @@ class MixtureSampler(RankSampler):
 
     order: MixtureOrder
     next_order: MixtureOrder
+    _differences: ClassVar[str] = (
+        "sources of other names, in another number or in another order, or with other files or filters, or row groups "
+        "of other sizes"
+    )
 
     def __init__(
         self,

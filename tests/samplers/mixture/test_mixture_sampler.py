@@ -350,8 +350,10 @@ def test_a_state_that_does_not_suit():
     for num_replicas, batch_size in ((2, 16), (3, 4)):
         with pytest.raises(ConfigError, match="together have 16"):
             MixtureSampler(SOURCES, num_replicas, 0, batch_size=batch_size).load_state_dict(state)
-    with pytest.raises(ConfigError, match="another dataset"):
-        MixtureSampler(SOURCES[::-1], 1, 0).load_state_dict(state)
+    renamed = [Source(lengths, name) for lengths, name in zip(LENGTHS, "abd", strict=True)]
+    for sources in (SOURCES[::-1], SOURCES[:2], renamed):
+        with pytest.raises(ConfigError, match=r"another dataset .* sources of other names, .* or in another order"):
+            MixtureSampler(sources, 1, 0).load_state_dict(state)
     with pytest.raises(ConfigError, match="lacks weights"):
         MixtureSampler(SOURCES, 1, 0, batch_size=16).load_state_dict({n: v for n, v in state.items() if n != "weights"})
 
