@@ -263,7 +263,8 @@ class RankSampler(DistributedSampler[int]):
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
-        order, epoch, cursor = self._order_of(state), state["epoch"], state["cursor"]
+        epoch, cursor = (whole_number(name, state[name]) for name in ("epoch", "cursor"))
+        order, later = self._orders_of(state)
         self._check_start(order, cursor)
         given, next_order = self._given, order
         changed = {name: given[name] for name in order.chosen if order.options[name] != given[name]}
@@ -277,9 +278,10 @@ class RankSampler(DistributedSampler[int]):
                 order.num_streams,
                 self.num_nodes,
             )
+        after = next_order.with_options(**later) if later else next_order  # raises before anything has changed
         self._follow(order if cursor else next_order)
         self.seek(epoch, cursor)
-        self.next_order = next_order
+        self.next_order = after
 
     def _state(self) -> dict[str, Any]:
         place = {"epoch": self.epoch, "cursor": self.cursor}
@@ -298,9 +300,9 @@ class RankSampler(DistributedSampler[int]):
             )
             log.warning("the state has %s: %s, as passed here, holds from epoch %d on", saved, given, epoch)
 
-    def _order_of(self, state: Mapping[str, Any]) -> Any:
-        """Return the order of a complete state of this data."""
-        return self.order.with_options(**{name: state[name] for name in self.order.options})
+    def _orders_of(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the order of a complete state of this data, and options that later epochs have instead."""
+        return self.order.with_options(**{name: state[name] for name in self.order.options}), {}
 
     def _check_start(self, order: Any, cursor: int) -> None:
         """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""

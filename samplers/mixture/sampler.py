@@ -147,26 +147,25 @@ class MixtureSampler(RankSampler):
                 or windows; or its batches are of one source each, and those from its position on would not be in this
                 world.
         """
-        rows = state.get("batch_rows") if state.get("batching") == "homogeneous" else None
-        if rows is not None and not state.get("cursor"):  # No batch of the epoch has been taken.
-            state, rows = {**state, "batch_rows": self.global_batch_size}, None
-        known, given = self._known_weights(), self._own_options(self.next_weights)
+        given = self._own_options(self.next_weights or self.order.weights)
         super().load_state_dict(state)
-        weights = expand(state, self._given["windows"], known)["next_weights"]
         if self.rank == 0:
-            _warn_of_kept(self._own_options(weights), given)
-        if rows is not None:  # Later epochs have the batches of this world.
-            self.next_order = self.next_order.with_options(batch_rows=self.global_batch_size)
-        if weights is not None:
-            self.next_order = self.next_order.with_options(weights=weights)
+            _warn_of_kept(self._own_options(self.next_order.weights), given)
 
-    def _own_options(self, next_weights: Sequence[int] | None) -> dict[str, Any]:
-        """Return the arguments that a state brings with it for all later epochs."""
-        weights = self.order.weights if next_weights is None else next_weights
+    def _own_options(self, weights: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments that a state brings with it for all later epochs, with the weights of those."""
         return {**{name: getattr(self.order, name) for name in FIXES}, "weights": list(weights)}
 
-    def _order_of(self, state: Mapping[str, Any]) -> Any:
-        return super()._order_of(expand(state, self._given["windows"], self._known_weights()))
+    def _orders_of(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        whole = expand(state, self._given["windows"], self._known_weights())
+        later: dict[str, Any] = {} if whole["next_weights"] is None else {"weights": whole["next_weights"]}
+        if whole["batching"] == "homogeneous":
+            own_batches = {"batch_rows": self.global_batch_size}
+            if state["cursor"]:
+                later |= own_batches
+            else:  # No batch of the epoch has been taken.
+                whole |= own_batches
+        return super()._orders_of(whole)[0], later
 
     def _known_weights(self) -> list[Sequence[int]]:
         """Return the weights that a digest in a state may mean."""

@@ -541,9 +541,12 @@ def test_state_of_something_else_is_refused():
             sampler.load_state_dict(nothing)
     with pytest.raises(ConfigError, match="lacks seed: give all"):
         sampler.load_state_dict({name: value for name, value in state.items() if name != "seed"})
-    with pytest.raises(ConfigError, match="cursor"):
-        sampler.load_state_dict({**state, "cursor": ROWS + 1})
+    for wrong in ({"cursor": ROWS + 1}, {"cursor": 64.0}, {"cursor": "64"}, {"epoch": 1.5}, {"epoch": None}):
+        [name] = wrong
+        with pytest.raises(ConfigError, match=name):
+            sampler.load_state_dict({**state, "seed": 3, "shuffle": "full", **wrong})
     assert sampler.state_dict() == state
+    assert list(sampler) == list(ShardedSampler(LENGTHS, 1, 0, dataset_key=b"key"))
 
 
 def test_under_a_plain_dataloader():

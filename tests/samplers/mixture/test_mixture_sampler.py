@@ -358,6 +358,22 @@ def test_a_state_that_does_not_suit():
         MixtureSampler(SOURCES, 1, 0, batch_size=16).load_state_dict({n: v for n, v in state.items() if n != "weights"})
 
 
+@pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
+def test_a_refused_state_changes_nothing(batching):
+    saved = MixtureSampler(SOURCES, 1, 0, batch_size=8, batching=batching, seed=3, weights=WEIGHTS)
+    saved.advance()
+    state = saved.state_dict()
+    sampler, fresh = (MixtureSampler(SOURCES, 1, 0, batch_size=8, batching=batching) for _ in range(2))
+    wrong = [{"cursor": 8.0}, {"epoch": "1"}, {"cursor": 10**6}, {"next_weights": [1, 2]}, {"next_weights": [1, 2, 0]}]
+    for refused in (None, {}, [], *({**state, **each} for each in wrong)):
+        with pytest.raises(ConfigError):
+            sampler.load_state_dict(refused)
+        assert sampler.state_dict() == fresh.state_dict()
+        assert sampler.next_weights is None
+    for _ in range(2):
+        assert list(sampler) == list(fresh)
+
+
 @pytest.mark.parametrize("count", [2, 100, 250, 1024])
 def test_the_state_of_many_sources_is_small_and_exact(count):
     chance = random.Random(0)
