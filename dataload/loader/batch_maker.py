@@ -220,9 +220,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             with naming_rows(rows.numbers, name):
                 return make(rows, columns), ()
         except Exception as error:
-            skips = self._skip and is_of_a_row(error)
-            source = self._dataset.rows_around(int(rows.numbers.max()))
-            numbers = replacements(rows.numbers, source, works) if skips else None
+            if not (self._skip and is_of_a_row(error)):
+                raise
+            numbers = replacements(rows.numbers, self._dataset.rows_around(int(rows.numbers.max())), works)
             if numbers is None:
                 raise
             skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())

@@ -402,13 +402,13 @@ def test_exactly_the_row_that_does_not_suit_the_others_is_replaced(case: tuple[i
 def test_a_batch_that_needs_several_rows_loses_exactly_the_bad_row(least: int, more: int, data: st.DataObject) -> None:
     count = 2 * least + more
     bad = data.draw(st.integers(0, count - 1))
-    found = replacements(np.arange(count), count, lambda rows: len(rows) >= least and bad not in rows)
+    found = replacements(np.arange(count), range(count), lambda rows: len(rows) >= least and bad not in rows)
     assert found is not None
     assert np.flatnonzero(found != np.arange(count)).tolist() == [bad]
 
 
 def test_a_batch_that_needs_several_rows_may_consist_of_one_row() -> None:
-    found = replacements(np.arange(2), 10, lambda rows: len(rows) >= 2 and 1 not in rows)
+    found = replacements(np.arange(2), range(10), lambda rows: len(rows) >= 2 and 1 not in rows)
     assert found is not None
     assert found.tolist() == [2, 2]
 
