@@ -35,7 +35,8 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         self.blocks = blocks
         self._consistency = consistency
         self._known: dict[str, dict[str, Any]] = {}
-        self._has_forgotten = False  # An info from elsewhere may be the one that it has forgotten.
+        self._takes_infos = True  # of other processes, which may be older than `invalidate_cache`
+        self._forgotten = set[str]()  # paths whose info from elsewhere may be the one that was forgotten
         self._strip_protocol = self._path  # a class method in fsspec; here the origin's class decides
 
     @property
@@ -151,7 +152,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget versions and sizes. Cached blocks stay: their keys include the version."""
-        self._has_forgotten = True
+        self._takes_infos = False
         self._known.clear()
         self.fs.invalidate_cache(None if path is None else self._path(path))
 
@@ -187,12 +188,13 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
 
     def _receive(self, infos: dict[str, dict[str, Any]]) -> None:
         """Remember infos of another process, as far as none is known here: they may be older."""
-        if not self._has_forgotten:
-            self._known.update({**infos, **self._known})
+        if self._takes_infos:
+            newer = self._known.keys() | self._forgotten
+            self._known.update((path, info) for path, info in infos.items() if path not in newer)
 
     def _forget(self, obj: Object) -> None:
         """Forget the version of an object that has another one now."""
-        self._has_forgotten = True
+        self._forgotten.add(obj.path)
         self._known.pop(obj.path, None)
         forget(self.fs, obj.path)
         if self._consistency == "immutable":

@@ -42,21 +42,26 @@ class RowError(DataError):
         message: The message.
         without_row: The message without the number of the row, which means nothing outside of the column.
         row: The number of the row in the column, if the message has it.
+        rows: The length of the column.
 
     Attributes:
         without_row: As above.
         row: As above.
+        rows: As above.
     """
 
-    def __init__(self, message: str, without_row: str | None = None, row: int | None = None) -> None:
+    def __init__(
+        self, message: str, without_row: str | None = None, row: int | None = None, rows: int | None = None
+    ) -> None:
         super().__init__(message)
         self.without_row = message if without_row is None else without_row
         self.row = row
+        self.rows = rows
 
     @classmethod
-    def of(cls, column: str, row: int, reason: str) -> RowError:
-        """Return the error of a row of a column. reason: says what is wrong, after the name of the row."""
-        return cls(f"{column}: row {row} {reason}", f"{column} {reason}", row)
+    def of(cls, column: str, row: int, rows: int, reason: str) -> RowError:
+        """Return the error of a row of a column of `rows` rows. reason: says what is wrong, after the row's name."""
+        return cls(f"{column}: row {row} {reason}", f"{column} {reason}", row, rows)
 
 
 class NonFiniteLoss(DataloadError, FloatingPointError):

@@ -87,7 +87,8 @@ def announcing_launchers(
 
     Args:
         environ: The environment.
-        num_ranks: Leave out launchers that announce another number; None: none.
+        num_ranks: Number of ranks of the process group. Launchers that announce another number are left out. None: keep
+            all.
     """
     announced = {each: (integer(environ, each.rank), integer(environ, each.world_size)) for each in LAUNCHERS}
     ranked = {size for rank, size in announced.values() if rank is not None}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
 from itertools import compress
+from threading import Lock
 from typing import Any
 
 from dataload.cache.cluster.url import PASSWORD, USERNAME, ClusterUrl, Node
@@ -47,7 +47,7 @@ class Client:
         self.health = Health(str(address), clock, counters)
         self._address = address
         self._clock = clock
-        self._connecting = threading.Lock()
+        self._connecting = Lock()
         self._failures = 0
         self._client: Any = None
         self._known: list[Node] = []
@@ -209,15 +209,23 @@ def _skip_silent_nodes(manager: Any, options: dict[str, Any]) -> None:
 
     It asks after each lost connection, one node after the other. In a network partition, each takes a timeout.
     """
-    discover = manager.initialize
+    discover, mutex, done = manager.initialize, Lock(), 0
 
     def initialize() -> None:
-        nodes = dict(manager.startup_nodes)
-        answers = _greet([(node.host, node.port) for node in nodes.values()], options)
-        wait(answers)
-        answering = [each.exception() is None for each in answers]
-        manager.startup_nodes = dict(compress(nodes.items(), answering))
-        discover()
+        nonlocal done
+        before = done
+        with mutex:
+            if done > before:  # Another thread, which lost its connection at the same time, has asked meanwhile.
+                return
+            nodes = dict(manager.startup_nodes)
+            answers = _greet([(node.host, node.port) for node in nodes.values()], options)
+            for _ in as_completed(answers):
+                answering = [each.done() and each.exception() is None for each in answers]
+                if any(answering):
+                    break
+            manager.startup_nodes = dict(compress(nodes.items(), answering))
+            discover()
+            done += 1
 
     manager.initialize = initialize
 

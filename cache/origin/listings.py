@@ -29,9 +29,10 @@ def complete(filesystem: Any) -> Any:
         return CompleteS3(filesystem)
     if type(filesystem) is DirFileSystem:
         return DirFileSystem(filesystem.path, complete(filesystem.fs), skip_instance_cache=True)
-    if _inherits(filesystem, AbstractFileSystem, "find", "walk"):
+    if _inherits(filesystem, AbstractFileSystem, "find", "walk", "glob"):
         return Walked(filesystem)
-    if _inherits(filesystem, AsyncFileSystem, "_find", "_walk"):
+    # The `_glob` of a class outside of fsspec may need its own instance.
+    if _inherits(filesystem, AsyncFileSystem, "_find", "_walk") and _is_of_fsspec(type(filesystem)._glob):  # noqa: SLF001
         return _AsyncWalked(filesystem)
     return filesystem
 
@@ -118,3 +119,7 @@ class LocalNames(LocalFileSystem):  # type: ignore[misc]
 def _inherits(filesystem: Any, base: type, *names: str) -> bool:
     """Return whether these methods of a filesystem are those of a base class."""
     return all(getattr(getattr(filesystem, name, None), "__func__", None) is getattr(base, name) for name in names)
+
+
+def _is_of_fsspec(method: Any) -> bool:
+    return str(method.__module__).startswith("fsspec.")

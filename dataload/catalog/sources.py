@@ -24,8 +24,8 @@ from dataload.runtime.redact import redacted
 METADATA = re.compile(
     r"(^|/)(\.|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
 )
-# Files that only such tables have; what returns the files of a version; what marks rows in these as deleted; and the
-# command that rewrites the files without such rows
+# Each kind of table: files that only it has, the call that returns the files of a version, the marks of deleted rows in
+# these, and the command that rewrites the files without such rows
 TABLES = {
     "a Delta": (
         re.compile(r"(^|/)_delta_log/"),
@@ -78,8 +78,8 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     found: dict[str, tuple[Object, Keys]] = {}
     again: list[str] = []
     paths = source_paths(source)
-    # Elsewhere one path after the other, which takes a request or more each if the store is remote: listings of fsspec
-    # would drop those that other threads use, and threads may share no connection of FTP.
+    # Other stores list one path at a time. A listing by fsspec drops cached listings that other threads use. Threads
+    # cannot share a connection of FTP.
     in_s3 = all(split_chain(path)[1].startswith(("s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if in_s3 else map
     for listed in every(partial(_list, blocks=blocks), paths):

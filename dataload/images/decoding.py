@@ -116,7 +116,7 @@ def _decoded(
                 one = _resized(one, size, crop)
         except Exception as error:
             if is_damaged is None or size is None or not _is_damage(error):
-                raise RowError.of(name, row, f"cannot be decoded: {error}") from error
+                raise RowError.of(name, row, len(images), f"cannot be decoded: {error}") from error
             is_damaged[row] = True
             one = np.zeros((size, size, CHANNELS), np.uint8)
         if not row:

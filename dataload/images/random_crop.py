@@ -146,7 +146,7 @@ def _decoded(images: Sequence[Any]) -> Iterator[Pixels]:
         try:
             pixels = decoder(bytes_of(image))
         except Exception as error:
-            raise RowError.of("image", row, f"cannot be decoded: {error}") from error
+            raise RowError.of("image", row, len(images), f"cannot be decoded: {error}") from error
         yield pixels
 
 

@@ -70,7 +70,7 @@ def run_ahead(
         stop: Set when the generator is closed, so that the calls can stop waiting.
         waiting: Timeline that records the causes of the waits for items.
         begin: Each thread calls it at its start. An exception is raised in the place of an item.
-        timeout: Most seconds to wait for an item of the threads. 0: any.
+        timeout: Most seconds to wait for an item of the threads. 0: no limit.
 
     Raises:
         RuntimeError: An item took longer than `timeout`, as torch's DataLoader raises it.

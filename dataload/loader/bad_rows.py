@@ -46,8 +46,8 @@ def is_of_a_row(error: Exception) -> bool:
 
 def _note(error: Exception, numbers: Array, name: str) -> str:
     row, lines = 0, [f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}"]
-    # A column of the user's function may have more rows than the batch.
-    if isinstance(error, RowError) and error.row is not None and error.row < len(numbers):
+    # The user's function may have made a column with other rows, such as all images of several columns.
+    if isinstance(error, RowError) and error.row is not None and error.rows == len(numbers):
         row = error.row
         lines.append(f"row {row} of the batch is row {numbers[row]} of the dataset")
     lines.append(

@@ -118,7 +118,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def padding(self) -> int:
         """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many.
 
-        After a whole loop, it is that of the loop until the next one begins or the position is set.
+        After a whole loop, it is the padding of that loop, until the next one begins or the position is set.
         """
         ended = self.rank_sampler.ended_padding
         return self.rank_sampler.padding_ahead() if ended is None else ended
@@ -213,6 +213,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.yielded = None  # The epoch begins, perhaps for a second time.
         sampler.ended_padding = None
         sampler.renew()
+        self.dataset.rowstore.blobs.memory.divide()
         return sampler.epoch, sampler.cursor
 
     def _answers(

@@ -155,6 +155,10 @@ class MappedMaker(RowGroupMaker, ForkAware):
         own, source = super().need, self._source.maker.need
         return MemoryNeed(source.held, own.largest, own.decoding + 2 * CHUNK_BYTES + source.decoding)
 
+    def decompressed_bytes(self, number: int) -> int:
+        """Return the bytes of a blob: only the source is decompressed, whatever its file."""
+        return max(self._plan.blob_sizes(number))
+
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that decoding and mapping a row group take."""
         mapping = min(2 * CHUNK_BYTES, self._source.plan.bytes_of(number) + self._plan.bytes_of(number))

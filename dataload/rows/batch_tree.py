@@ -75,7 +75,8 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
     """Return a mapping, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
     if isinstance(container, Mapping):
         by_name = {name: function(value) for name, value in container.items()}
-        if type(container) is dict or not isinstance(container, MutableMapping):
+        # Another class may share the copy's values with the original, unless it says how to copy.
+        if type(container) is dict or not (isinstance(container, dict) or _is_copyable(container)):
             return by_name
         same = copy(container)  # such as the BatchEncoding of a tokenizer, which has the columns as attributes
         for name, value in by_name.items():
@@ -87,3 +88,7 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(container, list):
         return [function(value) for value in container]
     return container
+
+
+def _is_copyable(container: Any) -> bool:
+    return isinstance(container, MutableMapping) and getattr(container, "__copy__", None) is not None

@@ -72,7 +72,7 @@ class RowGroupPlan:
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
         self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), *made_by)
-        self._of_constants = dict[Constants, str]()  # the digest of each, because many row groups share them
+        self._contents = dict[int, str]()  # by row group: see `_content`
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:
         """Estimate sizes by the measured bytes of a value, by column, where the footers only tell those of codes."""
@@ -123,12 +123,12 @@ class RowGroupPlan:
 
         The constants are part of it: they depend on the source, so two datasets may have others for one file.
         """
-        constants = self.constants(number)
-        if not constants:
-            return self.digest
-        if constants not in self._of_constants:
-            self._of_constants[constants] = digest_of(None, constants)
-        return f"{self.digest} {self._of_constants[constants]}"
+        content = self._contents.get(number)
+        if content is None:
+            constants = self.constants(number)
+            content = f"{self.digest} {digest_of(None, constants)}" if constants else self.digest
+            self._contents[number] = content
+        return content
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""

@@ -6,7 +6,7 @@ import errno
 import re
 from collections.abc import Iterator
 
-_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 # torch, OpenCV and the codecs of Pillow tell only by the text that memory is short.
 _TEXT = re.compile("out of memory|(allocate|enough|insufficient) memory", re.IGNORECASE)
 

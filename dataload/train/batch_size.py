@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataload.errors import ConfigError
-from dataload.rows.batch_tree import map_columns, map_tensors, map_values
+from dataload.rows.batch_tree import map_columns, map_values, on_device
 from dataload.rows.collate import Flat
 from dataload.train.checkpoint.state import host_copy, rng_state, set_rng_state
 from dataload.train.modules import begin_training, check_not_wrapped, modes_kept
@@ -140,7 +140,7 @@ def _resize(batch: Any, size: int, device: torch.device) -> Any:
         raise ConfigError("find_batch_size repeats the rows of its batch, but this batch has none: pass one with rows")
     index = torch.arange(size, device="cpu") % rows
     resized = map_columns(batch, lambda column: _take_rows(column, rows, index))
-    return map_tensors(resized, lambda tensor: tensor.to(device))
+    return on_device(resized, device)
 
 
 def _take_rows(column: Any, rows: int, index: Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
 from pathlib import Path
@@ -113,15 +114,19 @@ def batches_on(loader: Iterable[Any], device: torch.device, stats_dir: Path | No
     return loader.batches_on(None if device.type == "cpu" else device, stats_dir)
 
 
+_with_own_generator = weakref.WeakSet[DataLoader[Any]]()  # once each: torch draws more seeds for a stream of torchdata
+
+
 def _keep_global_generator(loader: Iterable[Any]) -> None:
     """Let a DataLoader with persistent workers draw their seed from a generator of its own.
 
     torch draws this seed when it starts the workers, which a resumed run does in a later epoch. From the global
     generator, the run would then get other random numbers than an uninterrupted one.
     """
-    if isinstance(loader, DataLoader) and loader.persistent_workers:
+    if isinstance(loader, DataLoader) and loader.persistent_workers and loader not in _with_own_generator:
         seed = (loader.generator or torch.default_generator).initial_seed()
         loader.generator = torch.Generator("cpu").manual_seed(seed)
+        _with_own_generator.add(loader)
 
 
 def num_rows(batch: Any) -> int:

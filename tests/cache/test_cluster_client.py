@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -154,6 +155,56 @@ def test_a_partition_is_noticed_by_all_nodes_at_once(
     finally:
         for primary in three_primaries.primaries:
             primary.go_on()
+
+
+def test_a_node_that_stands_still_does_not_delay_the_look_for_the_others(
+    three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, released = client.connect(ClusterUrl.parse(three_primaries.url)).nodes_manager, threading.Event()
+    hello, gone = client._hello, three_primaries.primaries[0].port
+
+    def stands_still(node: Any, options: Any) -> Any:
+        return released.wait() if node[1] == gone else hello(node, options)
+
+    monkeypatch.setattr(client, "_hello", stands_still)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(manager.initialize).result(PATIENCE)
+        finally:
+            released.set()
+
+
+class CountedLock:
+    """A lock that counts the threads that have tried to take it."""
+
+    def __init__(self) -> None:
+        self._lock, self.tries = allocate_lock(), 0
+
+    def __enter__(self) -> None:
+        self.tries += 1
+        self._lock.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+
+
+def test_threads_that_lose_their_connections_together_look_for_the_nodes_once(
+    three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, mutex = client.connect(ClusterUrl.parse(three_primaries.url)), CountedLock()
+    monkeypatch.setattr(client, "Lock", lambda: mutex)
+    del one.nodes_manager.initialize
+    client._skip_silent_nodes(one.nodes_manager, {})
+    asked, go_on = list[Any](), threading.Event()
+    monkeypatch.setattr(client, "_hello", lambda node, _: asked.append(node) or go_on.wait(PATIENCE))
+    threads = [threading.Thread(target=one.nodes_manager.initialize) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: mutex.tries == len(threads))
+    go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(asked) == len({*asked}) > 0
 
 
 def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(

@@ -278,6 +278,21 @@ def test_an_older_pickle_brings_back_no_forgotten_version(
     assert cached_fs.cat_file(path) == DATA[::-1]
 
 
+def test_a_pickle_still_brings_infos_of_objects_that_were_not_replaced(
+    cached_fs: TierCacheFileSystem, bucket: Any
+) -> None:
+    cached_fs.find(bucket.name)
+    older = pickle.dumps(cached_fs)
+    path = f"{bucket.name}/folder/data.bin"
+    bucket.put("folder/data.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        cached_fs.cat_file(path)
+    cached_fs._known.clear()
+    pickle.loads(older)
+    assert path not in cached_fs._known
+    assert len(cached_fs._known) > 0
+
+
 def test_a_pickled_file_has_no_infos_of_other_objects(cached_fs: TierCacheFileSystem, bucket: Any) -> None:
     path = f"{bucket.name}/folder/data.bin"
     cached_fs.find(bucket.name)

@@ -66,6 +66,20 @@ class AsyncShaky(AsyncFileSystem):  # type: ignore[misc]
         return self._shaky.ls(path, detail, **kwargs)
 
 
+class OwnGlob(Shaky):
+    """A filesystem with patterns of its own."""
+
+    def glob(self, path: str, **kwargs: Any) -> Any:
+        return super().glob(path.replace("any", "*"), **kwargs)
+
+
+class AsyncOwnGlob(AsyncShaky):
+    """The same with asynchronous calls."""
+
+    async def _glob(self, path: str, **kwargs: Any) -> Any:
+        return await super()._glob(path.replace("any", "*"), **kwargs)
+
+
 LISTINGS: list[Callable[[TierCacheFileSystem], Any]] = [
     lambda fs: fs.find("root"),
     lambda fs: fs.glob("root/**/[12]"),
@@ -129,6 +143,12 @@ def test_the_caller_of_walk_decides_about_errors_of_all_folders(
     found: list[OSError] = []
     assert len([*fs.walk("root", on_error=found.append)]) == 3
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", [OwnGlob, AsyncOwnGlob])
+def test_the_patterns_of_a_filesystem_hold(kind: type, tmp_path: Path) -> None:
+    fs = TierCacheFileSystem(fs=kind(), cache_dir=str(tmp_path / "cache"), skip_instance_cache=True)
+    assert fs.glob("root/any/any/2") == FILES[1:]
 
 
 def test_a_file_that_cannot_be_listed_is_found(tmp_path: Path) -> None:

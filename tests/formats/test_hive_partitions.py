@@ -239,6 +239,21 @@ def test_datasets_with_other_constants_of_one_file_share_no_rows(
     assert found == {"hive": ["cat", "cat", "dog"], "mixed": [None, None, None, "cow"]}
 
 
+def test_constants_are_looked_up_once_for_each_row_group(
+    tmp_path: Path, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row group of an old file has a constant for each of the thousand columns that the table got since then."""
+    for name in ("a", "b"):
+        (tmp_path / f"label={name}").mkdir()
+        pq.write_table(pa.table({"x": [1]}), tmp_path / f"label={name}" / "0.parquet")
+    blobs, asked = make_dataset(tmp_path, cache=cache).rowstore.blobs, list[int]()
+    constants = blobs.plan.constants
+    monkeypatch.setattr(blobs.plan, "constants", lambda number: asked.append(number) or constants(number))
+    names = [[blobs.plan.group_name(number), blobs.plan.qualified(number, "")] for number in (0, 1, 0)]
+    assert names[0] == names[2] != names[1]
+    assert asked == [0, 1]
+
+
 def test_keys_of_other_datasets_do_not_count_where_they_are_not_read(tmp_path: Path, cache: CacheConfig) -> None:
     file = tmp_path / "label=cat" / "0.parquet"
     file.parent.mkdir()

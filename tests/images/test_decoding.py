@@ -274,11 +274,23 @@ def test_a_loader_names_the_row_of_a_damaged_image_in_the_dataset(tmp_path: Path
 
 
 def test_an_error_of_a_row_is_pickled_whole() -> None:
-    error = RowError.of("photo", 3, "cannot be decoded")
+    error = RowError.of("photo", 3, 16, "cannot be decoded")
     error.add_note("note")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.__notes__) == (str(error), ["note"])
-    assert (copy.without_row, copy.row) == ("photo cannot be decoded", 3)
+    assert (copy.without_row, copy.row, copy.rows) == ("photo cannot be decoded", 3, 16)
+
+
+def test_the_note_of_a_column_of_the_users_function_names_no_row(tmp_path: Path) -> None:
+    pictures = [encoded(picture())] * 8
+    pq.write_table(pa.table({"photo": [*pictures[:3], b"damaged", *pictures[4:]]}), tmp_path / "photos.parquet")
+
+    def decode_odd(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"pixels": images.decode(batch["photo"][1::2], size=8)}
+
+    with pytest.raises(DataError, match="image: row 1 cannot") as caught:
+        list(make_loader(make_dataset(tmp_path, cache=False), 8, shuffle=False, transform=decode_odd))
+    assert "of the batch is row" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_map_names_the_row_of_a_damaged_image_in_its_file(tmp_path: Path) -> None:

@@ -269,11 +269,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
         MemoryError(),
         torch.OutOfMemoryError("no memory"),
         OSError(errno.EMFILE, "too many open files"),
+        OSError(errno.EDQUOT, "disk quota exceeded"),
         OSError("out of memory error when reading image file"),  # of Pillow
         raised(lambda: torch.empty(1 << 60, dtype=torch.uint8, device="cpu")),
         raised(lambda: cv2.copyMakeBorder(np.zeros((1, 1), np.uint8), 0, 1 << 30, 0, 1 << 30, cv2.BORDER_CONSTANT)),
-        caused(RowError.of("x", 3, "cannot be decoded"), MemoryError()),
-        caused(RowError.of("x", 3, "cannot be decoded"), caused(ValueError(), torch.OutOfMemoryError())),
+        caused(RowError.of("x", 3, 50, "cannot be decoded"), MemoryError()),
+        caused(RowError.of("x", 3, 50, "cannot be decoded"), caused(ValueError(), torch.OutOfMemoryError())),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -309,7 +310,7 @@ def test_a_text_about_memory_in_the_data_is_a_bad_row(numbers: Dataset) -> None:
 def test_the_log_names_no_row_of_the_batch(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     def checked(batch: dict[str, Any]) -> dict[str, Any]:
         if 120 in batch["row_id"]:
-            raise RowError.of("x", int((batch["row_id"] == 120).nonzero()), "cannot be decoded")
+            raise RowError.of("x", int((batch["row_id"] == 120).nonzero()), 50, "cannot be decoded")
         return batch
 
     for _ in make_loader(numbers, 50, transform=checked, row_ids=True, on_error="skip"):

@@ -318,6 +318,12 @@ class Columns(MutableMapping[str, Any]):
         return len(self.columns)
 
 
+class Aliasing(Columns):
+    """A mapping whose copy has the columns of the original."""
+
+    __copy__ = None  # type: ignore[assignment]
+
+
 class SelfCopying(Columns, Graph):
     """A mapping that copies itself, such as a TensorDict."""
 
@@ -338,6 +344,12 @@ def test_a_mapping_that_is_no_dict_keeps_its_type() -> None:
     columns = Columns("m", x=torch.ones(2))
     moved = on_device(columns, torch.device("meta"))
     assert (type(moved), moved.unit, moved["x"].device.type) == (Columns, "m", "meta")
+    assert columns["x"].device.type == "cpu"
+
+
+def test_a_mapping_that_does_not_say_how_to_copy_it_stays_as_it_is() -> None:
+    columns = Aliasing("m", x=torch.ones(2))
+    assert on_device(columns, torch.device("meta"))["x"].device.type == "meta"
     assert columns["x"].device.type == "cpu"
 
 

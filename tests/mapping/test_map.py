@@ -341,6 +341,19 @@ def test_each_decoder_thread_has_memory_for_source_and_result(dataset: Dataset) 
     assert maker.memory.decoding.total == 3 * a_row_group
 
 
+def test_results_of_a_function_are_not_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record batches are decompressed whole, those of the source alone."""
+    monkeypatch.setattr(row_group_plan, "BLOB_BYTES", 1 << 16)
+    table, sizes = pa.table({"id": range(100_000)}), {}
+    for compression in (None, "zstd"):
+        path = tmp_path / f"{compression}.arrow"
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as file:
+            file.write_table(table)
+        blobs = make_dataset(path, cache=False).map(plus).rowstore.blobs
+        sizes[compression] = blobs.maker.decompressed_bytes(0), max(blobs.plan.blob_sizes(0))
+    assert sizes["zstd"][0] == sizes["zstd"][1]
+
+
 def test_the_chunks_of_a_row_group_are_mapped_in_threads(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_groups, "CHUNK_ROWS", 4)
     is_sample, calls, second = [True], itertools.count(1), threading.Event()

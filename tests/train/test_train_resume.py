@@ -27,6 +27,7 @@ from dataload.loader import make_loader
 from dataload.train.checkpoint import checkpoints, state
 from dataload.train.checkpoint.checkpoints import REST, Checkpoints, load
 from dataload.train.harness import fit
+from dataload.train.rank_batches import batches_on
 from dataload.world import World
 
 
@@ -152,6 +153,16 @@ def test_the_generators_are_resumed_where_workers_are_persistent(tmp_path, kind)
         return parameters_of(model)
 
     assert torch.equal(train(1, 2, 3), train(3))
+
+
+def test_a_loader_with_persistent_workers_keeps_its_own_generator():
+    """Torch draws a seed in each epoch for a stream of torchdata. From a new generator, it would always be the same."""
+    loader = DataLoader(Rows(), 8, num_workers=1, persistent_workers=True)
+    batches_on(loader, torch.device("cpu"))
+    generator = loader.generator
+    assert generator is not None
+    batches_on(loader, torch.device("cpu"))
+    assert loader.generator is generator
 
 
 def test_checkpoints_in_an_epoch_need_a_loader_with_a_state(tmp_path):

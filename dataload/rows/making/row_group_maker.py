@@ -201,11 +201,14 @@ class RowGroupMaker:
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that the decoding of a row group takes. They follow blobs larger than their estimate."""
+        packed = (DECODED_COPIES - 1) * max(self._plan.blob_sizes(number))
+        return math.ceil(self._growth * (self.decompressed_bytes(number) + packed))
+
+    def decompressed_bytes(self, number: int) -> int:
+        """Return the bytes of a row group that are decompressed at a time: those of a blob, or all."""
         sizes, group = self._plan.blob_sizes(number), self._manifest.row_groups[number]
-        largest = decompressed = max(sizes)
-        if len(sizes) > 1 and self.footer(group).decompresses_whole(group.number):
-            decompressed = sum(sizes)
-        return math.ceil(self._growth * (decompressed + (DECODED_COPIES - 1) * largest))
+        is_whole = len(sizes) > 1 and self.footer(group).decompresses_whole(group.number)
+        return sum(sizes) if is_whole else max(sizes)
 
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""

@@ -104,7 +104,7 @@ class RowGroupMemory(ForkAware):
     def share(self, loader: object, ranks: int, processes: int) -> None:
         """Divide the host's memory for row groups and its cores among its ranks.
 
-        The division lasts as long as the loader lives. With several loaders, the largest numbers apply.
+        With several loaders, the largest numbers apply. See `divide` for loaders that are gone.
 
         Args:
             loader: Identifies the loader.
@@ -112,7 +112,12 @@ class RowGroupMemory(ForkAware):
             processes: Processes of each rank: its own, which decodes on its share of the cores, and its workers.
         """
         self._divisors[loader] = ranks, processes
-        self.use(RankShare.of(*map(max, zip(*self._divisors.values(), strict=True))))
+        self.divide()
+
+    def divide(self) -> None:
+        """Divide the host's memory and cores again, without the loaders that are gone."""
+        if self._divisors:  # A copy in another process keeps its share.
+            self.use(RankShare.of(*map(max, zip(*self._divisors.values(), strict=True))))
 
     def use(self, rank: RankShare) -> None:
         """Set the share of this rank."""
