@@ -76,7 +76,8 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(container, Mapping):
         by_name = {name: function(value) for name, value in container.items()}
         # Another class may share the copy's values with the original, unless it says how to copy.
-        if type(container) is dict or not (isinstance(container, dict) or _is_copyable(container)):
+        is_copied = isinstance(container, dict) or getattr(container, "__copy__", None) is not None
+        if type(container) is dict or not isinstance(container, MutableMapping) or not is_copied:
             return by_name
         same = copy(container)  # such as the BatchEncoding of a tokenizer, which has the columns as attributes
         for name, value in by_name.items():
@@ -88,7 +89,3 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(container, list):
         return [function(value) for value in container]
     return container
-
-
-def _is_copyable(container: Any) -> bool:
-    return isinstance(container, MutableMapping) and getattr(container, "__copy__", None) is not None
