@@ -559,7 +559,7 @@ def test_what_is_evicted_goes_bit_by_bit(
     held, evicted = folder.index.used_bytes(), list[int]()
     monkeypatch.setattr(fsck, "EVICTED_BYTES", held // 20)
     assert fsck.evict(folder, keep_bytes=held // 2, progress=evicted.append) == sum(evicted)
-    assert len(evicted) >= 3
+    assert len(evicted) >= 2  # two large ones may be half
     assert 0 < folder.index.used_bytes() <= held // 2
     assert fsck.evict(folder) > 0
     assert folder.index.used_bytes() == 0
