@@ -269,7 +269,7 @@ def test_writers_that_leave_a_header_out_of_the_size_of_a_chunk(
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(60_000) for number in range(4)})
     file = tmp_path / "x.parquet"
-    pq.write_table(table, file, row_group_size=20_000, use_dictionary=False, compression="none", data_page_size=1000)
+    pq.write_table(table, file, row_group_size=20_000, use_dictionary=False, compression="none", data_page_size=30_000)
     content, writer = file.read_bytes(), pq.read_metadata(file).created_by.encode()
     file.write_bytes(content.replace(writer, created_by.encode().ljust(len(writer))))
     assert pq.read_metadata(file).created_by.strip() == created_by
