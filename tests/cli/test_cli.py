@@ -554,12 +554,12 @@ def test_what_is_evicted_goes_bit_by_bit(
     at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress is reported, and other processes wait only briefly."""
-    assert at_bucket("warm", dataset_of([[300, 200], [100, 400]]), "--cache-dir", str(tmp_path / "c")).returncode == 0
+    assert at_bucket("warm", dataset_of([[100] * 4] * 2), "--cache-dir", str(tmp_path / "c")).returncode == 0
     folder = fsck.open_existing(tmp_path / "c")
     held, evicted = folder.index.used_bytes(), list[int]()
     monkeypatch.setattr(fsck, "EVICTED_BYTES", held // 20)
     assert fsck.evict(folder, keep_bytes=held // 2, progress=evicted.append) == sum(evicted)
-    assert len(evicted) >= 2  # two large ones may be half
+    assert len(evicted) >= 3
     assert 0 < folder.index.used_bytes() <= held // 2
     assert fsck.evict(folder) > 0
     assert folder.index.used_bytes() == 0
