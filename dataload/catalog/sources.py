@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsspec.core import has_magic
 
@@ -24,17 +24,33 @@ from dataload.runtime.redact import redacted
 METADATA = re.compile(
     r"(^|/)(\.|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
 )
-# Each kind of table: files that only it has, the call that returns the files of a version, the marks of deleted rows in
-# these, and the command that rewrites the files without such rows
-TABLES = {
-    "a Delta": (
+
+
+class TableFormat(NamedTuple):
+    """A format of tables whose folders also have files of deleted rows.
+
+    Attributes:
+        own_files: Matches files that only such tables have.
+        version_files: The call that returns the files of a version.
+        deletions: What marks rows of these files as deleted.
+        rewrite: The command that rewrites the files without such rows.
+    """
+
+    own_files: re.Pattern[str]
+    version_files: str
+    deletions: str
+    rewrite: str
+
+
+TABLE_FORMATS = {
+    "a Delta": TableFormat(
         re.compile(r"(^|/)_delta_log/"),
         "DeltaTable(url).file_uris()",
         "deletion vectors",
         "REORG TABLE … APPLY (PURGE)",
     ),
-    "a Hudi": (re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them", "log files", "its compaction"),
-    "an Iceberg": (
+    "a Hudi": TableFormat(re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them", "log files", "its compaction"),
+    "an Iceberg": TableFormat(
         re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$"),
         "[task.file.file_path for task in table.scan().plan_files()]",
         "delete files",
@@ -125,11 +141,12 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
 
 def _check_listing(path: str, names: Collection[str]) -> None:
     """Raise ConfigError if these names are of a table with deleted rows, or of separate datasets."""
-    for kind, (pattern, files, marks, rewrite) in TABLES.items():
-        if any(map(pattern.search, names)):
+    for kind, table in TABLE_FORMATS.items():
+        if any(map(table.own_files.search, names)):
             raise ConfigError(
                 f"{path} is {kind} table, and its folder also has files of deleted rows: pass a list of the files of "
-                f"one version, {files}. If the table has {marks}, first run {rewrite}: they still have deleted rows"
+                f"one version, {table.version_files}. If the table has {table.deletions}, first run {table.rewrite}: "
+                "they still have deleted rows"
             )
     for name in filter(SPLITS_FILE.search, names):
         folder = name.rpartition("/")[0]

@@ -280,8 +280,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     yield partial(answers_of, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // passed_on, threads)
-        options: dict[str, Any] = {"begin": current_gpu(), "timeout": self.timeout}
-        with closing(run_ahead(calls(), threads, depth, stop, waiting, **options)) as chunks:
+        made = run_ahead(calls(), threads, depth, stop, waiting, begin=current_gpu(), timeout=self.timeout)
+        with closing(made) as chunks:
             for answers in chunks:
                 yield from taken(answers)
 

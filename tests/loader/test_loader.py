@@ -309,14 +309,22 @@ def test_arguments_that_change_before_a_resume_hold_from_the_next_epoch_on(datas
     assert ids(resumed) == ids(changed)
 
 
+def begun(loader: Any, count: int) -> tuple[list[int], dict[str, Any]]:
+    """Return the rows of the first batches of an epoch, and the state after them."""
+    batches = iter(loader)
+    found = ids(next(batches) for _ in range(count))
+    state = loader.state_dict()
+    batches.close()
+    return found, state
+
+
 def test_resume_in_another_world_loses_and_repeats_nothing(dataset: Any) -> None:
     found = []
     states = []
     for loader in ranks(dataset, 2, 16):
-        batches = iter(loader)
-        found += ids(next(batches) for _ in range(4))
-        states.append(json.dumps(loader.state_dict()))
-        batches.close()
+        rows, state = begun(loader, 4)
+        found += rows
+        states.append(json.dumps(state))
     assert states[0] == states[1]
     assert len(states[0]) < 4096
     for loader in ranks(dataset, 3, 8):
@@ -329,11 +337,7 @@ def test_resume_in_another_world_loses_and_repeats_nothing(dataset: Any) -> None
 
 
 def test_padding_of_a_resumed_epoch(dataset: Any) -> None:
-    first = make_loader(dataset, 16)
-    batches = iter(first)
-    found = ids(next(batches) for _ in range(8))
-    state = first.state_dict()
-    batches.close()
+    found, state = begun(make_loader(dataset, 16), 8)
     for loader in ranks(dataset, 3, 8):
         loader.load_state_dict(state)
         padding = loader.padding
@@ -344,15 +348,11 @@ def test_padding_of_a_resumed_epoch(dataset: Any) -> None:
 
 def test_padding_after_a_loop_is_that_of_the_loop(dataset: Any) -> None:
     """The rest of a resumed epoch and the next epoch pad other ranks."""
-    first = make_loader(dataset, 16)
-    batches = iter(first)
-    begun = ids(next(batches) for _ in range(8))
-    state = first.state_dict()
-    batches.close()
+    first, state = begun(make_loader(dataset, 16), 8)
     loaders = ranks(dataset, 3, 8)
     for loader in loaders:
         loader.load_state_dict(state)
-    for earlier in (begun, []):
+    for earlier in (first, []):
         found = list(earlier)
         for loader in loaders:
             mine = ids(loader)
