@@ -19,7 +19,7 @@ from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Span, Tier
 from dataload.errors import ConfigError
-from dataload.runtime.executor import awaited, shared_executor
+from dataload.runtime.executor import LOOK_SECONDS, awaited, shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted, without_signature
 from dataload.telemetry.wait_timeline import doing
@@ -274,12 +274,17 @@ class Blocks(ForkAware):
 
 
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
-    """Wait until all of these fetches are done or cancelled. Raise the exception of the first that failed."""
+    """Wait until all of these fetches are done or cancelled. Raise the exception of the first that failed.
+
+    The wait is cut into short ones, as that of `awaited`, so that Ctrl-C interrupts it.
+    """
     if not all(future.done() for future in pending):
         with doing("origin"):
-            wait(pending, return_when=FIRST_EXCEPTION)
+            while wait(pending, LOOK_SECONDS, FIRST_EXCEPTION).not_done and not _failed(pending):
+                pass
             cancel_if_failed(pending)
-            wait([future for future in pending if not future.cancelled()])
+            while wait([future for future in pending if not future.cancelled()], LOOK_SECONDS).not_done:
+                pass
     for future in _failed(pending) or pending:
         future.result()
 

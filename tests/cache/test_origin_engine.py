@@ -537,7 +537,7 @@ def test_one_block_that_fails_ends_the_read_of_many(
     """Each of the others may take a minute to fail."""
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options, block_bytes=4096)
-    started, waits, are_cancelled = list[int](), list[str](), threading.Event()
+    started, are_cancelled = list[int](), threading.Event()
 
     def fails(_memory: memoryview, _path: str, start: int, _version: str) -> None:
         started.append(start)
@@ -545,11 +545,10 @@ def test_one_block_that_fails_ends_the_read_of_many(
             are_cancelled.wait(60)
         raise OriginError("down")
 
-    def waiting(futures: Any, return_when: str = ALL_COMPLETED) -> Any:
-        if waits:
+    def waiting(futures: Any, timeout: float, return_when: str = ALL_COMPLETED) -> Any:
+        if return_when == ALL_COMPLETED:
             are_cancelled.set()
-        waits.append(return_when)
-        return wait(futures, return_when=return_when)
+        return wait(futures, timeout, return_when)
 
     monkeypatch.setattr(fs.blocks.origin, "read_into", fails)
     monkeypatch.setattr("dataload.cache.blocks.reader.wait", waiting)
