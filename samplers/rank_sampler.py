@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, Final, Protocol, Self, cast
 
@@ -294,10 +294,7 @@ class RankSampler(DistributedSampler[int]):
     def _warn(self, changed: Mapping[str, Any], order: PositionOrder, epoch: int) -> None:
         """Log once for all ranks which arguments differ from a state, and from which epoch on they hold."""
         if self.rank == 0:
-            saved, given = (
-                ", ".join(f"{name}={reprlib.repr(options[name])}" for name in changed)
-                for options in (order.options, changed)
-            )
+            saved, given = shown(changed, order.options), shown(changed, changed)
             log.warning("the state has %s: %s, as passed here, holds from epoch %d on", saved, given, epoch)
 
     def _orders_of(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -326,6 +323,11 @@ class RankSampler(DistributedSampler[int]):
     def _checked(self, cursor: int) -> int:
         _check_cursor(cursor, self.order)
         return cursor
+
+
+def shown(names: Iterable[str], options: Mapping[str, Any]) -> str:
+    """Return the options of these names as text for a message. Long values are cut."""
+    return ", ".join(f"{name}={reprlib.repr(options[name])}" for name in names)
 
 
 def _check_cursor(cursor: int, order: PositionOrder) -> None:

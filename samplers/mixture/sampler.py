@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.state import compact, expand
 from dataload.samplers.order import Shuffle
-from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.rank_sampler import RankSampler, shown
 
 TOLERANCE = 0.1  # part of the rows by which streams and whole batches may change the length of an epoch without a word
 
@@ -193,9 +192,7 @@ class MixtureSampler(RankSampler):
 def _warn_of_kept(kept: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Log the arguments of a state that differ from those of this process and replace them."""
     if changed := [name for name in kept if kept[name] != given[name]]:
-        saved, passed = (
-            ", ".join(f"{name}={reprlib.repr(options[name])}" for name in changed) for options in (kept, given)
-        )
+        saved, passed = shown(changed, kept), shown(changed, given)
         fixes = "; ".join(dict.fromkeys(f"to change {FIXES[name]}" for name in changed))
         log.warning("the state has %s, which the loader keeps instead of %s, as passed here: %s", saved, passed, fixes)
 
