@@ -6,6 +6,7 @@ import logging
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import chain, islice
 from typing import Any, ClassVar, Final, Protocol, Self, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.samplers.order import Order
 from dataload.samplers.partition import check_locality, is_local
+from dataload.samplers.row_iterator import RowIterator
 from dataload.samplers.share import Share
 from dataload.world import World
 
@@ -161,11 +163,11 @@ class RankSampler(DistributedSampler[int]):
 
     def finished_at(self, cursor: int) -> bool:
         """Return whether no batch is left after `cursor` rows of an epoch."""
-        return self._share.num_batches(self.num_rows - self._checked(cursor)) == 0
+        return self._share.num_batches(self.num_rows - _checked(cursor, self.order)) == 0
 
     def padding_from(self, cursor: int) -> int:
         """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on."""
-        return self._share.padding(self.num_rows - self._checked(cursor))
+        return self._share.padding(self.num_rows - _checked(cursor, self.order))
 
     def batches(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
         """Yield the rank's batches of row numbers without moving the sampler.
@@ -202,13 +204,7 @@ class RankSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
-        epoch, self._behind = self.epoch, None
-        for run in self.runs(epoch, self.cursor):
-            yield from run.ravel().tolist()
-        if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
-            behind = copy(self)
-            self.seek(epoch + 1, 0)
-            self._behind = None if behind.finished_at(behind.cursor) else behind
+        return RowIterator(lambda: (self.epoch, self.cursor), self._rows_from)
 
     def __len__(self) -> int:
         """Return the rows of each rank in a full epoch, padding included."""
@@ -233,7 +229,7 @@ class RankSampler(DistributedSampler[int]):
         number, position = whole_number("epoch", epoch), whole_number("cursor", cursor)
         if number != self.epoch:
             self._follow(self.next_order)
-        self.epoch, self.cursor = number, self._checked(min(position, self.num_rows))
+        self.epoch, self.cursor = number, _checked(min(position, self.num_rows), self.order)
         self._behind = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,6 +279,17 @@ class RankSampler(DistributedSampler[int]):
         self.seek(epoch, cursor)
         self.next_order = after
 
+    def _rows_from(self, epoch: int, cursor: int, skipped: int) -> Iterator[int]:
+        """Yield the rank's rows from `cursor` on, except the first `skipped`. Move to the next epoch at the end."""
+        self._behind = None
+        batches, rows = divmod(skipped, self.batch_size)
+        runs = self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows))
+        yield from islice(chain.from_iterable(run.ravel().tolist() for run in runs), rows, None)
+        if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
+            behind = copy(self)
+            self.seek(epoch + 1, 0)
+            self._behind = None if behind.finished_at(behind.cursor) else behind
+
     def _state(self) -> dict[str, Any]:
         place = {"epoch": self.epoch, "cursor": self.cursor}
         return {"version": STATE_VERSION, "dataset": self.order.digest, **place, **self.order.options}
@@ -303,7 +310,7 @@ class RankSampler(DistributedSampler[int]):
 
     def _check_start(self, order: Any, cursor: int) -> None:
         """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""
-        _check_cursor(cursor, order)
+        _checked(cursor, order)
 
     def _follow(self, order: PositionOrder) -> None:
         """Use this order from now on."""
@@ -318,11 +325,7 @@ class RankSampler(DistributedSampler[int]):
         epoch = self.epoch if epoch is None else epoch
         if cursor is None:
             cursor = self.cursor if epoch == self.epoch else 0
-        return epoch, self._checked(cursor)
-
-    def _checked(self, cursor: int) -> int:
-        _check_cursor(cursor, self.order)
-        return cursor
+        return epoch, _checked(cursor, self.order)
 
 
 def shown(names: Iterable[str], options: Mapping[str, Any]) -> str:
@@ -330,6 +333,7 @@ def shown(names: Iterable[str], options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={reprlib.repr(options[name])}" for name in names)
 
 
-def _check_cursor(cursor: int, order: PositionOrder) -> None:
+def _checked(cursor: int, order: PositionOrder) -> int:
     if not 0 <= cursor <= order.n:
         raise ConfigError(f"cursor {cursor} is not in an epoch of {order.n} rows")
+    return cursor

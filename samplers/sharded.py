@@ -72,6 +72,7 @@ class ShardedSampler(RankSampler):
     Notes: iteration does not move the cursor. The consumer of the batches does, by `advance` or `seek`, so that rows
     that are only prefetched do not count. When an iteration ends, the sampler moves to the next epoch; batches of the
     old one that are consumed later are marked in the old one.
+    torchdata's StatefulDataLoader also saves the iterator, which counts the rows that it has yielded.
     """
 
     order: Order

@@ -392,6 +392,27 @@ def test_of_two_iterations_the_epoch_moves_once():
     assert sampler.epoch == 5
 
 
+@pytest.mark.parametrize("advances", [False, True])
+@pytest.mark.parametrize("taken", [0, 1, 10, 13, 40, 41, 42, 43])
+def test_an_iteration_resumes_as_torchdata_does_it(taken, advances):
+    """StatefulDataLoader saves the sampler and its iterator. It restores the sampler before it makes the iterator."""
+    saved, resumed = (ShardedSampler([103], 2, 1, batch_size=10) for _ in range(2))
+    saved.seek(2, 20)
+    rows = iter(saved)
+    first = list(islice(rows, taken))
+    if advances:
+        saved.advance(taken // 10)
+    state = json.loads(json.dumps([saved.state_dict(), rows.state_dict()]))
+    resumed.load_state_dict(state[0])
+    rest = iter(resumed)
+    rest.load_state_dict(state[1])
+    found = [*first, *rest]
+    assert found == np.concatenate(list(saved.batches(2, 20))).tolist()
+    assert len(found) == 42
+    assert (resumed.epoch, resumed.cursor) == (3, 0)
+    assert list(resumed) == np.concatenate(list(saved.batches(3, 0))).tolist()
+
+
 def test_set_epoch_keeps_a_cursor_of_the_same_epoch():
     sampler = ShardedSampler(LENGTHS, 2, 0, batch_size=3)
     sampler.set_epoch(2)
