@@ -5,7 +5,8 @@ keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs fr
 
 accelerate shards each DataLoader that it has not prepared itself (`PreparedForAccelerate`). Its wrapper of a DataLoader
 reports the start and end of an epoch; here the loader does (`accelerate_iteration`). Its scheduler takes one step for
-each rank unless `split_batches=True` or `step_scheduler_with_optimizer=False` is set.
+each rank unless `split_batches=True` or `step_scheduler_with_optimizer=False` is set. Its `skip_first_batches` iterates
+the sampler and counts batches from the start of the epoch (`TrainerEpochs.__iter__`).
 
 Neither library is imported unless the program has imported it.
 """
@@ -22,6 +23,7 @@ import torch
 
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.row_iterator import RowIterator
 from dataload.samplers.sharded import ShardedSampler
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def trainer_device() -> torch.device | None:
 
 
 class TrainerEpochs(RankSampler):
-    """The epochs of a sampler for training loops that count epochs from 0 again after a restart.
+    """The epochs of a sampler for training loops that count epochs or batches again after a restart.
 
     Fabric passes `set_epoch` the number of loops that this process has begun. If the first number after a restart is
     below the restored epoch, it means the restored epoch, and later numbers have the same offset. This applies only if
@@ -84,6 +86,13 @@ class TrainerEpochs(RankSampler):
     _restored = False
     yielded: tuple[int, int] | None = None  # (epoch, rows of it) of the loader's iterator that yielded last
     ended_padding: int | None = None  # of the loader's iteration that ended, until the next one begins
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the rank's rows of the whole epoch, also after a restored position, at which the loader itself begins.
+
+        After a restart, accelerate and the Hugging Face Trainer skip the batches that the epoch had before.
+        """
+        return RowIterator(lambda: (self.epoch, 0), self._rows_from)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, as in `RankSampler`."""

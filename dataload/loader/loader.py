@@ -214,7 +214,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler.ended_padding = None
         sampler.renew()
         self.dataset.rowstore.blobs.memory.divide()
-        return sampler.epoch, sampler.cursor
+        # A batch sampler begins with the epoch, as the sampler's own iteration does.
+        return sampler.epoch, sampler.cursor if self.sampler is sampler else 0
 
     def _answers(
         self, epoch: int, cursor: int, needs: Needs, waiting: Timeline, device: torch.device | None

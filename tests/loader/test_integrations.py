@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from ports import free_port
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from dataload import World, make_dataset, make_loader
 from dataload.errors import ConfigError
@@ -128,6 +128,12 @@ def test_the_last_step_of_an_epoch_synchronises(accelerated: Seen) -> None:
 
 def test_accelerate_resumes_in_the_middle_of_an_epoch(accelerated: Seen, epochs_of: Any) -> None:
     assert [rank["resumed"] for rank in accelerated] == [rank["wanted"] for rank in accelerated] == epochs_of(1)
+
+
+def test_skip_first_batches_counts_from_the_start_of_a_restored_epoch(accelerated: Seen, epochs_of: Any) -> None:
+    """The guide of accelerate loads the state, which restores the position, and then skips the batches before it."""
+    for rank, (epoch, following) in enumerate(zip(epochs_of(1), epochs_of(2), strict=True)):
+        assert accelerated[rank]["resumed and skipped"] == [epoch, following]
 
 
 def test_accelerate_has_each_row_of_a_mixture_once_and_resumes_with_its_next_weights(accelerated: Seen) -> None:
@@ -283,6 +289,20 @@ def test_a_plain_dataloader_cannot_pass_the_transform_its_generator(folder: Path
     loader = make_loader(make_dataset(str(folder), cache=False), 16, transform=lambda batch, rng: batch)
     with pytest.raises(ConfigError, match="load_state_dict"):
         loader.collate_fn(loader.dataset.__getitems__([1, 2]))
+
+
+def noisy(batch: Any, rng: Any) -> Any:
+    return {"row_id": batch["row_id"], "noise": rng.random()}
+
+
+def test_a_batch_sampler_begins_with_the_epoch(folder: Path) -> None:
+    """Lightning predicts with one. The loader, whose sampler it draws on, may have a restored position."""
+    loader = make_loader(make_dataset(str(folder), cache=False), 16, transform=noisy)
+    whole = [(batch["row_id"].tolist(), batch["noise"]) for batch in loader]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "cursor": 64})
+    batches = BatchSampler(loader.sampler, 16, drop_last=False)
+    rebuilt = Loader(loader.dataset, maker=loader.maker, rank_sampler=loader.rank_sampler, batch_sampler=batches)
+    assert [(batch["row_id"].tolist(), batch["noise"]) for batch in rebuilt] == whole
 
 
 def test_trainers_are_not_imported(folder: Path) -> None:

@@ -89,6 +89,10 @@ accelerator = accelerator_of()
 loader = accelerator.prepare(make_loader(dataset, 16))
 accelerator.load_state(str(out / "state"))
 seen["resumed"] = begun + rows_of(loader)
+accelerator = accelerator_of()
+loader = accelerator.prepare(make_loader(dataset, 16))
+accelerator.load_state(str(out / "state"))
+seen["resumed and skipped"] = begun + rows_of(skip_first_batches(loader, 4)), rows_of(loader)
 
 # A mixture whose weights are set in an epoch, and its state.
 for name in ("mixed", "mixed resumed"):
