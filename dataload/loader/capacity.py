@@ -96,7 +96,14 @@ class Capacity:
         with other weights of a mixture, reserve the capacity for it first. Raises as the class does.
         """
         if self._sampler.order is not self._order:
-            self._reserve()
+            try:
+                self._reserve()
+            except ConfigError as error:
+                if not self._sampler.cursor:
+                    raise
+                raise ConfigError(
+                    f"{error} (a restored epoch keeps the shuffle and window of its state: set_epoch begins another)"
+                ) from None
             self._order = self._sampler.order  # not after an error: the next iteration raises it again
         if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
             self._lease()

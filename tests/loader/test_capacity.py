@@ -205,6 +205,23 @@ def test_sizes_in_the_error_of_a_small_cache_work_as_printed(shuffle: str, is_te
     assert warm(dataset.rowstore.blobs, range(len(dataset.row_groups))) == len(dataset.row_groups)
 
 
+def test_a_restored_epoch_whose_windows_exceed_the_cache_says_how_to_begin_another(tmp_path: Path) -> None:
+    url = str(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"x": noise.random(2000)}), url, row_group_size=100)
+    saved = make_loader(url, 10, window=8, cache=False)
+    saved.load_state_dict({**saved.state_dict(), "cursor": 50})
+    cache = CacheConfig(str(tmp_path / "cache"), 3 * saved.dataset.rowstore.blobs.bytes_of(0))
+    with pytest.raises(ConfigError, match=r"lower window$"):
+        make_loader(url, 10, window=8, cache=cache)
+    loader = make_loader(url, 10, window=1, cache=cache)
+    loader.load_state_dict(saved.state_dict())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"lower window \(a restored epoch keeps .*set_epoch begins another\)$"):
+            next(iter(loader))
+    loader.set_epoch(1)
+    assert sum(len(batch["x"]) for batch in loader) == 2000
+
+
 @pytest.mark.parametrize(("groups", "further"), [(40, 4), (1000, 9), (4000, 16)])
 def test_the_transient_region_grows_where_that_is_negligible(groups: int, further: int, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(groups * 10)}), tmp_path / "x.parquet", row_group_size=10)
