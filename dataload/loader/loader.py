@@ -40,7 +40,8 @@ BATCHES_AHEAD = 8
 class Loader(PreparedForAccelerate, DataLoader[Any]):
     """Batches of one rank. `make_loader` returns one.
 
-    Notes: `state_dict` has the position of the iterator that yielded last. Prefetched batches do not count.
+    Notes: `state_dict` has the position of the iterator that yielded last. Prefetched batches do not count. A second
+    whole loop within an epoch moves on to the next epoch, and batches of the first loop do not count then.
 
     Lightning rebuilds a loader from its attributes: for prediction with a batch sampler that records row numbers, for
     `overfit_batches` with a sampler of file order. So each argument is an attribute or is passed on to torch.
