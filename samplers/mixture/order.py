@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal
@@ -75,6 +75,7 @@ class MixtureOrder:
     Attributes:
         n: Rows of an epoch.
         weights: The weights as integers.
+        total: Sum of the weights.
         unit: Rows of a unit.
         orders: Order of each source.
         first_rows: Number of the first row of each source, then the number of all rows: int64 [S + 1].
@@ -126,10 +127,10 @@ class MixtureOrder:
         self.first_rows: Int64 = np.cumsum([0, *rows])
         self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
         self.weights = integer_weights(rows if weights is None else weights)
+        self.total = sum(self.weights)
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
         many = len(self.orders) // 16
         self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + many)  # each source costs its own overhead
-        self._units = UnitSequence(self.weights, self.seed, reshuffled=bool(self.shuffle))
         self._source_rows = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
         self.n, _ = self.length(self.unit)
         if self.n > self.unit * (END - BLOCK):
@@ -183,8 +184,8 @@ class MixtureOrder:
 
     def most_rows(self, rows: int) -> list[int]:
         """Return how many rows of each source may be in `rows` consecutive positions."""
-        units, total = -(-rows // self.unit) + 1, sum(self.weights)
-        return [min(rows, (-(-units * weight // total) + 1) * self.unit) for weight in self.weights]
+        units = -(-rows // self.unit) + 1
+        return [min(rows, (-(-units * weight // self.total) + 1) * self.unit) for weight in self.weights]
 
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
@@ -233,11 +234,19 @@ class MixtureOrder:
             return self.num_rows, None
         rows = [order.n for order in self.orders]
         if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
-            return min((_bound(self._units.earliest, source, count, unit), source) for source, count in enumerate(rows))
+            return min((self._earliest(source, count, unit), source) for source, count in enumerate(rows))
         # after the last position that the quota allows for the last row
-        return max(
-            (1 + _bound(self._units.latest, source, count - 1, unit), source) for source, count in enumerate(rows)
-        )
+        return max((1 + self._latest(source, count - 1, unit), source) for source, count in enumerate(rows))
+
+    def _earliest(self, source: int, index: int, unit: int) -> int:
+        """Return the first position that the quota allows for an index of a source, in units of `unit` rows."""
+        number, offset = divmod(index, unit)
+        return number * self.total // self.weights[source] * unit + offset
+
+    def _latest(self, source: int, index: int, unit: int) -> int:
+        """Return the last position that the quota allows for an index of a source, in units of `unit` rows."""
+        number, offset = divmod(index, unit)
+        return (-(-(number + 1) * self.total // self.weights[source]) - 1) * unit + offset
 
     def _consecutive(self, epoch: int, start: int, end: int) -> Int64:
         """Return the rows at the positions from `start` to `end`: int64 [end - start]."""
@@ -262,7 +271,7 @@ class MixtureOrder:
         self, source: int, epoch: int, position: int, start: int, streams: Sequence[int] | None
     ) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) for the indices of a source from `start` to the end of the epoch."""
-        weight, total = self.weights[source], sum(self.weights)
+        weight, total = self.weights[source], self.total
         units, rest = divmod(self.n, self.unit)
         # The quota leaves the number of rows open by one unit. Only the last block of the epoch determines it.
         least, most = units * weight // total * self.unit, -(-units * weight // total) * self.unit + rest
@@ -272,10 +281,4 @@ class MixtureOrder:
         for index, block in self._source_rows[source].needs(epoch, start, most, streams, apart):
             if index >= least and index >= self._indices_at(epoch, self.n)[source]:
                 return
-            yield max(position, _bound(self._units.earliest, source, index, self.unit)), shift + block
-
-
-def _bound(place: Callable[[int, int], int], source: int, index: int, unit: int) -> int:
-    """Return the position of a source's index if its unit comes at `place(source, number of the unit)`."""
-    number, offset = divmod(index, unit)
-    return place(source, number) * unit + offset
+            yield max(position, self._earliest(source, index, self.unit)), shift + block

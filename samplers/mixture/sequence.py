@@ -10,7 +10,7 @@ import numpy.typing as npt
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU, FirstKept
-from dataload.samplers.mixture.borders import BLOCK, END, Borders
+from dataload.samplers.mixture.borders import BLOCK, Borders
 from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
 
 Int64 = npt.NDArray[np.int64]
@@ -66,8 +66,7 @@ class UnitSequence:
     Notes: a block costs 10 to 40 ms for up to 50 sources and is cached, so nearby units are cheap.
     """
 
-    def __init__(self, weights: Sequence[int], seed: int, end: int = END, *, reshuffled: bool = True) -> None:
-        self._weights, self._total = tuple(weights), sum(weights)
+    def __init__(self, weights: Sequence[int], seed: int, end: int, *, reshuffled: bool = True) -> None:
         self._reshuffled = reshuffled
         self._seed, self._end = seed, end
         self._borders = Borders(weights)
@@ -108,14 +107,6 @@ class UnitSequence:
         if inside:
             counts += np.bincount(self._block(epoch, block, inside).source[:inside], minlength=len(counts))
         return counts
-
-    def earliest(self, source: int, number: int) -> int:
-        """Return the first place in the sequence that the quota allows for a unit of a source."""
-        return number * self._total // self._weights[source]
-
-    def latest(self, source: int, number: int) -> int:
-        """Return the last place in the sequence that the quota allows for a unit of a source."""
-        return -(-(number + 1) * self._total // self._weights[source]) - 1
 
     def _block(self, epoch: int, number: int, end: int) -> _Block:
         """Return a block, or its beginning if this has the first `end` units."""
