@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataload.samplers.mixture.order import MixtureOrder
-from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.permutation import Permutation
 from dataload.samplers.sharded import ShardedSampler
 
@@ -65,7 +65,7 @@ def _mixtures() -> Table:
     for count in (2, 3, 10, 50, 200):
         random = np.random.default_rng(count)
         sizes = random.integers(10**6, 10**9, count).tolist()
-        order = MixtureOrder([Source([size // 100] * 100, str(source)) for source, size in enumerate(sizes)])
+        order = MixtureOrder([MixtureSource([size // 100] * 100, str(source)) for source, size in enumerate(sizes)])
         epochs = [order.draws(epoch, np.arange(MIXED))[0] for epoch in (0, 1)]
         shares = np.array(order.weights) / sum(order.weights)
         table.add_row(

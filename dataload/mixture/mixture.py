@@ -17,7 +17,7 @@ from dataload.arguments import known_keywords
 from dataload.catalog.description import cache_text, columns_text
 from dataload.catalog.locations import Location
 from dataload.catalog.same_columns import check_same_columns
-from dataload.catalog.sources import Source as Files
+from dataload.catalog.sources import Source
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
@@ -28,7 +28,7 @@ from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.text import counted, few
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
-from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import integer_weights
 
 SOURCES_AT_ONCE = 16  # that are listed at the same time; all of them share one pool of threads for footers
@@ -88,10 +88,10 @@ class Mixture(MapStyle):
         return self._datasets
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[MixtureSource, ...]:
         """The sources as the sampler takes them."""
         return tuple(
-            Source(dataset.block_lengths, name, dataset.order_key.encode())
+            MixtureSource(dataset.block_lengths, name, dataset.order_key.encode())
             for name, dataset in zip(self.names, self._datasets, strict=True)
         )
 
@@ -192,7 +192,7 @@ class Mixture(MapStyle):
 
 @known_keywords(make_dataset)
 def mix(
-    sources: Mapping[str, Dataset | Files] | Sequence[Dataset | Files],
+    sources: Mapping[str, Dataset | Source] | Sequence[Dataset | Source],
     weights: Weights = None,
     *,
     stop: Stop = "first_exhausted",
@@ -280,5 +280,5 @@ def _by_position(weights: Weights, names: Sequence[str]) -> Sequence[Any] | None
     return weights
 
 
-def _opened(source: Dataset | Files, options: Mapping[str, Any]) -> Dataset:
+def _opened(source: Dataset | Source, options: Mapping[str, Any]) -> Dataset:
     return source if isinstance(source, Dataset) else make_dataset(source, **options)

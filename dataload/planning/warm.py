@@ -17,7 +17,7 @@ from dataload.mapping.stage import order_key_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.executor import DaemonExecutor
 from dataload.samplers.mixture.order import MixtureOrder
-from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.order import Order
 from dataload.samplers.partition import stream_owners
 from dataload.samplers.window_size import default_window
@@ -82,7 +82,7 @@ def order_of_mixture(
 ) -> MixtureOrder:
     """Return the order in which a loader delivers a mixture of a list of datasets. Otherwise like `order_of`."""
     sources = [
-        Source(manifest.block_lengths, str(number), order_key_of(manifest).encode())
+        MixtureSource(manifest.block_lengths, str(number), order_key_of(manifest).encode())
         for number, manifest in enumerate(manifests)
     ]
     windows = [usual_window(manifest) if window is None else window for manifest in manifests]

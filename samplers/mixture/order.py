@@ -17,7 +17,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.mixture.borders import BLOCK, END
 from dataload.samplers.mixture.sequence import UnitSequence
-from dataload.samplers.mixture.source import STRETCH, Source, SourceRows
+from dataload.samplers.mixture.source import STRETCH, MixtureSource, SourceRows
 from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Order, Shuffle, checked
 from dataload.samplers.share import RUN_ROWS
@@ -89,7 +89,7 @@ class MixtureOrder:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[MixtureSource],
         weights: Sequence[Any] | None = None,
         *,
         stop: Stop = "first_exhausted",

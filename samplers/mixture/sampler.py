@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
-from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.state import compact, expand
 from dataload.samplers.order import Shuffle
 from dataload.samplers.rank_sampler import RankSampler, shown
@@ -52,9 +52,9 @@ class MixtureSampler(RankSampler):
         ConfigError: An argument cannot work.
 
     Example:
-        >>> from dataload.samplers.mixture.source import Source
+        >>> from dataload.samplers.mixture.source import MixtureSource
         >>> from dataload.samplers.mixture.sampler import MixtureSampler
-        >>> sources = [Source([4, 4], "books"), Source([3], "code")]
+        >>> sources = [MixtureSource([4, 4], "books"), MixtureSource([3], "code")]
         >>> sampler = MixtureSampler(sources, 1, 0, weights=[3, 1], num_rows=8, batch_size=4, shuffle=False)
         >>> [sorted(batch.tolist()) for batch in sampler.batches()]  # code has rows 8 to 10
         [[0, 1, 2, 8], [3, 4, 5, 9]]
@@ -69,7 +69,7 @@ class MixtureSampler(RankSampler):
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[MixtureSource],
         num_replicas: int | None = None,
         rank: int | None = None,
         *,

@@ -20,7 +20,7 @@ FIRST_STRETCH = 1 << 8  # rows, so that the first batch does not wait for many o
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class MixtureSource:
     """One dataset of a mixture.
 
     Args:

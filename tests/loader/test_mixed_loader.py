@@ -38,7 +38,7 @@ from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import Loads
 from dataload.runtime.turns import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
-from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.source import MixtureSource
 from dataload.telemetry.stats_log import read
 
 FILES = {"a": [[40, 60], [7, 0, 93]], "b": [[30, 31]], "c": [[11], [9, 3]]}
@@ -99,7 +99,7 @@ def expected(sampler: MixtureSampler, epoch: int) -> list[tuple[int, int]]:
 
 
 def sampler_of(datasets: dict[str, Dataset], rank: int, size: int, **options: Any) -> MixtureSampler:
-    described = [Source(each.block_lengths, name, each.order_key.encode()) for name, each in datasets.items()]
+    described = [MixtureSource(each.block_lengths, name, each.order_key.encode()) for name, each in datasets.items()]
     windows = [each.window for each in datasets.values()]
     return MixtureSampler(described, size, rank, windows=windows, **options)
 

@@ -21,11 +21,11 @@ from dataload.samplers.mixture import sequence
 from dataload.samplers.mixture.borders import BLOCK
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.schedule import schedule
-from dataload.samplers.mixture.source import Source, SourceRows, source_epoch
+from dataload.samplers.mixture.source import MixtureSource, SourceRows, source_epoch
 from dataload.samplers.order import Order
 
 LENGTHS = [[40, 0, 25, 60, 31], [7, 9], [300, 250, 100]]
-SOURCES = [Source(lengths, name, name.encode()) for lengths, name in zip(LENGTHS, "abc", strict=True)]
+SOURCES = [MixtureSource(lengths, name, name.encode()) for lengths, name in zip(LENGTHS, "abc", strict=True)]
 ROWS = [156, 16, 650]
 UNITS = [{}, {"num_streams": 3}, {"batching": "homogeneous", "batch_rows": 8}]
 
@@ -72,7 +72,7 @@ def small_epoch(order, source, epoch, wrap):
 def random_sources(chance):
     count = chance.randint(2, 50)
     sizes = [[chance.randint(1, 400) for _ in range(chance.randint(1, 6))] for _ in range(count)]
-    return [Source(lengths, str(number)) for number, lengths in enumerate(sizes)]
+    return [MixtureSource(lengths, str(number)) for number, lengths in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -204,7 +204,7 @@ def test_the_order_does_not_depend_on_the_length_of_the_epoch(num_rows):
 
 @pytest.mark.parametrize("unit", [{}, {"num_streams": 3}])
 def test_a_small_source_that_repeats_often_needs_its_row_groups_seldom(unit):
-    sources = [Source([4, 3, 2], "small"), Source([1], "one"), SOURCES[2]]
+    sources = [MixtureSource([4, 3, 2], "small"), MixtureSource([1], "one"), SOURCES[2]]
     order = MixtureOrder(sources, [5, 4, 1], num_rows=20_000, seed=1, **unit)
     rows = order.rows(1, np.arange(order.n))
     groups = np.searchsorted(np.cumsum(order.block_lengths), rows, "right")
@@ -224,7 +224,9 @@ def test_a_source_of_one_row_with_a_large_share_takes_no_order_for_each_row(monk
     made = []
     make = EpochOrder.__init__
     monkeypatch.setattr(EpochOrder, "__init__", lambda self, *arguments: (made.append(1), make(self, *arguments))[0])
-    order = MixtureOrder([Source([1], "one"), Source([5, 7], "few"), SOURCES[2]], [1, 1, 1], num_rows=150_000)
+    order = MixtureOrder(
+        [MixtureSource([1], "one"), MixtureSource([5, 7], "few"), SOURCES[2]], [1, 1, 1], num_rows=150_000
+    )
     drawn = order.rows(0, np.arange(order.n))
     assert np.bincount(drawn[drawn < 13]).tolist()[0] == 50_000
     assert len(made) < 50_000 // 650 + 10
@@ -247,7 +249,7 @@ def test_needs_of_streams():
 
 
 def test_an_epoch_that_is_over_needs_nothing():
-    sources = [Source([7, 9, 4], "a"), Source([5, 3], "b")]
+    sources = [MixtureSource([7, 9, 4], "a"), MixtureSource([5, 3], "b")]
     for rows in range(20, 40):  # A stripe of streams may end after the epoch.
         order = MixtureOrder(sources, [2, 1], num_streams=3, num_rows=rows)
         assert list(order.needs_from(1, rows)) == []
@@ -257,7 +259,7 @@ def test_an_epoch_that_is_over_needs_nothing():
 
 
 def test_a_seek_costs_the_same_everywhere():
-    sources = [Source([10**9] * 50, str(number)) for number in range(5)]
+    sources = [MixtureSource([10**9] * 50, str(number)) for number in range(5)]
     order = MixtureOrder(sources, [1, 2, 3, 10**6, 4])
     tracemalloc.start()
     drawn = []
@@ -366,8 +368,8 @@ def test_the_order_is_golden():
     ("arguments", "message"),
     [
         ({"sources": []}, "0 sources"),
-        ({"sources": [*SOURCES, Source([0, 0], "empty")]}, "'empty' has no rows"),
-        ({"sources": [Source([1], "same"), Source([2], "same")]}, "names"),
+        ({"sources": [*SOURCES, MixtureSource([0, 0], "empty")]}, "'empty' has no rows"),
+        ({"sources": [MixtureSource([1], "same"), MixtureSource([2], "same")]}, "names"),
         ({"weights": [1, 2]}, "2 weights for 3 sources: give one for each"),
         ({"weights": [1, 0, 2]}, "weight 0 of source 1"),
         ({"windows": [1]}, "1 windows for 3 sources"),

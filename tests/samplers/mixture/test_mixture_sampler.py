@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.sampler import MixtureSampler
-from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.source import MixtureSource
 
 LENGTHS = [[40, 0, 25, 60, 31], [7, 9], [300, 250, 100]]
-SOURCES = [Source(lengths, name) for lengths, name in zip(LENGTHS, "abc", strict=True)]
+SOURCES = [MixtureSource(lengths, name) for lengths, name in zip(LENGTHS, "abc", strict=True)]
 WEIGHTS = [3, 1, 4]
 
 
@@ -160,7 +160,7 @@ def test_a_start_inside_a_homogeneous_batch():
 @pytest.mark.parametrize(("num_nodes", "num_streams", "per_node", "batch_size"), [(2, 2, 1, 8), (3, 6, 2, 4)])
 def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, batch_size):
     chance = random.Random(1)
-    sources = [Source([chance.randint(0, 60) for _ in range(60)], str(number)) for number in range(3)]
+    sources = [MixtureSource([chance.randint(0, 60) for _ in range(60)], str(number)) for number in range(3)]
     read = [set() for _ in range(num_nodes)]
     samplers = ranks(
         num_nodes * per_node,
@@ -276,7 +276,7 @@ def test_weights_change_the_length_of_an_epoch():
 
 
 def test_a_run_of_homogeneous_batches_resumes_between_epochs_on_any_ranks():
-    sources = [Source([300], "a"), Source([200], "b")]
+    sources = [MixtureSource([300], "a"), MixtureSource([200], "b")]
     saved = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=64)
     saved.seek(1, 0)
     resumed = MixtureSampler(sources, 3, 0, batching="homogeneous", batch_size=32)
@@ -286,7 +286,7 @@ def test_a_run_of_homogeneous_batches_resumes_between_epochs_on_any_ranks():
 
 
 def test_later_epochs_of_a_resumed_run_have_its_own_homogeneous_batches():
-    sources = [Source([300], "a"), Source([200], "b")]
+    sources = [MixtureSource([300], "a"), MixtureSource([200], "b")]
     saved = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=64)
     saved.advance()
     resumed = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=32)
@@ -303,7 +303,7 @@ def test_later_epochs_of_a_resumed_run_have_its_own_homogeneous_batches():
 
 
 def test_a_homogeneous_epoch_that_is_over_resumes_on_any_ranks():
-    sources = [Source([300], "a"), Source([200], "b")]
+    sources = [MixtureSource([300], "a"), MixtureSource([200], "b")]
     saved = MixtureSampler(sources, 1, 0, batching="homogeneous", batch_size=64)
     saved.seek(0, saved.num_rows)
     resumed, fresh = (MixtureSampler(sources, 3, 0, batching="homogeneous", batch_size=32) for _ in range(2))
@@ -314,7 +314,7 @@ def test_a_homogeneous_epoch_that_is_over_resumes_on_any_ranks():
 
 
 def test_a_small_source_that_ends_the_epoch_is_named(caplog):
-    sources = [Source([1_000_000], "big"), Source([5], "rare")]
+    sources = [MixtureSource([1_000_000], "big"), MixtureSource([5], "rare")]
     for streams, rows in ((1, 1_000_005), (8, 5)):
         caplog.clear()
         sampler = MixtureSampler(sources, 8, 0, num_streams=streams, num_nodes=1)
@@ -333,7 +333,7 @@ def test_a_small_source_that_ends_the_epoch_is_named(caplog):
     [("all_exhausted", [600, 5000], [1, 1000], "a"), ("first_exhausted", [700, 100_000], [1, 150], "a")],
 )
 def test_the_source_that_ends_the_epoch_is_named(caplog, stop, rows, weights, named):
-    sources = [Source([count], name) for count, name in zip(rows, "ab", strict=True)]
+    sources = [MixtureSource([count], name) for count, name in zip(rows, "ab", strict=True)]
     MixtureSampler(sources, 1, 0, weights=weights, stop=stop, batching="homogeneous", batch_size=512)
     [message] = caplog.messages
     assert f"source {named!r} has" in message
@@ -350,7 +350,7 @@ def test_a_state_that_does_not_suit():
     for num_replicas, batch_size in ((2, 16), (3, 4)):
         with pytest.raises(ConfigError, match="together have 16"):
             MixtureSampler(SOURCES, num_replicas, 0, batch_size=batch_size).load_state_dict(state)
-    renamed = [Source(lengths, name) for lengths, name in zip(LENGTHS, "abd", strict=True)]
+    renamed = [MixtureSource(lengths, name) for lengths, name in zip(LENGTHS, "abd", strict=True)]
     for sources in (SOURCES[::-1], SOURCES[:2], renamed):
         with pytest.raises(ConfigError, match=r"another dataset .* sources of other names, .* or in another order"):
             MixtureSampler(sources, 1, 0).load_state_dict(state)
@@ -378,7 +378,7 @@ def test_a_refused_state_changes_nothing(batching):
 def test_the_state_of_many_sources_is_small_and_exact(count):
     chance = random.Random(0)
     lengths = [chance.randint(1, 10**8) for _ in range(count)]
-    sources = [Source([rows] * 10, f"source number {number}") for number, rows in enumerate(lengths)]
+    sources = [MixtureSource([rows] * 10, f"source number {number}") for number, rows in enumerate(lengths)]
     weights = [chance.random() for _ in sources]
     sampler = MixtureSampler(sources, 1, 0, weights=weights, num_rows=10**6, batch_size=100)
     sampler.advance(5)
