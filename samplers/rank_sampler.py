@@ -132,7 +132,9 @@ class RankSampler(DistributedSampler[int]):
         self.cursor = 0
         self._given = order.options
         self._advances = False  # whether the consumer marks batches
-        self._behind: RankSampler | None = None  # a copy in the epoch whose iteration has ended before its consumer
+        # torch takes the last rows of an epoch before the consumer has had all its batches. The sampler is then in the
+        # next epoch, and this copy of it is at the consumer's position.
+        self._draining: RankSampler | None = None
         self._follow(order)
 
     def use_file_order(self) -> None:
@@ -212,17 +214,17 @@ class RankSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The cursor stays if the epoch is already the current one."""
-        self._behind = None
+        self._draining = None
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
     def advance(self, batches: int = 1) -> None:
         """Mark the next `batches` global batches as consumed: of an epoch that is iterated, as long as it has any."""
-        self._advances, behind = True, self._behind
-        here = self if behind is None else behind
+        self._advances, draining = True, self._draining
+        here = self if draining is None else draining
         here.seek(here.epoch, here.cursor + batches * here.global_batch_size)
-        if behind is not None and behind.finished_at(behind.cursor):
-            self._behind = None
+        if draining is not None and draining.finished_at(draining.cursor):
+            self._draining = None
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
@@ -230,12 +232,12 @@ class RankSampler(DistributedSampler[int]):
         if number != self.epoch:
             self._follow(self.next_order)
         self.epoch, self.cursor = number, _checked(min(position, self.num_rows), self.order)
-        self._behind = None
+        self._draining = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
-        behind = self._behind if self._advances else None
-        return self._state() if behind is None else behind.state_dict()
+        draining = self._draining if self._advances else None
+        return self._state() if draining is None else draining.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The world may differ.
@@ -281,14 +283,14 @@ class RankSampler(DistributedSampler[int]):
 
     def _rows_from(self, epoch: int, cursor: int, skipped: int) -> Iterator[int]:
         """Yield the rank's rows from `cursor` on, except the first `skipped`. Move to the next epoch at the end."""
-        self._behind = None
+        self._draining = None
         batches, rows = divmod(skipped, self.batch_size)
         runs = self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows))
         yield from islice(chain.from_iterable(run.ravel().tolist() for run in runs), rows, None)
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
-            behind = copy(self)
+            draining = copy(self)
             self.seek(epoch + 1, 0)
-            self._behind = None if behind.finished_at(behind.cursor) else behind
+            self._draining = None if draining.finished_at(draining.cursor) else draining
 
     def _state(self) -> dict[str, Any]:
         place = {"epoch": self.epoch, "cursor": self.cursor}

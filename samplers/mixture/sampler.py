@@ -123,8 +123,8 @@ class MixtureSampler(RankSampler):
         """
         has_begun = self.cursor or self.next_order is not self.order
         self.next_order = self.next_order.with_options(weights=weights)
-        if isinstance(self._behind, MixtureSampler):
-            self._behind.set_weights(weights)
+        if isinstance(self._draining, MixtureSampler):
+            self._draining.set_weights(weights)
         if not has_begun:
             self._follow(self.next_order)
         elif self.finished_at(self.cursor):
