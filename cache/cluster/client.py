@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
-from itertools import compress
 from threading import Lock
 from typing import Any
 
@@ -162,9 +161,7 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
         Exception: Any error of valkey, from the last server that failed.
     """
     import valkey
-    import valkey.cluster
 
-    cluster: Any = valkey.cluster
     options = {
         "username": os.environ.get(USERNAME),
         "password": os.environ.get(PASSWORD),
@@ -181,18 +178,14 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
             wait([answer])
             try:
                 info = answer.result()
-            except (valkey.ValkeyError, OSError) as error:
+                if info[b"mode"] == b"cluster":
+                    return _connect_to_cluster((host, port), options)
+            except Exception as error:  # noqa: BLE001 (valkey raises errors of many types)
                 failure = error
                 continue
             if info[b"mode"] == b"sentinel":
                 failure = ConnectionError(f"{host}:{port} is a Sentinel: name the primary that it watches")
                 continue
-            if info[b"mode"] == b"cluster":
-                client = cluster.ValkeyCluster(startup_nodes=[cluster.ClusterNode(host, port)], **options)
-                # Connecting may skip a stopped node. For a key, retries would only ask the same node again.
-                client.cluster_error_retry_attempts = 0
-                _skip_silent_nodes(client.nodes_manager, options)
-                return client
             if info[b"role"] == b"master":
                 return valkey.Valkey(host=host, port=port, **options)
             replica = replica or (host, port)
@@ -204,10 +197,23 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
     return valkey.Valkey(host=replica[0], port=replica[1], **options)
 
 
-def _skip_silent_nodes(manager: Any, options: dict[str, Any]) -> None:
-    """Let valkey ask only nodes that answer for the nodes of a cluster.
+def _connect_to_cluster(node: Node, options: dict[str, Any]) -> Any:
+    """Return valkey's client of the cluster of this node. Raise an exception if the node knows no primary."""
+    import valkey.cluster
 
-    It asks after each lost connection, one node after the other. In a network partition, each takes a timeout.
+    cluster: Any = valkey.cluster
+    client = cluster.ValkeyCluster(startup_nodes=[cluster.ClusterNode(*node)], **options)
+    # Connecting may skip a stopped node. For a key, retries would only ask the same node again.
+    client.cluster_error_retry_attempts = 0
+    _ask_answering_nodes_first(client.nodes_manager, options)
+    return client
+
+
+def _ask_answering_nodes_first(manager: Any, options: dict[str, Any]) -> None:
+    """Make valkey refresh its list of nodes through nodes that answer HELLO, and through none if no node answers.
+
+    Valkey refreshes its list after each lost connection. It asks one node after the other, until it knows the nodes of
+    all slots. In a network partition, each takes a timeout.
     """
     discover, mutex, done = manager.initialize, Lock(), 0
 
@@ -217,17 +223,20 @@ def _skip_silent_nodes(manager: Any, options: dict[str, Any]) -> None:
         with mutex:
             if done > before:  # Another thread, which lost its connection at the same time, has asked meanwhile.
                 return
-            nodes = dict(manager.startup_nodes)
-            answers = _greet([(node.host, node.port) for node in nodes.values()], options)
-            for _ in as_completed(answers):
-                answering = [each.done() and each.exception() is None for each in answers]
-                if any(answering):
-                    break
-            manager.startup_nodes = dict(compress(nodes.items(), answering))
+            nodes = list(manager.startup_nodes.values())
+            answers = _greet([(node.host, node.port) for node in nodes], options)
+            answered = any(_has_answered(each) for each in as_completed(answers))
+            # The others stay behind: a node that lost its state answers, but knows no other node.
+            ranked = sorted(zip(answers, nodes, strict=True), key=lambda pair: not _has_answered(pair[0]))
+            manager.startup_nodes = {node.name: node for _, node in ranked if answered}
             discover()
             done += 1
 
     manager.initialize = initialize
+
+
+def _has_answered(answer: Future[dict[bytes, Any]]) -> bool:
+    return answer.done() and answer.exception() is None
 
 
 def _is_cluster(client: Any) -> bool:

@@ -6,8 +6,9 @@ import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +175,48 @@ def test_a_node_that_stands_still_does_not_delay_the_look_for_the_others(
             released.set()
 
 
+def lose_state(server: Server) -> None:
+    """Restart a node of a cluster without its nodes.conf: it answers and knows no other node."""
+    server.kill()
+    (server.folder / "nodes.conf").unlink()
+    server.start()
+
+
+def test_a_node_that_lost_its_state_is_passed_over(three_primaries: ServerCluster, clients: Clients) -> None:
+    lost = three_primaries.primaries[0]
+    name = next(name for name in map(str, range(100)) if three_primaries.owner(name) is not lost)
+    lose_state(lost)
+    one = clients(three_primaries.url)
+    one.set(name, b"x")
+    assert one.get(name) == b"x"
+
+
+def test_a_cluster_is_found_again_though_a_node_that_lost_its_state_answers_first(
+    three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, hello, (lost, *others) = threading.Event(), client._hello, three_primaries.primaries
+
+    def answers_later(node: Any, options: Any) -> Any:
+        return hello(node, options) if node[1] == lost.port else released.wait()
+
+    with closing(client.connect(ClusterUrl.parse(three_primaries.url))) as one:
+        lose_state(lost)
+        monkeypatch.setattr(client, "_hello", answers_later)
+        try:
+            one.nodes_manager.initialize()
+        finally:
+            released.set()
+        assert {other.address for other in others} <= {node.name for node in one.get_nodes()}
+
+
+def test_a_client_that_lost_all_its_nodes_leaves_the_error_to_valkey() -> None:
+    discovered = list[int]()
+    manager = SimpleNamespace(startup_nodes={}, initialize=lambda: discovered.append(1))
+    client._ask_answering_nodes_first(manager, {})
+    manager.initialize()
+    assert discovered == [1]
+
+
 class CountedLock:
     """A lock that counts the threads that have tried to take it."""
 
@@ -194,7 +237,7 @@ def test_threads_that_lose_their_connections_together_look_for_the_nodes_once(
     one, mutex = client.connect(ClusterUrl.parse(three_primaries.url)), CountedLock()
     monkeypatch.setattr(client, "Lock", lambda: mutex)
     del one.nodes_manager.initialize
-    client._skip_silent_nodes(one.nodes_manager, {})
+    client._ask_answering_nodes_first(one.nodes_manager, {})
     asked, go_on = list[Any](), threading.Event()
     monkeypatch.setattr(client, "_hello", lambda node, _: asked.append(node) or go_on.wait(PATIENCE))
     threads = [threading.Thread(target=one.nodes_manager.initialize) for _ in range(4)]
