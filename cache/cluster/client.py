@@ -128,7 +128,7 @@ class Client:
 
     def _failed(self, command: str, client: Any, breaker: CircuitBreaker, error: Exception, *, large: bool) -> None:
         import valkey
-        from valkey.exceptions import ClusterDownError
+        from valkey.exceptions import ClusterDownError, SlotNotCoveredError
 
         self.health.report(f"calling {command}", error)
         rejected = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
@@ -140,6 +140,10 @@ class Client:
             breaker.failed(for_good=True)
         if _is_cluster(client) and type(error) in (valkey.ConnectionError, valkey.TimeoutError):
             return  # The client has already refreshed its view of the nodes.
+        if isinstance(error, SlotNotCoveredError):  # The other nodes still serve their slots.
+            with suppress(Exception):
+                client.nodes_manager.initialize()
+                return
         with self._connecting:
             if self._client is client:
                 self._client = None  # Reconnect: a client that lost all its nodes would not find them again.

@@ -79,6 +79,26 @@ def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     until(asked_again)
 
 
+def test_a_slot_that_no_node_holds_costs_no_connection(tmp_path: Path, clients: Clients, clock: Clock) -> None:
+    """The requests for the other slots go on, and the slot is used again once a node holds it."""
+    with ServerCluster(tmp_path / "servers", primaries=1) as servers:
+        [server], one = servers.primaries, clients(servers.url)
+        slot = server.ask("CLUSTER", "KEYSLOT", "lost")
+        server.ask("CLUSTER", "DELSLOTS", slot)
+        one.set("here", b"x")
+        connected = one._client
+        for _ in range(5):
+            with pytest.raises(ClusterUnavailable):
+                one.get("lost")
+            assert one.get("here") == b"x"
+        server.ask("CLUSTER", "ADDSLOTS", slot)
+        clock.now += 2
+        with pytest.raises(ClusterUnavailable):
+            one.get("lost")
+        assert one.get("lost") is None
+        assert one._client is connected
+
+
 def test_who_was_a_primary_is_left_for_who_is_one(cluster_server: Server, tmp_path: Path, clients: Clients) -> None:
     with Server(tmp_path / "other") as other:
         one = clients(f"{cluster_server.url},{other.address}")
