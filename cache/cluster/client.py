@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
 from threading import Lock
@@ -17,7 +17,6 @@ from dataload.runtime.executor import DaemonExecutor
 from dataload.telemetry.wait_timeline import doing
 
 TIMEOUT_SECONDS = 1.0  # to connect, and to read or write a part of a value: the origin is faster than a slower cluster
-CONNECT_THREADS = 8  # probe the nodes concurrently
 # Atomic: between two commands the key may expire and belong to another process. An expiry of 0 deletes the key.
 EXPIRE_OWN = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('pexpire', KEYS[1], ARGV[2]) end"
 
@@ -247,9 +246,9 @@ def _is_cluster(client: Any) -> bool:
     return hasattr(client, "get_nodes")
 
 
-def _greet(nodes: Iterable[Node], options: dict[str, Any]) -> list[Future[dict[bytes, Any]]]:
+def _greet(nodes: Sequence[Node], options: dict[str, Any]) -> list[Future[dict[bytes, Any]]]:
     """Send HELLO to all nodes at the same time."""
-    threads = DaemonExecutor(CONNECT_THREADS, "dataload-blocks-connect")
+    threads = DaemonExecutor(len(nodes), "dataload-blocks-connect")
     return [threads.submit(_hello, node, options) for node in nodes]
 
 

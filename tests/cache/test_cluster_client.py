@@ -147,6 +147,14 @@ def test_nodes_are_asked_all_at_once_whether_they_answer(
     assert cluster_server.ask("GET", "a") == b"x"
 
 
+def test_no_node_waits_for_another_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many nodes a partition hides, they take one timeout together."""
+    together = threading.Barrier(9)
+    monkeypatch.setattr(client, "_hello", lambda *_: together.wait(PATIENCE))
+    answers = client._greet([("127.0.0.1", port) for port in range(9)], {})
+    assert sorted(answer.result() for answer in answers) == [*range(9)]
+
+
 def test_a_partition_is_noticed_by_all_nodes_at_once(
     three_primaries: ServerCluster, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
