@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ import lmdb
 import pytest
 from clusters import until
 from maps import no_more_maps
-from tiers import LIMIT, data_of, fill_of, key, put
+from tiers import LIMIT, PATIENCE, data_of, fill_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
 from dataload.cache.local import blob_file, fsck
@@ -30,7 +31,7 @@ from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.key_waits import acquire
 from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
-from dataload.cache.local.setup import default_limit, recovery
+from dataload.cache.local.setup import default_limit, preflight, recovery
 from dataload.cache.local.tier import LocalTier
 from dataload.errors import ConfigError
 
@@ -435,6 +436,31 @@ def test_a_folder_that_others_are_long_in_opening_is_done_without(
     clock.now += 2 * LONGEST_PAUSE
     put(tier, "x/0")
     assert tier.get(key("x/0")) == data_of("x/0")
+
+
+def test_a_folder_that_others_are_long_in_opening_delays_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other = LocalTier(tmp_path / "slow", LIMIT), LocalTier(tmp_path / "other", LIMIT)
+    begun, go_on, check = threading.Event(), threading.Event(), preflight.check
+
+    def blocks(path: Path, **options: Any) -> None:
+        if path == slow.path:
+            begun.set()
+            go_on.wait(PATIENCE)
+        check(path, **options)
+
+    monkeypatch.setattr(preflight, "check", blocks)
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(slow.opened)
+        try:
+            assert begun.wait(PATIENCE)
+            put(other, "x/0")
+            assert not opening.done()
+        finally:
+            go_on.set()
+        assert opening.result(PATIENCE) is not None
+    assert other.get(key("x/0")) == data_of("x/0")
 
 
 def test_threads_wait_together_for_a_folder_that_others_are_long_in_opening(

@@ -25,7 +25,7 @@ from dataload.cache.local import blob_file, failpoints, fsck, staging, writer
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
-from dataload.cache.local.registry import _open_folders, open_folder
+from dataload.cache.local.registry import _open_folders, identity, open_folder
 from dataload.cache.local.setup import recovery
 from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
@@ -407,7 +407,7 @@ def test_tiers_of_one_folder_share_what_is_open(tmp_path: Path) -> None:
 def test_a_child_opens_a_folder_of_its_own(tmp_path: Path) -> None:
     """The parent has the folder open, and another thread of the parent is opening one during the fork."""
     folder = open_folder(tmp_path / "c")
-    with _open_folders._opening:
+    with _open_folders._opening.hold(identity(tmp_path / "c")):
         child = os.fork()
         if child == 0:
             try:
