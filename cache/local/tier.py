@@ -170,8 +170,8 @@ class LocalTier(ForkAware, Tier):
             yield None if held else partial(wait_for_holder, self, key)
 
     def stored_bytes(self, key: BlobKey) -> int:
-        if (folder := self.opened()) is not None:
-            with self.fallback("looking up a blob", self.health.reads, folder):
+        if not self.health.writes.tripped and (folder := self.opened()) is not None:
+            with self.fallback("looking up a blob", self.health.writes, folder):
                 return folder.index.size_of(key.digest) or 0
         return 0
 

@@ -109,6 +109,15 @@ def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, capl
     assert fsck.verify(tier.folder).problems == []
 
 
+def test_sizes_of_blobs_wait_once_for_a_process_stopped_in_the_index(tier: LocalTier) -> None:
+    """A plan adds up the sizes of thousands of blobs. Reads go on: they do not need the index."""
+    with stopped(stop_in_a_transaction, tier.path):
+        assert [tier.stored_bytes(key(name)) for name in NAMES] == [0] * len(NAMES)
+        assert tier.stats()["errors"] == 1
+        assert tier.health.state == "degraded"
+        assert all(look(tier, name) for name in NAMES)
+
+
 def test_a_process_that_comes_later_reads_what_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "c"
     child = os.fork()
