@@ -80,14 +80,14 @@ class Blocks(ForkAware):
         origin: The store of the objects.
         tier: Caches the blocks.
         block_bytes: Size of a block; the last block of an object may be shorter.
-        is_aside: Whether row groups are read for data that is not needed yet. Their blocks are not cached then.
+        bypasses_cache: Whether row groups are read for data that is not needed yet. Their blocks are not cached then.
     """
 
-    def __init__(self, origin: Origin, tier: Tier, block_bytes: int, is_aside: bool = False) -> None:
+    def __init__(self, origin: Origin, tier: Tier, block_bytes: int, bypasses_cache: bool = False) -> None:
         self.origin = origin
         self.tier = tier
         self.block_bytes = block_bytes
-        self._is_aside = is_aside
+        self._bypasses_cache = bypasses_cache
         self.after_fork_in_child()
         super().__init__()
 
@@ -112,7 +112,7 @@ class Blocks(ForkAware):
         return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
 
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int, bool]]:
-        return Blocks, (self.origin, self.tier, self.block_bytes, self._is_aside)
+        return Blocks, (self.origin, self.tier, self.block_bytes, self._bypasses_cache)
 
     def key(self, obj: Object, what: str, group: str = "") -> BlobKey:
         """Return the cache key of a part or derivative of an object; `group` as for `BlobKey`."""
@@ -121,11 +121,11 @@ class Blocks(ForkAware):
     @property
     def retains_blocks(self) -> bool:
         """Whether a block stays cached until its neighbours are needed. False if the cache has a transient region."""
-        return not (self._is_aside or self.tier.division().region)
+        return not (self._bypasses_cache or self.tier.division().region)
 
-    def aside(self) -> Blocks:
-        """Return a reader of the same objects for data that is not needed yet. It uses cached blocks only."""
-        return Blocks(self.origin, self.tier, self.block_bytes, is_aside=True)
+    def bypassing(self) -> Blocks:
+        """Return a reader of the same objects for data that is not needed yet. Its row groups cache no blocks."""
+        return Blocks(self.origin, self.tier, self.block_bytes, bypasses_cache=True)
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
         """Return the bytes [start, stop) of an object, clipped to its size, without a copy if they are in one block."""

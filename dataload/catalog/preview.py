@@ -112,7 +112,7 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
     rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
     if stored:
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
-        with footer.open_row_group(group.file, group.number, stored, blocks.aside(), capacity) as reader:
+        with footer.open_row_group(group.file, group.number, stored, blocks.bypassing(), capacity) as reader:
             table = next(iter(reader.tables(len(rows))))
         table = flatten_table(table.slice(0, len(rows)))
         values = [[_value(scalar) for scalar in column] for column in table.columns]

@@ -68,7 +68,7 @@ class ValueSizes:
         self._blocks = blocks
         self._blob_rows = [blob_rows[number] for number in self.samples]
         self._fill_null = fill_null
-        self._uncached_blocks = blocks.aside()
+        self._uncached_blocks = blocks.bypassing()
 
     @property
     def coded(self) -> list[str]:

@@ -124,12 +124,12 @@ class RowGroupMaker:
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        group, aside = self._manifest.row_groups[number], self._blocks.aside()
+        group, blocks = self._manifest.row_groups[number], self._blocks.bypassing()
         stored = self._plan.stored(group)
         if not stored:
             yield self.decoded_table(pa.table({}), group.rows, group), group.rows
             return
-        with self.footer(group).open_row_group(group.file, group.number, stored, aside, self.need.held) as reader:
+        with self.footer(group).open_row_group(group.file, group.number, stored, blocks, self.need.held) as reader:
             for table in reader.tables(rows):
                 yield self.decoded_table(table, len(table), group), len(table)
 
