@@ -81,8 +81,8 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         return info
 
     def _request(self, path: str, request: Callable[[Any, Any], T]) -> T:
-        """Make a request for metadata, which is retried, with the origin's filesystem and the path there."""
-        return self.blocks.origin.metadata(path, lambda _: request(self.fs, self._path(path)))
+        """Make a request for metadata, which is retried, with the filesystem that lists objects and the path there."""
+        return self.blocks.origin.metadata(path, lambda names: request(names, self._path(path)))
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         entries = self._request(path, lambda fs, path: fs.ls(path, detail=True, **kwargs))

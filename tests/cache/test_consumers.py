@@ -97,6 +97,27 @@ def test_pyarrow_dataset(folder: str, bucket: Any, options: dict[str, Any], same
     )
 
 
+def test_a_local_folder_of_links(tmp_path: Path) -> None:
+    """As Hugging Face and DVC lay out their caches."""
+    (folder := tmp_path / "set").mkdir()
+    for number, name in enumerate(("set/0.parquet", "blobs/b", "shared/2.parquet")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"id": [number]}), tmp_path / name)
+    (folder / "1.parquet").symlink_to("../blobs/b")
+    (folder / "day").symlink_to("../shared")
+    names = ["0.parquet", "1.parquet", "day/2.parquet"]
+    given = {"cache_dir": str(tmp_path / "cache"), "skip_instance_cache": True}
+    fs = fsspec.filesystem("tiercache", target_protocol="file", **given)
+    rows = pad.dataset(str(folder), filesystem=fs, format="parquet").to_table()
+    assert sorted(rows["id"].to_pylist()) == [0, 1, 2]
+    assert fs.find(str(folder)) == fs.glob(f"{folder}/**/*.parquet") == [str(folder / name) for name in names]
+    types = {Path(info["name"]).name: info["type"] for info in fs.ls(str(folder))}
+    assert types == {"0.parquet": "file", "1.parquet": "file", "day": "directory"}
+    fs.get(str(folder), str(tmp_path / "out"), recursive=True)
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
 def test_pyarrow_parquet_and_csv(folder: str, bucket: Any, options: dict[str, Any], same_three_times: Any) -> None:
     def read(fs: Any) -> list[pa.Table]:
         csv = pad.dataset(f"{bucket.name}/lines.csv", filesystem=fs, format="csv").to_table()
