@@ -181,9 +181,10 @@ class CompleteS3(AbstractFileSystem):  # type: ignore[misc]
             raise ValueError("Cannot traverse all of S3")
         if VERSION in path:
             return {path: self.info(path)}
-        if not maxdepth:  # s3fs finds files at any depth without walking.
-            return self._s3fs.find(path, prefix=prefix, **{**kwargs, "detail": True})  # type: ignore[no-any-return]
-        found = dict(self._levels(path, maxdepth, prefix))
+        with fresh_listing(self._s3fs, path):  # s3fs would keep older listings of folders, for `ls`.
+            if not maxdepth:  # s3fs finds files at any depth without walking.
+                return self._s3fs.find(path, prefix=prefix, **{**kwargs, "detail": True})  # type: ignore[no-any-return]
+            found = dict(self._levels(path, maxdepth, prefix))
         if not found and not prefix and self._s3fs.isfile(path):
             return {path: self.info(path)}
         if not kwargs.get("withdirs"):

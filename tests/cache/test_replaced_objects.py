@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import inspect
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,30 @@ def test_an_older_s3fs_tells_that_the_requester_pays(
     assert fs.cat_file(path) == OLD
     assert set(its.payers) == {"requester"}
     close(fs)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda fs, folder: fs.find(folder),
+    lambda fs, folder: fs.find(folder, maxdepth=1),
+    lambda fs, folder: fs.glob(f"{folder}/*"),
+    lambda fs, folder: fs.glob(f"{folder}/**/x"),
+])  # fmt: skip
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in dirfs"])
+def test_an_older_listing_brings_back_no_older_version(
+    bucket: Any, tmp_path: Path, ask: Callable[[Any, str], Any], wrapped: bool
+) -> None:
+    """S3fs keeps the listing of a folder that `ls` returned."""
+    bucket.put("d/x", OLD)
+    origin: Any = s3fs.S3FileSystem(**bucket.options, skip_instance_cache=True)
+    origin, folder = (DirFileSystem(bucket.name, origin), "d") if wrapped else (origin, f"{bucket.name}/d")
+    fs = TierCacheFileSystem(fs=origin, cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True)
+    assert fs.cat_file(f"{folder}/x") == OLD
+    fs.ls(folder)
+    bucket.put("d/x", NEW)
+    assert f"{folder}/x" in ask(fs, folder)
+    assert fs.cat_file(f"{folder}/x") == NEW
+    assert [info["size"] for info in fs.ls(folder)] == [len(NEW)]
+    assert fs.cat_file(f"{folder}/x") == NEW
 
 
 class KeepsListings(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
