@@ -94,6 +94,8 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     ) -> Any:
         given = {"maxdepth": maxdepth, "withdirs": withdirs, "detail": True, **kwargs}
         found = self._request(path, lambda fs, path: complete(fs).find(path, **given))
+        # Some filesystems return a single file without its info.
+        found = {name: info or self.blocks.origin.info(name) for name, info in found.items()}
         self._learn(found.values())
         return {name: dict(info) for name, info in found.items()} if detail else sorted(found)
 

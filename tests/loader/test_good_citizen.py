@@ -290,6 +290,8 @@ def test_chained_urls(protocol: str, bucket: Any, memory: Any, tmp_path: Path) -
             assert fs.cat_ranges([path] * 2, [0, 5000], [10, 5010]) == [body[:10], body[5000:5010]]
             assert fs.isfile(path)
             assert not fs.exists(path + ".none")
+            assert fs.find(path) == [path]
+            assert fs.find(path, detail=True)[path]["size"] == len(body)
         if protocol in ("file", "http"):
             with fsspec.open(f"tiercache::{url}.gz", compression="infer", **options) as file:
                 assert file.read() == body
