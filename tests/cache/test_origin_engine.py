@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import io
 import json
@@ -20,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -35,6 +36,7 @@ from http_servers import serving
 from dataload import make_dataset
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
+from dataload.benchmarks.origin.s3 import resolve_range
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
@@ -841,6 +843,42 @@ def test_a_store_that_ignores_ranges_is_read_to_the_end_of_the_range(tmp_path: P
     if kind == "s3":
         why = "the store answers a range with the whole object, which obstore rejects"
         assert fs.stats()["engine_reason"] == why
+
+
+class _Compressing(_Whole):
+    """A server that compresses answers for clients that accept it, as nginx does. Such answers have no ranges."""
+
+    methods: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.methods.append(self.command)
+        compressed = "gzip" in self.headers.get("Accept-Encoding", "")
+        span = None if compressed else resolve_range(self.headers.get("Range", ""), len(DATA))
+        body = gzip.compress(DATA) if compressed else DATA
+        self.send_response(206 if span else 200)
+        self.send_header("ETag", 'W/"one"' if compressed else '"one"')
+        if compressed:
+            self.send_header("Content-Encoding", "gzip")
+        if span:
+            body = DATA[span.start : span.stop]
+            self.send_header("Content-Range", f"bytes {span.start}-{span.stop - 1}/{len(DATA)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 (http.server finds the method by this name)
+
+
+def test_a_server_that_compresses_answers_is_read_by_ranges(tmp_path: Path) -> None:
+    _Compressing.methods.clear()
+    target = fsspec.filesystem("http", skip_instance_cache=True)
+    given = {"cache_dir": str(tmp_path), "block_bytes": BLOCK, "skip_instance_cache": True}
+    fs = TierCacheFileSystem(fs=target, **given)
+    with serving(_Compressing) as url:
+        assert fs.cat_file(f"{url}/x") == DATA
+        target.close_session(target.loop, target._session)
+    assert _Compressing.methods == ["HEAD", "GET", "GET", "GET", "GET"]
 
 
 @pytest.mark.parametrize("kind", ["s3", "http"])
