@@ -21,7 +21,7 @@ from dataload.cache.origin.listings import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once
-from dataload.cache.origin.version import CHANGED, forget, is_other, refreshing, unwrapped, version_of
+from dataload.cache.origin.version import CHANGED, bucket_info, forget, is_other, refreshing, unwrapped, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.instances import Instances
 from dataload.runtime.redact import redacted
@@ -183,10 +183,13 @@ class Fsspec:
 
     def _check_version(self, path: str, version: str) -> None:
         """Raise ObjectChanged if the object has another version now. Without If-Match, no check is better."""
-        options = refreshing(self._filesystem, path)
-        if not options:
-            forget(self._filesystem, path)
-        if version_of(dict(self._filesystem.info(path, **options))) != version:
+        info = bucket_info(self._filesystem, path)
+        if info is None:
+            options = refreshing(self._filesystem, path)
+            if not options:
+                forget(self._filesystem, path)
+            info = self._filesystem.info(path, **options)
+        if version_of(dict(info)) != version:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
 
 

@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from dataload.cache.origin.errors import MISSING
 from dataload.cache.origin.s3_names import CompleteS3
+from dataload.cache.origin.version import bucket_info, forget, refreshing
 from dataload.errors import OriginError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,15 @@ def complete(filesystem: Any) -> Any:
     if _inherits(filesystem, AsyncFileSystem, "_find", "_walk") and _is_of_fsspec(type(filesystem)._glob):  # noqa: SLF001
         return _AsyncWalked(filesystem)
     return filesystem
+
+
+def fresh_info(filesystem: Any, path: str) -> Any:
+    """Request the info of an object or a folder from the store, whatever the filesystem remembers."""
+    found = bucket_info(filesystem, path)
+    if found is None:
+        forget(filesystem, path)
+        found = complete(filesystem).info(path, **refreshing(filesystem, path))
+    return found
 
 
 def left_out(error: OSError) -> None:

@@ -19,13 +19,13 @@ from dataload.cache.origin.errors import UnsuitableError, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
-from dataload.cache.origin.listings import complete
+from dataload.cache.origin.listings import complete, fresh_info
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
 from dataload.cache.origin.s3_names import check_version
-from dataload.cache.origin.version import forget, fresh_listing, refreshing
+from dataload.cache.origin.version import fresh_listing
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
@@ -142,12 +142,7 @@ class Origin(ForkAware):
 
     def info(self, path: str) -> dict[str, Any]:
         """Fetch the metadata of one object or folder, bypassing caches."""
-
-        def info(filesystem: Any) -> dict[str, Any]:
-            forget(filesystem, path)
-            return self._served(complete(filesystem).info(path, **refreshing(filesystem, path)))
-
-        return self.metadata(path, info)
+        return self.metadata(path, lambda filesystem: self._served(fresh_info(filesystem, path)))
 
     def list(self, path: str, *, is_glob: bool | None = None) -> dict[str, dict[str, Any]]:
         """Fetch the metadata of the objects at `path`, an object, a folder or a glob, by path. Bypass caches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -17,6 +18,7 @@ VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum",
 LOCAL_FIELDS = ("ino", "mtime", "size")
 # Not part of a version: the names, of which WebHDFS has another one in listings, and fields that a read changes.
 NAMES = ("name", "url", "pathSuffix")
+IN_BUCKET = re.compile(r"buckets/[^/]+/[^/]+/.")  # at Hugging Face
 CHANGED_BY_READS = ("accessTime", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
 
 
@@ -80,6 +82,35 @@ def refreshing(filesystem: Any, path: str) -> dict[str, Any]:
     filesystem, path = unwrapped(filesystem, path)
     is_in_repository = filesystem.protocol == "hf" and getattr(filesystem.resolve_path(path), "path_in_repo", "")
     return {"refresh": True, "expand_info": True} if is_in_repository else {}
+
+
+def bucket_info(filesystem: Any, path: str) -> dict[str, Any] | None:
+    """Request the info of an object or a folder in a bucket of Hugging Face; None if it is missing or elsewhere.
+
+    The `info` of its filesystem lists the whole folder of an object. It raises a KeyError if another thread makes it
+    forget that listing.
+    """
+    inner, place = unwrapped(filesystem, path)
+    if inner.protocol != "hf" or not IN_BUCKET.match(place) or not _lists_single_objects():
+        return None
+    try:
+        listed = inner.ls(place, refresh=True)
+    except FileNotFoundError:
+        return None
+    found = next((info for info in listed if info["name"] == place), None)
+    if found is None:
+        return {"name": path, "size": 0, "type": "directory"}
+    if found not in inner.dircache.get(inner._parent(place), [found]):  # noqa: SLF001 (an extension point of fsspec)
+        forget(inner, place)  # Its reads would take the size from the older listing.
+    return {**found, "name": path}
+
+
+def _lists_single_objects() -> bool:
+    """Return whether Hugging Face lists a single object. Before 2.2, it kept that listing as one of the folder."""
+    import huggingface_hub
+
+    major, minor = huggingface_hub.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 2)
 
 
 def unwrapped(filesystem: Any, path: str = "") -> tuple[Any, str]:

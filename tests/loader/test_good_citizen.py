@@ -321,13 +321,7 @@ def test_a_read_from_a_hub_looks_at_its_own_file_alone(tmp_path: Path) -> None:
     """The listing of its folder takes a request for each 1,000 files."""
     path = "datasets/me/set/data/one.bin"
     with Served(tmp_path, Hub) as address:
-        fs = fsspec.filesystem(
-            "tiercache",
-            target_protocol="hf",
-            target_options={"endpoint": address},
-            cache_dir=str(tmp_path / "cache"),
-            block_bytes=BLOCK,
-        )
+        fs = open_hub(address, tmp_path)
         assert fs.find("datasets/me/set") == [path]
         listed = fs.ukey(path)
         Hub.listings.clear()
@@ -341,6 +335,50 @@ def test_a_read_from_a_hub_looks_at_its_own_file_alone(tmp_path: Path) -> None:
                 fs.cat_file(path)
             assert fs.info("datasets/me/set")["type"] == "directory"
             assert fs.cat_file(path) == BODIES["one.bin"]
+    fs.clear_instance_cache()
+
+
+def open_hub(address: str, tmp_path: Path) -> TierCacheFileSystem:
+    given = {"cache_dir": str(tmp_path / "cache"), "block_bytes": BLOCK}
+    return fsspec.filesystem("tiercache", target_protocol="hf", target_options={"endpoint": address}, **given)
+
+
+@pytest.mark.parametrize(("version", "requested"), [("2.4.0", "data%2Fone.bin"), ("2.1.1", "data")])
+def test_a_read_from_a_bucket_of_a_hub_looks_at_its_own_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, requested: str
+) -> None:
+    """Older clients would take the listing of the file for that of its folder."""
+    monkeypatch.setattr("huggingface_hub.__version__", version)
+    path = "buckets/me/box/data/one.bin"
+    with Served(tmp_path, Hub) as address:
+        fs = open_hub(address, tmp_path)
+        assert fs.find("buckets/me/box") == [path]
+        Hub.listings.clear()
+        assert fs.cat_file(path, 0, 5 * BLOCK) == BODIES["one.bin"][: 5 * BLOCK]
+        assert set(Hub.listings) == {f"/api/buckets/me/box/tree/{requested}"}
+        monkeypatch.setattr(Hub, "oid", "2f")
+        with pytest.raises(ObjectChanged, match=r"one\.bin was replaced"):
+            fs.cat_file(path)
+        assert fs.cat_file(path) == BODIES["one.bin"]
+        assert fs.info("buckets/me/box/data")["type"] == "directory"
+        assert not fs.exists("buckets/me/box/data/none.bin")
+    fs.clear_instance_cache()
+
+
+def test_a_longer_object_in_a_bucket_of_a_hub_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client keeps the size of the older one in the listing of its folder."""
+    fail_at_once(monkeypatch)
+    path, body = "buckets/me/box/data/one.bin", BODIES["one.bin"]
+    with Served(tmp_path, Hub) as address:
+        fs = open_hub(address, tmp_path)
+        with monkeypatch.context() as older:
+            older.setitem(BODIES, "one.bin", body[:BLOCK])
+            assert fs.cat_file(path) == body[:BLOCK]
+        monkeypatch.setattr(Hub, "oid", "2f")
+        assert fs.info(path, refresh=True)["size"] == len(body)
+        assert fs.cat_file(path) == body
     fs.clear_instance_cache()
 
 
@@ -359,6 +397,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
             part = body[start : stop + 1]
             self.sent.append((start, start + len(part)))
             self.answer(206, part)
+        elif path.startswith("/api/buckets/") and "/tree" in path:
+            self.listings.append(path)
+            folder, file = {"type": "directory", "path": "data"}, {**self.file(), "xetHash": self.oid}
+            self.answer(200, [folder if self.path.endswith("/tree?recursive=false") else file])
+        elif path.startswith("/api/buckets/"):
+            made = {"private": False, "createdAt": "2026-01-01T00:00:00.000Z"}
+            self.answer(200, {"id": "me/box", **made, "size": len(body), "totalFiles": 1})
         elif "/tree/" in path:
             self.listings.append(path)
             self.answer(200, [self.file()])
