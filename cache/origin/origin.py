@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
@@ -157,9 +157,6 @@ class Origin(ForkAware):
             with fresh_listing(filesystem, None if is_glob else path):
                 whole = complete(filesystem)
                 found = (whole.glob if is_glob else whole.find)(path, detail=True)
-            if not found and not is_glob:
-                with suppress(OriginNotFound):
-                    self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.
             infos = [
                 self._served(info if info.get("size") is not None else filesystem.info(name))
                 for name, info in found.items()
@@ -167,7 +164,11 @@ class Origin(ForkAware):
             ]
             return {info["name"]: info for info in infos}
 
-        return self.metadata(path, find)
+        listed = self.metadata(path, find)
+        if not listed and not is_glob:
+            with suppress(OriginNotFound):
+                self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.
+        return listed
 
     def read(self, path: str, start: int, stop: int, version: str) -> memoryview:
         """Fetch exactly the bytes [start, stop) of a version of an object.
@@ -219,8 +220,8 @@ class Origin(ForkAware):
         warn_once(f"{self.address} {type(error).__name__} {status(error)}", message)
 
     def _request(self, call: Callable[[Engine], T]) -> T:
-        """Make one request as soon as the limiter allows it."""
-        with self.limiter.request() if self.limiter else nullcontext():
+        """Make one request for bytes as soon as the limiter allows it."""
+        with _slot(self.limiter):
             self.counters.add(requests=1)
             charge(requests_origin=1)
             try:
@@ -250,7 +251,7 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
-                return self._retried(lambda: _locked(self.engine, request))
+                return self._retried(lambda: _limited(self.limiter, self.engine, request))
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
@@ -318,9 +319,14 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
         return fsspec.filesystem(protocol, **given)
 
 
-def _locked(engine: Engine, request: Callable[[Any], T]) -> T:
-    """Make a request for metadata, alone if threads may not share the filesystem."""
-    with engine.lock:
+def _slot(limiter: RequestLimiter | None) -> AbstractContextManager[object]:
+    """Hold one of the requests in flight for the duration of the block. A thread must not hold two."""
+    return limiter.request() if limiter else nullcontext()
+
+
+def _limited(limiter: RequestLimiter | None, engine: Engine, request: Callable[[Any], T]) -> T:
+    """Make one request for metadata, alone if threads may not share the filesystem."""
+    with _slot(limiter), engine.lock:
         return request(engine.names)
 
 

@@ -11,11 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin.limiter import RequestLimiter, limiter_of
+from dataload.cache.origin.origin import Origin
 from dataload.runtime.counters import Counters, charged_to
 
 PATIENCE = 60
@@ -120,6 +122,28 @@ def test_the_ranks_of_a_host_share_its_requests(
     assert dataset.blocks.origin.limiter.limit == 64, "nothing is known of ranks yet"
     make_loader(dataset, 1, world=world)
     assert dataset.blocks.origin.limiter.limit == limit
+
+
+def test_a_request_for_metadata_waits_for_the_limit() -> None:
+    limiter, requested = limiter_of("metadata", 1), list[Any]()
+    origin = Origin(fsspec.filesystem("memory"), limiter=limiter)
+    thread = threading.Thread(target=origin.metadata, args=("x", requested.append), daemon=True)
+    with limiter.request():
+        thread.start()
+        while not limiter._budget._waiters:
+            assert not requested
+    thread.join(PATIENCE)
+    assert len(requested) == 1
+
+
+def test_a_listing_of_nothing_takes_one_request_at_a_time() -> None:
+    """It asks whether the store is there at all."""
+    origin = Origin(fsspec.filesystem("memory"), limiter=limiter_of("nothing", 1))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(origin.list("/nothing is here")), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert found == [{}]
 
 
 def test_a_request_that_waits_for_the_limit_is_counted() -> None:
