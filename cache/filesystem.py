@@ -22,7 +22,7 @@ from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.explanation import opening
 from dataload.cache.origin.origin import connect, introduce
 from dataload.cache.origin.s3_names import VERSION
-from dataload.errors import ConfigError, ObjectChanged
+from dataload.errors import ConfigError, ObjectChanged, OriginNotFound
 from dataload.runtime.redact import redacted
 
 NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
@@ -227,10 +227,16 @@ class TierCacheFileSystem(MetadataFileSystem):
     def _listed(self, path: str) -> list[dict[str, Any]]:
         """Return the infos of the objects of `prefetch`. Raise OriginNotFound if a path that is no glob has nothing."""
         origin, path = self.blocks.origin, self._path(path)
-        found = list(origin.list(path).values())
-        if not found and not has_magic(path.partition("?")[0] if "://" in path else path):
-            origin.info(path)  # An empty folder has an info.
-        return found
+        found = origin.list(path)
+        try:
+            if not found:  # The name of an object may have the characters of globs.
+                found = origin.list(path, is_glob=False)
+            if not found:
+                origin.info(path)  # An empty folder has an info.
+        except OriginNotFound:
+            if not has_magic(path.partition("?")[0] if "://" in path else path):
+                raise
+        return [*found.values()]
 
     def stats(self) -> dict[str, Any]:
         """Return the totals of this process.

@@ -142,6 +142,17 @@ def test_prefetch(fs: TierCacheFileSystem, bucket: Any) -> None:
     assert bucket.server.stats()["get_bytes"] == sent
 
 
+@pytest.mark.parametrize("name", ["a[1].bin", "a[1]/x.bin"])
+def test_a_prefetch_of_a_name_that_looks_like_a_glob(bucket: Any, tmp_path: Path, name: str) -> None:
+    bucket.put(name, DATA)
+    fs = open_fs(bucket, tmp_path)
+    fs.prefetch(f"{bucket.name}/{name}", wait=True)
+    sent = bucket.server.stats()["get_bytes"]
+    assert fs.cat_file(f"{bucket.name}/{name}") == DATA
+    assert bucket.server.stats()["get_bytes"] == sent > 0
+    fs.prefetch(f"{bucket.name}/typo[1].bin", wait=True)
+
+
 def test_a_prefetch_of_nothing(fs: TierCacheFileSystem, bucket: Any, tmp_path: Path) -> None:
     with pytest.raises(OriginNotFound, match="typo"):
         fs.prefetch([f"{bucket.name}/folder", f"{bucket.name}/typo"], wait=True)
