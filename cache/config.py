@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import bitmath
 import platformdirs
 
-from dataload.arguments import local_folder
+from dataload.arguments import did_you_mean, local_folder
 from dataload.cache.cluster.url import ClusterUrl
 from dataload.errors import ConfigError
 
 POLICIES = ("pin", "lru")
 CONSISTENCIES = ("generation", "open", "immutable")
 ENGINES = ("auto", "fsspec", "obstore")
+# Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
+OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,13 @@ def chosen(cache: CacheConfig | Literal[False] | None, **options: Any) -> CacheC
     if not isinstance(cache, CacheConfig):
         raise ConfigError(f"cache={cache!r} must be a CacheConfig, False for no cache, or None for the default cache")
     return cache
+
+
+def check_names(given: Iterable[str]) -> None:
+    """Raise ConfigError if one of these names is a misspelt setting. Libraries pass other names, which are allowed."""
+    for name in {*given} - OF_OPEN:
+        if near := did_you_mean(name, (setting.name for setting in fields(CacheConfig)), ""):
+            raise ConfigError(f"{name}= is unknown: {near} Options of the origin go into target_options")
 
 
 def parse_bytes(name: str, size: int | str) -> int:

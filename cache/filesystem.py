@@ -16,7 +16,7 @@ from fsspec.utils import isfilelike
 from dataload.cache.blocks.file import BlockFile
 from dataload.cache.blocks.ranges import Range, read_ranges
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.config import CacheConfig
+from dataload.cache.config import CacheConfig, check_names
 from dataload.cache.metadata import Forget, MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.explanation import opening
@@ -81,6 +81,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         allow_network_filesystem: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_names(kwargs)
         self.config = CacheConfig(
             cache_dir,
             cache_bytes,

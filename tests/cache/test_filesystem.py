@@ -655,11 +655,18 @@ def test_writing_is_refused(fs: TierCacheFileSystem, bucket: Any) -> None:
         {"cache_bytes": 0},
         {"cache_bytes": math.inf},
         {"block_bytes": "-1MB"},
+        {"cache_size": "1GB"},
+        {"cachedir": "/nvme/cache"},
     ],
 )
 def test_settings_that_cannot_work(bucket: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         open_fs(bucket, tmp_path, **wrong)
+
+
+def test_names_that_libraries_pass_are_allowed(bucket: Any, tmp_path: Path) -> None:
+    names = ("block_size", "cache_type", "cache_options", "use_listings_cache", "listings_expiry_time", "asynchronous")
+    assert open_fs(bucket, tmp_path, **dict.fromkeys((*names, "loop", "anon", "client_kwargs"))).config.block == BLOCK
 
 
 def test_an_origin_is_needed() -> None:
