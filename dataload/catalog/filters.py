@@ -196,15 +196,17 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
 def _number(value: Any, kind: pa.DataType) -> int | float | Fraction | None:
     """Return a number that is compared exactly with integers or decimals, as one of Python; None for other values.
 
-    Decimals and floats are compared as floats: 0.1 equals the decimal 0.1.
+    A float beside decimals is the shortest decimal of its value: 0.57 equals the decimal 0.57.
     """
     if isinstance(value, np.generic) and value.dtype.kind in "iuf":
         value = value.item()
     if isinstance(value, bool) or not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
         return None
+    if isinstance(value, float) and pa.types.is_decimal(kind):
+        value = Decimal(repr(value))
     if isinstance(value, Decimal):
         return Fraction(value) if value.is_finite() else float(value)
-    return value if isinstance(value, int) or (isinstance(value, float) and pa.types.is_integer(kind)) else None
+    return value if isinstance(value, (int, float)) else None
 
 
 def _number_compared(

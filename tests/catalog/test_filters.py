@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -383,19 +384,24 @@ def test_integers_of_every_size_are_compared_with_every_number(kind: pa.DataType
 @pytest.mark.parametrize("kind", [pa.decimal128(5, 2), pa.decimal128(3, 0), pa.decimal256(50, 1)], ids=str)
 @pytest.mark.parametrize("sign", OPERATORS)
 def test_decimals_are_compared_with_every_number(kind: pa.DataType, sign: str, stored: Stored) -> None:
-    """Also with numbers of more digits than the type has."""
+    """Also with numbers of more digits than the type has, and with floats, of which Arrow makes 0.5700000000000001."""
     most = 10**kind.precision - 1
     rows = [Decimal(f"{number}e{-kind.scale}") for number in (-most, 0, 1, 3, most - 1, most)]
+    prices = [Decimal(price) for price in ("0.57", "1.15", "4.35", "19.99")] if kind.scale == 2 else []
+    rows += prices
     groups = [pa.table({"x": pa.array(part, kind)}) for part in (rows[:3], [*rows[3:], None])]
     manifest, blocks = stored(groups)
     numbers: list[Any] = [-1, 0, 1, 3, 1000, 10**60, -(10**60), *rows, Decimal("-0.0005"), Decimal("1.234")]
     numbers += [most, Decimal(f"{most}.5"), Decimal(f"-{most}.5"), Decimal("1e70"), Decimal("inf")]
-    for number in numbers:
+    numbers += [0.5, -0.5, 1e70, math.inf, -math.inf, math.nan, np.float64(0.5)]
+    exact: dict[Any, Decimal] = {float(price): price for price in prices}
+    for number in [*numbers, *exact, *map(np.float64, exact)]:
         value = [1, number] if "in" in sign else number
         compare = {**COMPARE, "in": lambda row, among: row in among, "not in": lambda row, among: row not in among}[
             sign
         ]
-        left = [n for n, row in enumerate(rows) if compare(row, value)] + [len(rows)] * (sign == "not in")
+        meant = [1, exact.get(number, number)] if "in" in sign else exact.get(number, number)
+        left = [n for n, row in enumerate(rows) if compare(Fraction(row), meant)] + [len(rows)] * (sign == "not in")
         assert kept(manifest, blocks, [("x", sign, value)]) == left, value
 
 
