@@ -180,8 +180,8 @@ def as_comparable(column: Any, kind: pa.DataType) -> Any:
     """Return an array or chunked array as a type that `comparable` gives. Structs have the members of that type."""
     if isinstance(column, pa.ChunkedArray):
         return pa.chunked_array([as_comparable(chunk, kind) for chunk in column.chunks], kind)
-    if pa.types.is_run_end_encoded(column.type):  # Arrow cannot cast it.
-        column = pc.run_end_decode(column)
+    if pa.types.is_run_end_encoded(column.type) or pa.types.is_dictionary(column.type):
+        column = plain(column)  # Arrow cannot cast runs, nor dictionaries of views.
     if not has_members(column.type):
         return (plain(column) if has_part(column.type, is_list_view) else column).cast(kind)
     struct = unwrapped(column)

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.feather
 import pytest
 import tqdm
@@ -171,6 +172,23 @@ def test_files_of_polars(stored: Callable[..., Any], compression: Any) -> None:
     columns = dataset.__getitems__(range(4)).columns
     assert {name: columns[name] for name in frame.columns[:4]} == frame[:, :4].to_dict(as_series=False)
     assert columns["day"].tolist() == [18262] * 4
+
+
+@pytest.mark.parametrize("kind", [pl.Categorical, pl.Enum(["low", "high"])], ids=["Categorical", "Enum"])
+def test_filters_on_the_categories_of_polars(stored: Callable[..., Any], kind: Any) -> None:
+    """Their dictionaries have views, which Arrow cannot gather."""
+    levels = pl.Series(["low", "high", None, "low"], dtype=kind)
+    file = io.BytesIO()
+    pl.DataFrame({"id": range(4), "level": levels, "s": pl.DataFrame({"level": levels}).to_struct()}).write_ipc(file)
+    dataset = stored(file.getvalue(), columns=["id"])
+    for name, field in (("level", pc.field("level")), ("s.level", pc.field("s", "level"))):
+        for filters, left in (
+            ([(name, "=", "low")], [0, 3]),
+            ([(name, "in", ["high", None])], [1, 2]),
+            (field != "low", [1]),
+        ):
+            found = dataset.filter(filters)
+            assert [plain(row["id"]) for row in found.__getitems__(range(len(found)))] == left
 
 
 def test_the_schema_of_a_file_is_that_of_its_footer(stored: Callable[..., Any]) -> None:
