@@ -184,5 +184,5 @@ def _matches(
             part = found[first : first + len(table)]
             first += len(table)
             whole = with_constants(table, group.constants, len(table), chosen.schema)
-            part[part] = chosen.mask(whole if part.all() else whole.filter(pa.array(part)))
+            part[part] = chosen.mask(whole, part)
     return found

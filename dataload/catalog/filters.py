@@ -68,16 +68,23 @@ class Filter:
         """Hex digest of the expression. Its text would not do, because it omits most members of a long list."""
         return hashlib.blake2b(pickle.dumps(self.expression, 5), digest_size=16, person=b"filter").hexdigest()
 
-    def mask(self, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """Return which rows of a table match: bool [rows]. A null result is no match.
+    def mask(self, table: pa.Table, tried: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.bool_]:
+        """Return which of the rows of a table that are tried match: bool [tried rows]. A null result is no match.
+
+        Args:
+            table: Its columns may have any of the types of the files.
+            tried: Which rows are tried, bool [rows]; None tries all. The expression does not see the others.
 
         Raises:
             ConfigError: The expression cannot be evaluated, such as a division by zero.
         """
         try:
             columns = [as_comparable(table.column(field.name), field.type) for field in self.schema]
-            known = pads.InMemoryDataset(pa.table(columns, schema=self.schema))
-            found = known.scanner(columns={"matches": self.expression}, use_threads=False).to_table().column(0)
+            known = pa.table(columns, schema=self.schema)
+            if tried is not None and not tried.all():
+                known = known.filter(pa.array(tried))  # after the cast: Arrow cannot gather views
+            scanner = pads.InMemoryDataset(known).scanner(columns={"matches": self.expression}, use_threads=False)
+            found = scanner.to_table().column(0)
         except MemoryError:  # Arrow's is also an ArrowException.
             raise
         except (pa.ArrowException, KeyError) as error:
