@@ -183,7 +183,9 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     problem: object
     try:
         if sign not in COMPARISONS:
-            among = field.isin(_held(list(value), kind))
+            # A set of strings has another order in each process, and the digest must not.
+            values = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+            among = field.isin(_held(values, kind))
             expression = among if sign == "in" else ~among
         elif (exact := _number(value, kind)) is not None:
             expression = _number_compared(field, COMPARISONS[sign], exact, kind)

@@ -7,7 +7,10 @@ import io
 import itertools
 import math
 import operator
+import os
 import random
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -281,6 +284,26 @@ def test_long_lists_that_differ_in_the_middle(tmp_path: Path) -> None:
         assert [int(row["x"]) for row in dataset.__getitems__(range(49))] == [
             number for number in range(0, 100, 2) if number != missing
         ]
+
+
+DIGEST = """
+import pyarrow as pa
+from dataload.catalog.filters import filter_of
+from dataload.catalog.manifest import Manifest
+
+schema = pa.schema({"x": pa.string()})
+print(filter_of([("x", "in", {*"abcdefgh", None})], Manifest(schema, (), ""), schema).digest)
+"""
+
+
+def test_a_set_is_the_same_filter_in_all_processes() -> None:
+    """So all ranks share the cached result."""
+    digests = set()
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, check=True, env=environment)
+        digests.add(done.stdout)
+    assert len(digests) == 1
 
 
 def test_nulls_match_as_in_pyarrow(stored: Stored) -> None:
