@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.filters import Filter, Filters, filter_of, shown
+from dataload.catalog.filters import Filter, Filters, filter_of, lacks_member, shown
 from dataload.catalog.footer_cache import FooterReader, get_or_make, make_alone, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.pruning import decide
@@ -63,10 +63,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     if mapped := {*made} & {*chosen.columns}:
         raise ConfigError(f"map made the column {min(mapped)!r}")
     if lacking := [name for name in chosen.columns if name in manifest.partial and _is_member(name, manifest, blocks)]:
-        file = manifest.partial[lacking[0]]
-        raise ConfigError(
-            f"filters= cannot use {lacking[0]!r}, because {file} lacks this member: filter the rows by others"
-        )
+        raise lacks_member(lacking[0], manifest)
     key = blocks.key(Object(first.file.path, 0, manifest.fingerprint), f"matches {VERSION} {chosen.digest}")
     found = blocks.tier.get(key)
     if found is None:

@@ -43,7 +43,7 @@ Filters: TypeAlias = Sequence[Any] | pc.Expression
 expression."""
 
 _ERRORS = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError)
-_MISSING = re.compile(r"No match for FieldRef\.Name\((.+?)\) in ")  # of Arrow
+_MISSING = re.compile(r"No match for FieldRef\.(?:Nested\(FieldRef\.Name\((.+?)\)\)|Name\((.+?)\)) in ")  # of Arrow
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,22 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
         )
     problem = _problem(expression, schema)
     if problem and (missing := _MISSING.match(problem)):
-        if len(path := paths.get(missing[1], ())) > 1:
-            problem = f"{missing[1]!r} is a member of a struct: write pyarrow.compute.field{path}"
-        else:
-            manifest.check_columns([missing[1]])
+        name = (missing[1] or missing[2]).replace(") FieldRef.Name(", ".")
+        if lacking := [column for column in manifest.select([name]) if column in manifest.partial]:
+            raise lacks_member(lacking[0], manifest)
+        if len(path := paths.get(name, ())) > 1:
+            problem = f"{name!r} is a member of a struct: write pyarrow.compute.field{path}"
     if problem:
         raise ConfigError(f"filters={shown(filters)}: {problem}")
     columns, reduced = _read(expression, schema, paths)
     manifest.check_columns(columns)
     return Filter(expression, reduced, columns)
+
+
+def lacks_member(name: str, manifest: Manifest) -> ConfigError:
+    """Return the error of a filter that reads a member of a struct which a file lacks."""
+    file = manifest.partial[name]
+    return ConfigError(f"filters= cannot use {name!r}, because {file} lacks this member: filter the rows by others")
 
 
 def _lists(filters: Any) -> list[Sequence[Any]]:

@@ -647,6 +647,8 @@ def test_text_that_is_dictionary_coded(tmp_path: Path) -> None:
         (pc.field("z") > 1, "'z' is not in the dataset: there are 'x'"),
         (pc.field("xs") > 1, "did you mean 'x'"),
         (pc.field("s.a") > 1, r"'s\.a' is a member of a struct: write pyarrow.compute.field\('s', 'a'\)"),
+        (pc.field("s", "z") > 1, r"'s\.z' is not in the dataset: did you mean 's\.a'"),
+        (pc.field("x (y)") > 1, r"'x \(y\)' is not in the dataset"),
         (pc.field("x") + 1, "int64, not bool"),
         (pc.field("x") > "a", "int64, string"),
         (pc.field(0) > 1, "name the columns"),

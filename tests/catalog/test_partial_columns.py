@@ -130,10 +130,12 @@ def test_filters_on_a_column_with_a_dot_that_files_lack(tmp_path: Path, order: i
         assert kept[0] == kept[1] != []
 
 
-def test_filters_on_a_member_that_the_first_file_lacks(tmp_path: Path) -> None:
-    write(tmp_path, {"x": [1], "s": [{"a": 1}]}, {"x": [2], "s": [{"a": 1, "b": 2}]})
+@pytest.mark.parametrize("first", [{"x": [1], "s": [{"a": 1}]}, {"x": [1]}], ids=["a", "no struct"])
+@pytest.mark.parametrize("filters", [[("s.b", "=", 2)], pc.field("s.b") == 2, pc.field("s", "b") == 2], ids=str)
+def test_filters_on_a_member_that_the_first_file_lacks(tmp_path: Path, first: dict[str, Any], filters: Any) -> None:
+    write(tmp_path, first, {"x": [2], "s": [{"b": 2}]})
     with pytest.raises(ConfigError, match=r"filters= cannot use 's\.b', because .*0\.parquet lacks this member"):
-        rows(tmp_path, columns=["x"], filters=[("s.b", "=", 2)])
+        rows(tmp_path, columns=["x"], filters=filters)
 
 
 def test_a_column_that_is_a_key_of_folders_elsewhere(tmp_path: Path) -> None:
