@@ -192,6 +192,8 @@ def comparable(kind: pa.DataType) -> pa.DataType:
         return pa.struct(comparable_fields(kind))
     if pa.types.is_fixed_size_binary(kind):  # Other files may have another size, or none.
         return pa.binary()
+    if pa.types.is_decimal(kind) and kind.bit_width < 128:
+        return pa.decimal128(kind.precision, kind.scale)
     replaced = {pa.float16(): pa.float32(), pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
     return replaced.get(kind, portable(kind) if has_part(kind, is_list_view) else kind)
 
