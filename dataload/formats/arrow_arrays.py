@@ -43,12 +43,15 @@ def numbers(column: pa.Array) -> Array:
 def _floats(column: pa.Array) -> Array:
     """Return decimals as the nearest float64, as far as both parts of the division are exact; Arrow's are often not."""
     kind, first, count = column.type, column.offset, len(column)
-    if not pa.types.is_decimal128(kind) or not 0 <= kind.scale <= EXACT_POWER or not count:
+    if not 0 <= kind.scale <= EXACT_POWER or not count:
         return stored(column.cast(pa.float64()))
-    words = np.frombuffer(column.buffers()[1], "<i8", 2 * (first + count))[2 * first :]
-    low, high = words[::2], words[1::2]
+    width = max(1, kind.bit_width // 64)  # in words
+    words = np.frombuffer(column.buffers()[1], f"<i{min(8, kind.bit_width // 8)}", width * (first + count))
+    low = words[width * first :: width].astype(np.int64, copy=False)
     floats: Array = low / 10.0**kind.scale
-    is_exact = (high == low >> 63) & (low >= -EXACT_INTEGER) & (low <= EXACT_INTEGER)
+    is_exact = (low >= -EXACT_INTEGER) & (low <= EXACT_INTEGER)
+    for word in range(1, width):
+        is_exact &= words[width * first + word :: width] == low >> 63
     return floats if is_exact.all() else np.where(is_exact, floats, stored(column.cast(pa.float64())))
 
 

@@ -120,12 +120,22 @@ def test_dtypes_and_shapes_follow_the_schema(kind: pa.DataType) -> None:
         assert batch.shape[:2] == (0, kind.list_size)
 
 
-@pytest.mark.parametrize(("precision", "scale"), [(10, 2), (15, 15), (5, 22), (1, 0)])
-def test_decimals_become_the_nearest_floats(precision: int, scale: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "scale"),
+    [
+        (name, *size)
+        for name in ("decimal32", "decimal64", "decimal128", "decimal256")
+        for size in ((9, 2), (10, 2), (15, 15), (5, 22), (1, 0))
+        if size[0] <= 9 or name != "decimal32"
+    ],
+)
+def test_decimals_become_the_nearest_floats(name: str, precision: int, scale: int) -> None:
     """Arrow makes 0.35000000000000003 of 0.35."""
+    if not hasattr(pa, name):
+        pytest.skip(f"pyarrow {pa.__version__} lacks {name}")
     unscaled = np.random.default_rng(0).integers(1 - 10**precision, 10**precision, 500).tolist()
     rows = [Decimal(number).scaleb(-scale) for number in (*unscaled, 35 % 10**precision, 0)]
-    kind = pa.decimal128(precision, scale)
+    kind = getattr(pa, name)(precision, scale)
     table = pa.table({"c": pa.array([Decimal(1).scaleb(-scale), *rows, None], kind).slice(1)})
     found = whole(table)["c"].tolist()
     assert found[:-1] == [float(row) for row in rows]
@@ -134,12 +144,16 @@ def test_decimals_become_the_nearest_floats(precision: int, scale: int) -> None:
     assert [values.tolist() for values in lists] == [[float(row) for row in rows], [], [float(rows[0])]]
 
 
-def test_decimals_of_many_digits_become_the_nearest_floats_if_their_values_have_few() -> None:
-    rows = [Decimal(number).scaleb(-2) for number in range(-999, 1000, 7)]
-    column = pa.array([*rows, Decimal(2**53).scaleb(-2), Decimal(-(2**63)).scaleb(-2), None], pa.decimal128(38, 2))
+@pytest.mark.parametrize(("kind", "most"), [(pa.decimal128(38, 2), 2**64), (pa.decimal256(76, 2), 2**192)], ids=str)
+def test_decimals_of_many_digits_become_the_nearest_floats_if_their_values_have_few(
+    kind: pa.DataType, most: int
+) -> None:
+    rows = [Decimal(number).scaleb(-2) for number in (*range(-999, 1000, 7), 2**53)]
+    large = [-(2**63), 2**64 + 1, most]
+    column = pa.array([*rows, *(Decimal(f"{number}e-2") for number in large), None], kind)
     found = whole(pa.table({"c": column}))["c"].tolist()
-    assert found[:-2] == [float(row) for row in (*rows, Decimal(2**53).scaleb(-2))]
-    assert found[-2] == pytest.approx(-(2**63) / 100, rel=1e-15)
+    assert found[: len(rows)] == [float(row) for row in rows]
+    assert found[len(rows) : -1] == pytest.approx([number / 100 for number in large], rel=1e-15)
 
 
 def test_times_are_their_counts_and_decimals_floats() -> None:
