@@ -233,7 +233,9 @@ class Records:
         if not field.is_bytes:
             spans: Array = self.rows[field.name]
             return spans
-        found = self._looked_up(field, np.uint64, lambda blob, codes: _words(blob, field).take(codes, mode="clip"))
+        found = self._looked_up(
+            field, np.uint64, lambda blob, codes: blob.spans(field).view(np.uint64)[:, 0].take(codes, mode="clip")
+        )
         return found.view(SPAN.base).reshape(-1, *SPAN.shape)
 
     def _looked_up(self, field: Field, dtype: npt.DTypeLike, look_up: Callable[[Blob, Array], Array]) -> Array:
@@ -337,10 +339,6 @@ class _Heap:
     def _write_to(self, sink: Any) -> None:
         with sink, pa.ipc.new_stream(sink, self._values.schema) as stream:
             stream.write_batch(self._values)
-
-
-def _words(blob: Blob, field: Field) -> Array:
-    return blob.spans(field).view(np.uint64)[:, 0]
 
 
 def _aligned(size: int) -> int:
