@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from dataload.catalog.locations import Location
@@ -23,12 +24,7 @@ Computed = Mapping[str, Callable[[Array], Array]]
 
 Locate = Callable[[int], Location]
 
-
-def _itself(numbers: Array) -> Array:
-    return numbers
-
-
-ROW_IDS: Computed = {ROW_ID: _itself}
+ROW_IDS: Computed = {ROW_ID: np.asarray}
 """The column of row numbers."""
 
 
