@@ -211,7 +211,7 @@ class TrainingLoop:
         with self._annotate_errors(number):
             tally = self._train(number, advance, resumed)
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
-            share_buffers(self.model, self.mesh)
+            share_buffers(self.model, self.mesh, self.steps.exchange.ignored)
             self.history.append({"epoch": number, **tally.figures(self.loader, self.world.rank)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
@@ -256,7 +256,7 @@ class TrainingLoop:
             # A rank without further batches could not resume this epoch: its loader is at the next one.
             if due and not fed.ending:
                 self._check_finite(number)
-                share_buffers(self.model, self.mesh)
+                share_buffers(self.model, self.mesh, self.steps.exchange.ignored)
                 self._save(tally.state(), fed.state)
             advance()
         self._check_finite(number)

@@ -485,6 +485,22 @@ def test_each_step_begins_with_the_buffers_of_rank_0(ranks):
     assert ranks(2, buffers_found) == [[7, 0, 0, 0, 0]] * 2
 
 
+def buffers_found_that_ddp_ignores(folder):
+    """Return the buffers that the steps of two epochs find, and the last one."""
+    model = Writing()
+    model._ddp_params_and_buffers_to_ignore = ["rank"]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    options = {"epochs": 2, "checkpoint_dir": folder, "checkpoint_every": 2, "progress": False}
+    fit(model, optimizer, Remembering({}), squared_error, **options)
+    return model.found, model.rank.item()
+
+
+def test_a_buffer_that_ddp_ignores_stays_that_of_each_rank(ranks, tmp_path):
+    """Checkpoints have that of one rank."""
+    for folder in (None, tmp_path):
+        assert ranks(2, buffers_found_that_ddp_ignores, folder) == [([7, *[rank] * 9], rank) for rank in (0, 1)]
+
+
 # ---- loaders and history
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -90,26 +90,30 @@ def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:
     return ranks
 
 
-def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Broadcast the first data-parallel rank's buffers, such as running statistics, as DDP's next forward does."""
+def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None, ignored: Collection[str] = ()) -> None:
+    """Broadcast the first data-parallel rank's buffers, such as running statistics, as DDP's next forward does.
+
+    Args:
+        model: The model.
+        mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
+        ignored: Names of the buffers that stay those of each rank.
+    """
     if dist.is_initialized():
-        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
-        for group, buffer in itertools.product(groups, model.buffers()):
-            if not isinstance(buffer, DTensor):  # each of whose ranks has its own part
-                _broadcast(buffer, group)
+        _broadcast_buffers(model, [dist.group.WORLD] if mesh is None else mesh.get_all_groups(), ignored)
 
 
 def share_buffers_of(replica: DistributedDataParallel) -> None:
     """Broadcast the buffers of a model in DDP as its next forward would, which then does not."""
     if replica.broadcast_buffers:
-        for name, buffer in replica.module.named_buffers():
-            if name not in replica.parameters_to_ignore:
-                _broadcast(buffer, replica.process_group)
+        _broadcast_buffers(replica.module, [replica.process_group], replica.parameters_to_ignore)
         replica.require_forward_param_sync = False
 
 
-def _broadcast(buffer: torch.Tensor, group: Any) -> None:
-    dense = buffer.contiguous()  # as NCCL requires
-    dist.broadcast(dense, group=group, group_src=0)
-    if dense is not buffer:
-        buffer.copy_(dense)
+def _broadcast_buffers(model: nn.Module, groups: Iterable[Any], ignored: Collection[str]) -> None:
+    for group, (name, buffer) in itertools.product(groups, model.named_buffers()):
+        if name in ignored or isinstance(buffer, DTensor):  # Each rank of a DTensor has its own part.
+            continue
+        dense = buffer.contiguous()  # as NCCL requires
+        dist.broadcast(dense, group=group, group_src=0)
+        if dense is not buffer:
+            buffer.copy_(dense)

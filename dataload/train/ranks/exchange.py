@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,12 @@ class Exchange:
     Args:
         model: The model as the loss function gets it: the module itself, in DDP, or compiled.
         ranks: Number of data-parallel ranks, over which gradients are averaged.
+
+    Attributes:
+        ignored: Names of the buffers that stay those of each rank.
     """
+
+    ignored: Collection[str] = ()
 
     def __init__(self, model: Callable[..., Any], ranks: int = 1) -> None:
         self.model = model
@@ -50,6 +55,7 @@ class Replicated(Exchange):
 
     def __init__(self, replica: DistributedDataParallel, ranks: int) -> None:
         super().__init__(replica, ranks)
+        self.ignored = replica.parameters_to_ignore
         self._exchanges = bool(replica.static_graph)  # DDP must exchange in the first backward of a static graph.
 
     def during(self, *, last: bool) -> AbstractContextManager[None]:
