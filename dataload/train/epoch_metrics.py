@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,12 +55,18 @@ class EpochMetrics:
         self._started = perf_counter() - self.counts["seconds"]
 
     def add(self, scalars: Mapping[str, Any], rows: int) -> None:
-        """Add the scalars of a batch, each a mean over its `rows` rows."""
+        """Add the scalars of a batch, each a mean over its `rows` rows.
+
+        Raises:
+            ConfigError: A scalar does not have one element.
+        """
         if not rows:
             return
         for name, value in scalars.items():
+            scalar = torch.as_tensor(value)
+            _check_scalar("loss_fn", name, scalar)
             # A number on the host may follow one on the device.
-            self.sums[name] = self.sums[name] + torch.as_tensor(value).detach().double() * rows
+            self.sums[name] = self.sums[name] + scalar.detach().double() * rows
             self.rows[name] += rows
         self.counts["rows"] += rows
 
@@ -112,6 +119,15 @@ def first_of_each(everyone: Iterable[tuple[int, T]]) -> list[T]:
 def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """Return the sum over ranks of each number. A number that a rank lacks counts as 0."""
     return {kind: summed(rank[kind] for rank in ranks) for kind in ranks[0]}
+
+
+def _check_scalar(function: str, name: str, value: Any) -> None:
+    """Raise ConfigError if a value that a function of the user returns is an array of several elements, or of none."""
+    shape = tuple(getattr(value, "shape", ()))
+    if math.prod(shape) != 1:
+        raise ConfigError(
+            f"{function} returned {name!r} of shape {shape}: return one number for each name, such as the mean"
+        )
 
 
 def reserved_names(loader: Any) -> set[str]:

@@ -652,6 +652,19 @@ def test_scalars_are_any_mapping():
     assert record["misses"] == 0.5
 
 
+def test_a_scalar_of_several_elements_is_refused_in_the_first_step():
+    model, optimizer = build()
+    steps = count()
+
+    def loss(model, batch):
+        next(steps)
+        return squared_error(model, batch), {"misses": torch.ones(1), "per_class": torch.ones(3)}
+
+    with pytest.raises(ConfigError, match=r"loss_fn returned 'per_class' of shape \(3,\): return one number"):
+        fit(model, optimizer, in_order(4), loss, epochs=1, progress=False)
+    assert next(steps) == 1
+
+
 class Remembering:
     """A loader with set_epoch, state and stats that records its calls."""
 
