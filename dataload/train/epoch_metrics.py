@@ -130,6 +130,23 @@ def _check_scalar(function: str, name: str, value: Any) -> None:
         )
 
 
+def scores_of(result: Any) -> dict[str, float]:
+    """Return the result of the user's `evaluate` as numbers.
+
+    Raises:
+        ConfigError: It is no dict, or a value has several elements.
+    """
+    if not hasattr(result, "items"):
+        raise ConfigError(
+            f"evaluate returned {type(result).__name__}: return a dict of scalars, {{}} if there are none"
+        )
+    scores = {}
+    for name, value in result.items():
+        _check_scalar("evaluate", name, value)
+        scores[name] = float(value)
+    return scores
+
+
 def reserved_names(loader: Any) -> set[str]:
     """Return the names in an epoch's dict that no logged scalar may have."""
     return {*FIGURES, *_loader_counts(loader)}

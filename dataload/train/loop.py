@@ -22,7 +22,15 @@ from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
 from dataload.train.checkpoint.state import all_equal, check_plain, map_leaves, rng_state, set_rng_state, to_meta
-from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, first_of_each, progress_bar, reserved_names, sum_ranks
+from dataload.train.epoch_metrics import (
+    AVERAGED,
+    EpochMetrics,
+    first_of_each,
+    progress_bar,
+    reserved_names,
+    scores_of,
+    sum_ranks,
+)
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
@@ -229,7 +237,7 @@ class TrainingLoop:
                 self.steps.autocast(),
                 stage("evaluate"),
             ):
-                scores = {name: float(value) for name, value in self.evaluate(self.model).items()}
+                scores = scores_of(self.evaluate(self.model))
             record |= {f"evaluate.{name}" if name in record else name: value for name, value in scores.items()}
         if self.tensorboard is not None:
             self.tensorboard.epoch(record, self.step)

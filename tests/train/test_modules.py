@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, in_order, squared_error
 from torch import nn
 
+from dataload.errors import ConfigError
 from dataload.train import evaluate_over, find_batch_size, fit
 from dataload.train.modules import modes_kept
 
@@ -152,6 +154,21 @@ def test_modes_are_restored_after_a_failed_evaluation(tmp_path):
 
     fit(model, optimizer, in_order(20), loss, evaluate=own_loop, **options)
     assert seen == [FROZEN] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "evaluate returned NoneType: return a dict of scalars"),
+        (torch.ones(()), "evaluate returned Tensor: return a dict of scalars"),
+        ({"recall": torch.ones(3)}, r"evaluate returned 'recall' of shape \(3,\): return one number"),
+        ({"recall": np.ones((2, 2))}, r"evaluate returned 'recall' of shape \(2, 2\)"),
+    ],
+)
+def test_an_evaluation_that_returns_no_scalars_is_an_error(result, message):
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match=message):
+        fit(model, optimizer, in_order(20), squared_error, epochs=1, evaluate=lambda model: result, **OPTIONS)
 
 
 @pytest.mark.parametrize("wrong", [True, False])
