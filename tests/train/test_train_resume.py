@@ -473,9 +473,53 @@ def test_checkpoints_run_no_code(tmp_path, file):
     train_with_noise(tmp_path, 1)
     with (tmp_path / "checkpoint-000001" / file).open("wb") as out:
         (torch.save if file == REST else pickle.dump)({"history": Evil(tmp_path / "owned")}, out)
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ConfigError, match="checkpoint-000001 cannot be read") as refused:
         train_with_noise(tmp_path, 2)
+    assert type(refused.value.__cause__) is pickle.UnpicklingError
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+@pytest.mark.parametrize("file", [REST, ".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(tmp_path, file, share):
+    """Without it, the run resumes from the one before."""
+    done, figures = train_with_noise(tmp_path, 2)
+    damaged = tmp_path / "checkpoint-000002"
+    os.truncate(damaged / file, int((damaged / file).stat().st_size * share))
+    with pytest.raises(ConfigError, match=rf"{damaged} cannot be read \(.*remove this folder"):
+        train_with_noise(tmp_path, 2)
+    shutil.rmtree(damaged)
+    again, resumed = train_with_noise(tmp_path, 2)
+    assert torch.equal(again, done)
+    assert resumed == figures
+
+
+def resumed_from_a_damaged_file_of_rank_1(folder):
+    world = World.detect()
+    train_with_noise(folder, 1)
+    if world.rank == 1:
+        os.truncate(folder / "checkpoint-000001" / "__1_0.distcp", 0)
+    train_with_noise(folder, 2)
+
+
+def test_a_damaged_checkpoint_is_named_on_all_ranks(ranks, tmp_path):
+    for error in ranks(2, resumed_from_a_damaged_file_of_rank_1, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert f"{tmp_path}/checkpoint-000001 cannot be read (" in str(error)
+
+
+@pytest.mark.parametrize("reader", ["load_plain", "_metadata"])
+def test_an_error_of_the_disk_does_not_blame_the_checkpoint(tmp_path, monkeypatch, reader):
+    train_with_noise(tmp_path, 1)
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Checkpoints, "_check_format", lambda _: None)
+    monkeypatch.setattr(checkpoints, reader, fail)
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        train_with_noise(tmp_path, 2)
+    assert failed.value.__notes__ == [f"while {tmp_path / 'checkpoint-000001'} was read"]
 
 
 def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):

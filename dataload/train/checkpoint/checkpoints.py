@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 from uuid import uuid4
 
@@ -95,7 +96,7 @@ class Checkpoints:
                 of a folder of checkpoints, whose latest is returned.
 
         Raises:
-            ConfigError: `resume` is a path without a checkpoint.
+            ConfigError: `resume` is a path without a checkpoint, or the checkpoint is damaged.
         """
         folder = self._folder if resume == "auto" else None if resume is None else local_folder("resume", resume)
         found = _latest_in(folder)
@@ -103,7 +104,7 @@ class Checkpoints:
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
         own = _latest_in(self._folder)
         if found is not None and own is not None and found.samefile(own):
-            self._earlier = load_plain(found / REST).get("earlier", 0)
+            self._earlier = _rest_of(found).get("earlier", 0)
         elif self._latest:
             log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
         return found
@@ -179,9 +180,9 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     """Load the state of each part from the checkpoint at `path`; return the rest.
 
     Raises:
-        ConfigError: The checkpoint has other parts, or the state of another model or optimizer.
+        ConfigError: The checkpoint has other parts, or the state of another model or optimizer, or it is damaged.
     """
-    rest = load_plain(path / REST)
+    rest = _rest_of(path)
     states = rest.pop("parts")
     if unmatched := (states.keys() ^ parts.keys()) - {"evaluate"}:
         raise ConfigError(
@@ -195,7 +196,8 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     states = map_leaves(states, allocator(live, parts.get("optimizer")))
     with _dcp_errors():
         reader = _SafeReader(path)
-        reader.read_metadata()  # here, because DCP would hide its errors
+        with _reading(path):
+            reader.read_metadata()  # here, because DCP would hide its errors
         dcp_load(tensors(states), storage_reader=reader)
     for name, state in states.items():
         try:
@@ -227,10 +229,35 @@ def _learning_rates(optimizer: Any) -> list[float]:
 
 
 class _SafeReader(FileSystemReader):
-    """A DCP reader that unpickles metadata with an allow-list."""
+    """A DCP reader that unpickles metadata with an allow-list, and names the checkpoint if its tensors are damaged."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return _metadata(Path(self.path))
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        with _reading(Path(self.path)):
+            return super().read_data(*args, **kwargs)
+
+
+def _rest_of(path: Path) -> dict[str, Any]:
+    with _reading(path):
+        return load_plain(path / REST)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise the error of a damaged file as a ConfigError. An OSError stays one: a disk or a network may recover."""
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        # In a file that was cut short, torch seeks to a negative offset, which is an invalid argument.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            error.add_note(f"while {path} was read")
+            raise
+        raise ConfigError(
+            f"{path} cannot be read ({shorten(repr(error), 160)}): if its files are damaged, remove this folder, and "
+            "the run resumes from the checkpoint before"
+        ) from error
 
 
 def _metadata(folder: Path) -> Metadata:
@@ -259,7 +286,10 @@ def _incomplete(folder: Path) -> str | None:
 
 @contextmanager
 def _dcp_errors() -> Iterator[None]:
-    """Raise DCP's own error, which is not an Exception, as OSError. Ignore its warning about a single process."""
+    """Raise DCP's own error, which is not an Exception, as OSError, or as the ConfigError of a rank.
+
+    Ignore its warning about a single process.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
         try:
@@ -268,6 +298,9 @@ def _dcp_errors() -> Iterator[None]:
             own, _ = error.failures.get(process_number(), (error, None))
             if not isinstance(own, (Exception, CheckpointException)):  # such as Ctrl-C, or a signal that ends the job
                 raise own from None
+            for failure, _ in error.failures.values():
+                if isinstance(failure, ConfigError):
+                    raise failure from error
             raise OSError(str(error)) from error
 
 
