@@ -146,7 +146,8 @@ def fit(
         `evaluate.name` if the name is taken.
 
     Raises:
-        ConfigError: An argument is invalid, ranks see different data or checkpoints, or a state is not plain data.
+        ConfigError: An argument is invalid, ranks see different data or checkpoints, a state is not plain data, or a
+            plain parameter that a checkpoint would have once differs between ranks.
         NonFiniteLoss: A loss or a parameter is NaN or infinite.
         RuntimeError: Another rank was lost (on CPUs). As in all errors of a step, a note names rank, epoch and step.
 

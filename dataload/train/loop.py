@@ -37,7 +37,7 @@ from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, even_batches, feed
 from dataload.train.ranks.collectives import agree, gather, on_first, process_number, share_buffers
 from dataload.train.ranks.process_group import sampler_with
-from dataload.train.ranks.sharded import reshard
+from dataload.train.ranks.sharded import check_replicated, reshard
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -197,6 +197,7 @@ class TrainingLoop:
         if self.checkpoints.enabled:  # An error now is better than one at the end of the first epoch.
             states = map_leaves(self._states(), to_meta)
             on_first(lambda: check_plain(states))
+            check_replicated(self.model)
         elif self.checkpoint_every is not None and self.world.rank == 0:
             log.warning("checkpoint_every=%d saves nothing without a checkpoint_dir", self.checkpoint_every)
         if len(self.history) >= epochs > 0 and self.world.rank == 0:

@@ -514,6 +514,39 @@ def test_the_traffic_and_the_generators_of_peers_count(ranks, folder, tmp_path):
     assert [history[0]["loss"] for history, _, _ in resumed] == [pytest.approx(epoch["loss"], abs=1e-12)] * 4
 
 
+def saved(folder, checkpoints, weights):
+    """Train a plain layer on a mesh of 2 x 2, with the given weights on each tensor-parallel rank."""
+
+    def run():
+        whole, dp = mesh_of((2, 2), DP)
+        model = nn.Linear(4, 1)
+        nn.init.constant_(model.weight, weights[whole.get_local_rank("tp")])
+        nn.init.zeros_(model.bias)
+        loader = make_loader(make_dataset(folder, cache=False), BATCH, mesh=dp)
+        options = {"epochs": 1, "precision": "fp32", "checkpoint_dir": checkpoints, "progress": False}
+        fit(model, torch.optim.SGD(model.parameters(), 1e-6), loader, loss_of_one_column, **options)
+
+    return group_ended(run)
+
+
+def loss_of_one_column(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+def test_plain_shares_of_a_parameter_are_refused_before_the_first_checkpoint(ranks, folder, tmp_path):
+    """Otherwise the checkpoint would have one of them, which all ranks would resume with."""
+    for error in ranks(4, saved, folder, tmp_path, (0, 1)):
+        assert isinstance(error, ConfigError)
+        assert "parameter 'weight' of ranks [1, 3] is not that of rank 0" in str(error)
+        assert not hasattr(error, "__notes__")  # which a step adds
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replicas_that_are_rounded_differently_are_saved(ranks, folder, tmp_path):
+    assert ranks(4, saved, folder, tmp_path, (1, 1 + 1e-6)) == [None] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+
+
 def mixed(folder):
     """Train on a mixture with two tensor-parallel ranks. Return the history."""
 

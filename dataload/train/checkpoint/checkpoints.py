@@ -113,7 +113,7 @@ class Checkpoints:
         """Add a checkpoint and remove those of this run that are no longer kept.
 
         Args:
-            states: The state_dict of each part, such as the model; the same on all ranks.
+            states: The state_dict of each part, such as the model. DCP keeps one rank's copy of each plain tensor.
             rest: Plain data. Only that of rank 0 is saved.
 
         Raises:

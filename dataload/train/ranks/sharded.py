@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dataload.errors import ConfigError
+from dataload.train.ranks.collectives import gather, on_first
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPTIMIZER_STATE = re.compile(r"optimizer\.state\.(\d+)\.")
 
 
@@ -63,6 +66,39 @@ def check_sharded(model: nn.Module, comm_hook: str | None, mesh: DeviceMesh | No
             f"{kind}, so the {world_size} data-parallel ranks would not exchange its gradient: call "
             "fully_shard(model, mesh=mesh) on the whole model, with the mesh of its data-parallel dimensions"
         )
+
+
+def check_replicated(model: nn.Module) -> None:
+    """Raise ConfigError on every rank if a plain parameter is not the same on all ranks, up to rounding.
+
+    A checkpoint has one copy of it, but a share of each DTensor. DDP gives its ranks equal parameters, except those it
+    ignores. Peers of a data-parallel rank may have replicas, or shares of a larger parameter.
+    """
+    if not dist.is_initialized():
+        return
+    own = {name: _sums(each) for name, each in model.named_parameters() if type(each) is nn.Parameter}
+    first = on_first(lambda: own)
+    others = gather(next((name for name in {**first, **own} if not _are_close(first.get(name), own.get(name))), None))
+    if different := [rank for rank, name in enumerate(others) if name is not None]:
+        raise ConfigError(
+            f"parameter {others[different[0]]!r} of ranks {different} is not that of rank 0, but a checkpoint has one "
+            "copy of it: shard it by parallelize_module or fully_shard, or leave out checkpoint_dir"
+        )
+
+
+def _sums(parameter: Tensor) -> tuple[Any, ...]:
+    """Return the shape of a parameter, its sum and its norm."""
+    if parameter.dtype not in FLOATS:  # such as quantized weights, of which torch may have no sum
+        return parameter.shape, 0.0, 0.0
+    values = parameter.detach()
+    return values.shape, float(values.sum(dtype=torch.float32)), float(values.norm())
+
+
+def _are_close(first: tuple[Any, ...] | None, second: tuple[Any, ...] | None) -> bool:
+    """Return whether two parameters differ by rounding at most. The sums of random shares differ by about the norm."""
+    if first is None or second is None or first[0] != second[0]:
+        return False
+    return not abs(first[1] - second[1]) > 0.01 * max(first[2], second[2])
 
 
 def check_overflows_are_shared(model: nn.Module) -> None:
