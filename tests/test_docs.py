@@ -284,6 +284,13 @@ def test_what_could_not_be_run_is_found(text, kind, capsys):
     assert not isinstance(found.value, KeyboardInterrupt)
 
 
+def test_set_epoch_of_hugging_face_reaches_the_dataset_of_the_loader():
+    """Each method of a streaming dataset returns another one."""
+    page = (ROOT / "docs/migrate/huggingface.md").read_text()
+    assert "rows.set_epoch(epoch)" in page
+    assert "StatefulDataLoader(rows, " in page
+
+
 def test_the_init_containers_of_kubernetes_could_run():
     page = (ROOT / "docs/recipes/kubernetes.md").read_text()
     [manifest] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
