@@ -340,6 +340,18 @@ def test_a_resumed_epoch_is_told_apart(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_files_of_one_name_from_two_hosts_may_be_appended(tmp_path, order):
+    """Also if a kill tore the last line of one."""
+    write_pass(tmp_path / "a", 0, 0, BEGAN, [{"rows": 10}] * 3, ended=False)
+    write_pass(tmp_path / "b", 0, 0, BEGAN + 60, [{"rows": 20}])
+    parts = {host: (tmp_path / host / "rank-0.jsonl").read_bytes() for host in order}
+    parts["a"] = parts["a"][:-9]
+    (tmp_path / "rank-0.jsonl").write_bytes(b"".join(parts[host] for host in order))
+    found = epochs(read(tmp_path))
+    assert [(epoch.restarts, epoch.ended, epoch.total.rows) for epoch in found] == [(0, False, 20), (1, True, 20)]
+
+
 def begun(folder):
     """Return epochs as (number, how often it was begun before, ranks)."""
     return [(epoch.number, epoch.restarts, list(epoch.ranks)) for epoch in epochs(read(folder))]
