@@ -301,6 +301,23 @@ def test_the_init_containers_of_kubernetes_could_run():
         check_command(container["command"])
 
 
+def test_several_pods_of_kubernetes_share_the_node():
+    """A quarter of the GPUs, processes, CPUs and memory that the manifest gives a pod."""
+    page = (ROOT / "docs/recipes/kubernetes.md").read_text()
+    _, job = yaml.safe_load_all(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    gpus, memory = container["resources"]["limits"].values()
+    [processes] = re.findall(r"--nproc-per-node (\d+)", container["command"][-1])
+    cpus = container["resources"]["requests"]["cpu"]
+    for share in (
+        f"`nvidia.com/gpu: {gpus // 4}`",
+        f"`--nproc-per-node {int(processes) // 4}`",
+        f"`cpu: {cpus // 4}`",
+        f"`memory: {int(memory.removesuffix('Gi')) // 4}Gi`",
+    ):
+        assert share in page
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
