@@ -216,8 +216,9 @@ def own_buffer():
         model = nn.BatchNorm1d(1)
         model.register_buffer("own", torch.tensor(float(World.detect().rank)))
         model._ddp_params_and_buffers_to_ignore = ["own"]
-        replica = DistributedDataParallel(model)
-        evaluate_over(replica, [torch.ones(4, 1)], lambda model, batch: {"x": model(batch)[:, 0]})
+        batches = [torch.ones(4, 1)]
+        # DDP is freed before its group ends: torch may otherwise wait forever.
+        evaluate_over(DistributedDataParallel(model), batches, lambda model, batch: {"x": model(batch)[:, 0]})
         return model.own.item()
 
 
