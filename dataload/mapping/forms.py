@@ -113,7 +113,8 @@ def converted(name: str, value: Any, rows: int) -> tuple[Form, Column]:
     if isinstance(value, torch.Tensor):
         value = _numpy(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        value = value.to_pylist()
+        is_numbers = pa.types.is_primitive(value.type) and not value.null_count
+        value = np.asarray(value) if is_numbers else value.to_pylist()
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(f"column {name!r} is a masked array, which has no form: fill it, such as by .filled(np.nan)")
     if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
@@ -191,7 +192,20 @@ def _stacked(name: str, values: Sequence[Any], *, loose: bool) -> tuple[Form, Co
         array = np.asarray(values)
     except (ValueError, OverflowError) as error:
         raise DataError(f"column {name!r} has values of several shapes or types ({error}): {ACCEPTED}") from error
+    _check_ints(name, values, array)
     return _dense(name, array, loose=loose)
+
+
+def _check_ints(name: str, values: Sequence[Any], array: Array) -> None:
+    """Raise DataError if numbers of Python have an int that int64 cannot hold. Beside others, NumPy rounds it."""
+    if array.dtype.kind not in "uf" or int not in {*map(type, values)}:
+        return
+    for number in values:
+        if isinstance(number, (int, np.integer)) and not -(1 << 63) <= int(number) < 1 << 63:
+            raise DataError(
+                f"column {name!r} has {number}, which int64 cannot hold: return an array, such as np.array(…, "
+                "np.uint64)"
+            )
 
 
 def _of_bytes(name: str, values: Sequence[Any], encode: Callable[[Any], bytes]) -> Ragged:
@@ -212,14 +226,17 @@ def _lists(name: str, values: Sequence[Any]) -> tuple[Form, Column]:
     dtypes = {each.dtype for each in lists if isinstance(each, np.ndarray) and each.ndim == 1}
     if dtypes and any(len(each) for each in lists if not isinstance(each, np.ndarray)):
         raise DataError(f"column {name!r} has both arrays and lists, whose numbers may be of another type: {ACCEPTED}")
+    numbers: list[Any] = []
     try:
         offsets = np.concatenate(([0], np.cumsum([len(each) for each in lists], dtype=np.int64)))
         if dtypes:
             flat = np.concatenate([np.asarray(each, min(dtypes, key=str)) for each in lists])
         else:
-            flat = np.asarray(list(chain.from_iterable(lists)))
+            numbers = list(chain.from_iterable(lists))
+            flat = np.asarray(numbers)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"column {name!r} has values of several types ({error}): {ACCEPTED}") from error
+    _check_ints(name, numbers, flat)
     if len(dtypes) > 1 or (len(flat) and (flat.dtype.kind not in "biuf" or flat.ndim != 1)):
         found = " and ".join(sorted(map(str, dtypes))) if len(dtypes) > 1 else str(flat.dtype)
         raise DataError(f"column {name!r} has lists of {found}: {ACCEPTED}")

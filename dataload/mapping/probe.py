@@ -26,7 +26,7 @@ from dataload.rows.size_sampling import spread
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
 
-VERSION = 1
+VERSION = 2
 SAMPLE_ROWS = 32  # of each sampled row group
 
 
