@@ -52,19 +52,30 @@ def package_of(module: str | None) -> str | None:
     if module is None or module in MAIN_PROGRAMS:  # `exec` makes functions without a module
         return None
     root = module.partition(".")[0]
-    if root in sys.stdlib_module_names:
-        return f"python {sys.version_info.major}.{sys.version_info.minor}"
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None and (found := sys.modules.get(root)) is not None:
         file = getattr(found, "__file__", None)
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    folders = {"site-packages", "dist-packages"}
     if file is None:
         file = _file_of(module)
-    if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
-        return None
-    names = sorted({package.metadata["Name"] for package, roots in _installed() if root in roots})
-    return ", ".join(f"{name} {_version(name)}" for name in names) or None
+    if is_installed := file is not None and _is_installed(file):
+        names = sorted({package.metadata["Name"] for package, roots in _installed() if root in roots})
+        if names:
+            return ", ".join(f"{name} {_version(name)}" for name in names)
+    if root in sys.stdlib_module_names and (is_installed or _is_of_python(file)):
+        return f"python {sys.version_info.major}.{sys.version_info.minor}"
+    return None
+
+
+def _is_installed(file: str) -> bool:
+    folders, parts = {"site-packages", "dist-packages"}, {*pathlib.PurePath(file).parts}
+    installed = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    return bool(folders & parts) or file.startswith(installed)
+
+
+def _is_of_python(file: str | None) -> bool:
+    """Return whether the file of a module that is named like one of Python is Python's own."""
+    folders = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
+    return file in (None, "built-in", "frozen") or str(file).startswith(folders)
 
 
 def own_module(name: str) -> types.ModuleType | None:

@@ -429,6 +429,7 @@ PATHS_TO_SCALE = {
         },
         "tools.py",
     ),
+    "module named like one of Python": ({"app.py": "import wave\ndef f(b): return wave.scale(b)"}, "wave.py"),
     "default value": (
         {"pkg/__init__.py": "from . import sub\n", "app.py": "import pkg\ndef f(b, q=pkg): return q.sub.scale(b)"},
         "pkg/sub.py",
