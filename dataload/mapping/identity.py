@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime as dt
 import decimal
 import enum
@@ -26,7 +25,7 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
-from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, functions_of, is_made
+from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, defaults_of, functions_of, is_made
 from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
 
@@ -231,9 +230,7 @@ class _Walk:
             members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
             if not is_made(name, member) and not isinstance(kind, enum.EnumMeta):
                 members.append([name, self.describe(member, f"{where}.{name}")])
-        for name, made in vars(kind).get("__dataclass_fields__", {}).items():
-            if made.default_factory is not dataclasses.MISSING:
-                members.append([name, self.describe(made.default_factory, f"{where}.{name}")])
+        members += [[name, self.describe(default, f"{where}.{name}")] for name, default in defaults_of(kind)]
         if isinstance(kind, enum.EnumMeta):
             members += [[each.name, self.describe(each.value, where)] for each in kind]  # type: ignore[var-annotated]
         if package_of(type(kind).__module__) is None:

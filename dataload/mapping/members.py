@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 _WRAPPERS = (staticmethod, classmethod, functools.cached_property)
-OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_defaults", "__orig_bases__"}  # noqa: PYI024
+OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "__orig_bases__"} - {"_field_defaults"}  # noqa: PYI024
 _One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
 OF_MODULES = {*vars(types.ModuleType("")), *("__annotate__", "__annotations__", "__builtins__", "__cached__")}
 OF_MODULES |= {"__annotate_func__", "__annotations_cache__", "__conditional_annotations__", "__file__", "__path__"}
@@ -18,6 +21,7 @@ _OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__p
 _OF_CLASSES |= {"__annotate_func__", "__annotations_cache__", "__qualname__", "__signature__", "__slotnames__"}
 _OF_CLASSES |= {"__slots__", "__static_attributes__", "__type_params__", "__weakref__", "_abc_impl"}
 _OF_LIBRARIES = ("__pydantic_", "__attrs_", "__private_attributes__", "__class_vars__")
+_OF_FIELDS = ("__dataclass_fields__", "__pydantic_fields__", "__private_attributes__")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
 
@@ -36,3 +40,13 @@ def is_made(name: str, member: Any) -> bool:
     """Return whether Python or a library makes a member of a class from its source, or it is a function."""
     is_descriptor = isinstance(member, (types.FunctionType, property, *_WRAPPERS, *_DESCRIPTORS))
     return is_descriptor or name in _OF_CLASSES or name.startswith(_OF_LIBRARIES)
+
+
+def defaults_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each field of a class, with its default and its factory. Only some of them are members."""
+    none = None, dataclasses.MISSING, getattr(sys.modules.get("pydantic_core"), "PydanticUndefined", None)
+    types_of_none = {*map(type, none)}  # A class of a script brings copies of these objects to another process.
+    for fields in _OF_FIELDS:
+        for name, field in vars(kind).get(fields, {}).items():
+            defaults = field.default, field.default_factory
+            yield from ((name, default) for default in defaults if type(default) not in types_of_none)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from dataload.errors import ConfigError
 from dataload.mapping.identity import identity
 from dataload.mapping.sources import Sources
+from dataload.mapping.stage import UserFunction
 
 OBJECTS = {
     "private attribute of a class": "S = $\nclass D:\n    _k = S\n    def __call__(s, b): return s._k\nf = D()",
@@ -47,6 +50,25 @@ OBJECTS = {
     ),
     "default of a dataclass": (
         "from dataclasses import dataclass\nS = $\n@dataclass\nclass C:\n    s: int = S\ndef f(b): return C().s"
+    ),
+    "default of a dataclass with slots": (
+        "from dataclasses import dataclass\nS = $\n@dataclass(slots=True)\nclass C:\n    k: int\n    s: int = S\n"
+        "def f(b): return C(0).s"
+    ),
+    "default of a named tuple": (
+        "from typing import NamedTuple\nS = $\nclass C(NamedTuple):\n    k: int\n    s: int = S\n"
+        "def f(b): return C(0).s"
+    ),
+    "default of a model": (
+        "import pydantic\nS = $\nclass C(pydantic.BaseModel):\n    k: int\n    s: int = S\ndef f(b): return C(k=0).s"
+    ),
+    "factory of a model": (
+        "import pydantic\nS = $\nclass C(pydantic.BaseModel):\n    s: int = pydantic.Field(default_factory=lambda: S)\n"
+        "def f(b): return C().s"
+    ),
+    "private default of a model": (
+        "import pydantic\nS = $\nclass C(pydantic.BaseModel):\n    _s: int = pydantic.PrivateAttr(S)\n"
+        "def f(b): return C()._s"
     ),
     "call of a class, set later": (
         "class D: pass\ndef call(s, b): return $\nD.__call__ = call\nd = D()\ndef f(b): return d(b)"
@@ -95,8 +117,24 @@ def _no_project():
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_change_of_an_object_is_noticed(tmp_path: Path, name: str) -> None:
+    if "pydantic" in OBJECTS[name]:
+        pytest.importorskip("pydantic")
     first, same, other = (identity(module(tmp_path, OBJECTS[name].replace("$", value)).f) for value in "112")
     assert first == same != other
+
+
+@pytest.mark.parametrize("name", ["factory of a dataclass", "default of a dataclass with slots", "default of a model"])
+def test_a_class_of_a_script_has_the_same_identity_after_its_journey(tmp_path: Path, name: str) -> None:
+    """Its fields without a default have another object as a mark there."""
+    if "pydantic" in OBJECTS[name]:
+        pytest.importorskip("pydantic")
+    script = module(tmp_path, OBJECTS[name].replace("$", "1"))
+    cloudpickle.register_pickle_by_value(script)
+    try:
+        function = UserFunction.of(script.f, None)
+        assert pickle.loads(pickle.dumps(function)).digest == function.digest
+    finally:
+        cloudpickle.unregister_pickle_by_value(script)
 
 
 WITHOUT_SOURCE = {
