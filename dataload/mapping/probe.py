@@ -18,6 +18,7 @@ from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of
 from dataload.mapping.forms import joined_forms
 from dataload.mapping.places import mapped_of, rows_text, where
+from dataload.mapping.row_groups import head_of
 from dataload.mapping.running import ChunkError, Function, Runner, mapped_blobs, records_of
 from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.rows.row_group_cache import RowGroupCache
@@ -124,10 +125,5 @@ def _sampled(
 def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:
     """Return the first rows of a row group that are mapped."""
     mask, layout = mapped_of(manifest.selection, source.selection, number), source.plan.layout
-    cached = source.cached_columns(number)
-    if cached is None:
-        parts = source.maker.head(number, SAMPLE_ROWS)
-    else:
-        parts = zip(cached, source.plan.lengths(number), strict=True)
-    blob, rows, chosen = next(mapped_blobs(parts, mask, layout, place))
+    blob, rows, chosen = next(mapped_blobs(head_of(source, number, SAMPLE_ROWS), mask, layout, place))
     return records_of(blob, rows, layout, chosen[:SAMPLE_ROWS])

@@ -108,6 +108,16 @@ class MappedRowGroups(RowGroupCache):
         return None if columns is None else self.maker.mapped(columns, number)
 
 
+def head_of(source: RowGroupCache, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
+    """Yield the columns of a row group and their rows: all rows of a cached blob, or `rows` at a time."""
+    # From cached blobs of its own source, a mapped one would map whole blobs.
+    is_cached = not source.is_mapped or source.get_all(source.keys(number), (0, 0)) is not None
+    columns = source.cached_columns(number) if is_cached else None
+    if columns is None:
+        return source.maker.head(number, rows)
+    return zip(columns, source.plan.lengths(number), strict=True)
+
+
 class MappedMaker(RowGroupMaker, ForkAware):
     """Makes the blobs of mapped row groups, within the memory budget.
 
@@ -174,7 +184,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
-        chunks = self._chunks(self._source.maker.head(number, rows), number, chunk)
+        chunks = self._chunks(head_of(self._source, number, rows), number, chunk)
         for mapped in self._called(chunks, number, chunk, 0):
             self._stage.function.check_same()
             yield mapped

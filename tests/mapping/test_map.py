@@ -560,6 +560,22 @@ def test_the_cached_rows_of_the_files_are_used(dataset: Dataset, file: Path) -> 
     assert ids(dataset.map(plus, columns=["id"])) == [n + 1 for n in range(ROWS)]
 
 
+def test_the_sample_of_a_second_map_calls_the_first_for_few_rows(tmp_path: Path, cache: CacheConfig) -> None:
+    pq.write_table(pa.table({"id": range(4 * 4096)}), tmp_path / "x.parquet", row_group_size=4096)
+    dataset = make_dataset(tmp_path / "x.parquet", cache=cache)
+    warm(dataset.rowstore.blobs, range(4))
+    function = Told(tmp_path / "told")
+    mapped = dataset.map(function, version=1)
+    function.forget()
+    mapped.map(times, version=1)
+    assert sum(function.counts().values()) == 4 * 32
+    function.forget()
+    warm(mapped.rowstore.blobs, range(4))
+    function.forget()
+    assert mapped.map(times, version=2)[3]["id"] == 6
+    assert not function.counts()
+
+
 def test_the_default_device_of_torch_is_not_that_of_a_batch(dataset: Dataset) -> None:
     with torch.device("meta"):
         assert ids(dataset.map(plus, columns=["id"])) == [n + 1 for n in range(ROWS)]
