@@ -16,6 +16,7 @@ from typing import Any
 
 SPAWNED = "__mp_main__"  # the main program in a process that multiprocessing has spawned
 MAIN_PROGRAMS = ("__main__", SPAWNED)
+_FOLLOWED = "dataload.images."  # The packages of its codecs count, too.
 
 
 def module_of(named: Any) -> str:
@@ -49,8 +50,8 @@ def installed_name(value: Any) -> Any:
 @functools.cache
 def package_of(module: str | None) -> str | None:
     """Return the name and version of the installed package of a module, or None for a module of the project."""
-    if module is None or module in MAIN_PROGRAMS:  # `exec` makes functions without a module
-        return None
+    if module is None or module in MAIN_PROGRAMS or module.startswith(_FOLLOWED):
+        return None  # `exec` makes functions without a module.
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None and (found := sys.modules.get(root)) is not None:

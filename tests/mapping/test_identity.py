@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import pickle
 import subprocess
@@ -20,6 +21,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from dataload import images
 from dataload.errors import ConfigError
 from dataload.mapping import packages
 from dataload.mapping.identity import identity
@@ -349,6 +351,21 @@ def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.1")
     packages.package_of.cache_clear()
     assert identity(np.linalg.norm) != before
+    packages.package_of.cache_clear()
+
+
+@pytest.mark.parametrize("package", ["pillow", "simplejpeg", "torch"])
+def test_the_codecs_of_an_installed_dataload_count(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    function, installed = images.decode("image", size=256), packages._installed()
+    own = importlib.metadata.distribution("dataload")
+    monkeypatch.setattr(packages, "_is_installed", lambda _: True)
+    monkeypatch.setattr(packages, "_installed", lambda: [*installed, (own, {"dataload"})])
+    monkeypatch.setattr(packages, "_version", str)
+    packages.package_of.cache_clear()
+    before = identity(function)
+    monkeypatch.setattr(packages, "_version", lambda name: "2" if name.lower() == package else name)
+    packages.package_of.cache_clear()
+    assert identity(function) != before
     packages.package_of.cache_clear()
 
 
