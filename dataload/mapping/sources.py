@@ -166,10 +166,13 @@ def _node_of(tree: ast.Module, code: CodeType) -> ast.AST | None:
         found = (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.name == code.co_name)
         return next((node for node in found if _first_line(node) == code.co_firstlineno), None)
     starts, ends = _extent(code)
+    # A lambda whose body is another one only has places of that.
+    inner = [_node_of(tree, each) for each in code.co_consts if isinstance(each, CodeType)]
     around = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Lambda)
+        and node not in inner
         and node.lineno == code.co_firstlineno
         and (node.lineno, node.col_offset) <= starts
         and ends <= (node.end_lineno or node.lineno, node.end_col_offset or 0)

@@ -87,6 +87,8 @@ def make(factor):
     return closed
 
 resized = Resize(4)
+nested = lambda batch, by: lambda value: value * by
+deep = lambda batch: lambda by: lambda value: value * by
 first, second = lambda batch: {"x": batch["x"]}, lambda batch: {"x": batch["x"] + 1}
 '''
 HELPERS = '''
@@ -142,6 +144,8 @@ FUNCTIONS: dict[str, Callable[[ModuleType], Any]] = {
     "object": lambda module: module.resized,
     "method": lambda module: module.resized.grow,
     "lambda": lambda module: module.first,
+    "lambda that makes one": lambda module: module.nested,
+    "lambda that makes two": lambda module: module.deep,
 }
 
 
@@ -172,6 +176,9 @@ FUNCTIONS: dict[str, Callable[[ModuleType], Any]] = {
             'first, second = lambda batch: {"x": 1}',
             id="lambda",
         ),
+        pytest.param("lambda that makes one", "lambda batch, by: lam", "lambda by, batch: lam", id="outer lambda"),
+        pytest.param("lambda that makes one", "value: value * by", "value: value + by", id="inner lambda"),
+        pytest.param("lambda that makes two", "lambda by: lambda value: v", "lambda value: lambda by: v", id="middle"),
     ],
 )
 def test_what_changes_results_changes_the_identity(project: Project, name: str, old: str, new: str) -> None:
