@@ -19,7 +19,7 @@ from dataload.cache.origin.obstore import bucket_region
 from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
-from dataload.errors import DataloadError, ObjectChanged, OriginNotFound
+from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginNotFound
 from dataload.formats.hive_partitions import Keys
 from dataload.runtime.cached_property import cached_property
 
@@ -133,6 +133,8 @@ def credentials(store: Store) -> Finding:
         message, fix = reason(error), fix_of(error.__cause__ or error)
         if fix:
             return problem(message.removesuffix(f": {fix}"), fix)
+        if isinstance(error, ConfigError):  # It says what to pass, such as the files of a table's version.
+            return problem(message, "")
         return problem(message, "check AWS_ENDPOINT_URL or endpoint_url, and certificates (AWS_CA_BUNDLE)")
     return ok(f"{len(found):,} objects can be listed")
 

@@ -589,6 +589,19 @@ def test_a_doctor_of_a_dataset(at_bucket: Run, dataset_of: Callable[..., str], t
     assert "--shm-size" in json.loads(workers.stdout)["checks"]["shared memory"]["advice"]
 
 
+def test_a_doctor_of_a_table_that_cannot_be_listed_checks_the_machine(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "table" / "_delta_log").mkdir(parents=True)
+    (tmp_path / "table" / "_delta_log" / "0.json").write_text("{}")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "table" / "x.parquet")
+    done = run("doctor", str(tmp_path / "table"), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "1MB", "--json")
+    assert done.returncode == 1, done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    assert {"locks", "processors", "cluster"} < checks.keys()
+    assert checks["credentials"]["status"] == "problem"
+    assert "DeltaTable(url).file_uris()" in checks["credentials"]["what"]
+    assert not checks["credentials"]["advice"]
+
+
 def test_plan_and_doctor_of_other_shuffles(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     """A shuffle of all rows needs a cache for all of them, a window or file order for a few row groups."""
     url, window = dataset_of([[1000] * 20]), ("--window", "1")

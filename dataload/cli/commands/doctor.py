@@ -140,14 +140,15 @@ def _reads(
 
     if (found := endpoint(store)).status != OK:
         return None, found.what
+    manifest = None
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
             manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1))
         blobs = row_groups_of(manifest, store.blocks, *chosen)
         blobs.measure()
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 (stores raise errors of many types)
+    except Exception as error:
+        if manifest is not None and isinstance(error, ConfigError):  # of an argument, and not of the files
+            raise
         return None, reason(error)
     return (order_of(blobs.manifest, **order), blobs), ""
 
