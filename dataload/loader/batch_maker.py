@@ -21,7 +21,7 @@ from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
 from dataload.loader.device_copy import HostMemory
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
-from dataload.loader.worker_transport import pack
+from dataload.loader.worker_transport import check_sendable, pack
 from dataload.map_style import MapStyle
 from dataload.rows.collate import Batch, Empty
 from dataload.rows.columns import Array
@@ -100,9 +100,13 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def __getitem__(self, request: Request) -> Answer:
         """Return the answer to a request of one batch, packed: torch calls this in a worker."""
         making = Timeline(usually="collate")
-        with making.here():
-            [answer] = (call() for call in self.calls(request))
-            packed = pack(list(answer.batch) if isinstance(answer.batch, NumberedRows) else answer.batch)
+        try:
+            with making.here():
+                [answer] = (call() for call in self.calls(request))
+                packed = pack(list(answer.batch) if isinstance(answer.batch, NumberedRows) else answer.batch)
+        except Exception as error:
+            check_sendable(error)
+            raise
         take = self._dataset.rowstore.scheduler.ledger.take
         row_groups = {
             group: None if account is None else take(group, at_rest=False) or {}

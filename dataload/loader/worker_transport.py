@@ -68,6 +68,17 @@ def unpack(packed: Packed) -> Any:
     return _Unpickler(packed).load()
 
 
+def check_sendable(error: Exception) -> None:
+    """Raise RuntimeError instead of an error whose type cannot be pickled. torch would send nothing, and wait for ever.
+
+    torch sends the type and the text of an error, and not what it holds.
+    """
+    try:
+        pickle.dumps(type(error))
+    except Exception:  # noqa: BLE001 (a metaclass may raise anything)
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a contiguous view of a dense tensor, such as one in channels_last; None if it has gaps or overlaps."""
     turned = tensor.permute(_memory_order(tensor.stride()))

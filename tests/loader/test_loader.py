@@ -514,6 +514,19 @@ def test_an_error_of_a_transform_is_raised(dataset: Any, workers: int) -> None:
     assert multiprocessing.active_children() == []  # without the garbage collector
 
 
+def broken_by_an_error_of_its_own(batch: dict[str, Any]) -> dict[str, Any]:
+    class Own(Exception):
+        """No other process has this class, as those that boto3 makes for a client."""
+
+    raise Own("a broken transform")
+
+
+def test_an_error_that_cannot_be_pickled_comes_from_a_worker(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, transform=broken_by_an_error_of_its_own, num_workers=1, timeout=30)
+    with pytest.raises(RuntimeError, match="Own: a broken transform"):
+        next(iter(loader))
+
+
 def test_collate_fn_gets_rows(dataset: Any) -> None:
     loader = make_loader(dataset, 16, collate_fn=lambda rows: {"row_id": [row["row_id"] for row in rows]})
     assert sorted(ids(loader)) == list(range(N))
