@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import queue
 import threading
 import weakref
@@ -45,6 +46,12 @@ def _close(generator: weakref.ref[Generator[Any, None, None]]) -> None:
     if found is not None:
         with suppress(ValueError):  # Another thread runs it.
             found.close()
+
+
+def check_process(owner: int) -> None:
+    """Raise RuntimeError if this process is not `owner`. A forked child has neither the threads nor the workers."""
+    if os.getpid() != owner:
+        raise RuntimeError("this iterator belongs to the process that began it: begin another one here")
 
 
 def run_ahead(

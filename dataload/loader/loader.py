@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from dataload.errors import ConfigError
-from dataload.loader.background_iterator import closed_at_exit, run_ahead, taken
+from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead, taken
 from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
@@ -29,12 +30,15 @@ from dataload.loader.ranks import check_data_parallel
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
+from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 BATCHES_AHEAD = 8
+
+_iterators_of_torch = KeptByChildren()  # Their end stops the workers, also if a forked child of this process ends them.
 
 
 class Loader(PreparedForAccelerate, DataLoader[Any]):
@@ -94,7 +98,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.stats_dir = stats_dir
         self._requests = Requests(self.rank_sampler, batch_sampler)
         self._stats = LoaderStats()
-        self._workers: DataLoader[Answer] | None = None
+        self._workers: dict[int, DataLoader[Answer]] = {}  # by the process that made them
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
         self._capacity = Capacity(dataset, self.rank_sampler)
         if self.num_workers and not maker.only_gathers:
@@ -109,7 +113,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the workers, which belong to this process."""
-        return {**vars(self), "_workers": None}
+        return {**vars(self), "_workers": {}}
 
     def __len__(self) -> int:
         self.rank_sampler.renew()
@@ -172,8 +176,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             stats_dir: Folder of the statistics' log. The loader's own `stats_dir` has precedence over it.
 
         Raises:
-            RuntimeError: The workers are persistent, and a later iterator has begun.
+            RuntimeError: The workers are persistent and a later iterator has begun, or another process began this one.
         """
+        owner = os.getpid()
         epoch, cursor = self.rank_sampler.yielded = self._begin_epoch()
         sampler, rows, step = self.rank_sampler, self.rank_sampler.num_rows, self.rank_sampler.global_batch_size
         tail = (rows - cursor) % step
@@ -196,6 +201,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     announce_last()
                 recorder.hand_out(answer, used, last=used >= end)
                 yield answer.batch
+                check_process(owner)
                 if self.persistent_workers and self._stats is not stats:
                     raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
         if sampler.epoch == epoch:  # The loop may have called set_epoch.
@@ -250,12 +256,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def _with_workers(self, *, pin: bool) -> DataLoader[Answer]:
         """Return torch's loader of packed batches. pin: its thread pins them."""
-        if self._workers is None or not self.persistent_workers:
+        here = os.getpid()
+        if here not in self._workers or not self.persistent_workers:
             # Lightning sets worker_init_fn after the constructor, fit sets the generator, and the Accelerator may be
             # newer than this loader.
             late = {"worker_init_fn": self.worker_init_fn, "generator": self.generator, "pin_memory": pin}
-            self._workers = DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})
-        return self._workers
+            self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}
+        return self._workers[here]
 
     def _from_threads(
         self,
@@ -293,7 +300,7 @@ def _from_workers(
 ) -> Generator[Answer, None, None]:
     since = perf_counter()
     try:
-        for answer in answers:
+        for answer in _iterators_of_torch.add(iter(answers)):
             assert answer.making is not None
             waiting.waited(since, answer.making, instead=answer.making.longest())
             with waiting.here():

@@ -7,6 +7,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class ForkAware:
@@ -69,6 +72,27 @@ class _Registry:
 
 
 _registry = _Registry()
+
+
+class KeptByChildren(ForkAware):
+    """Objects that a forked child never frees, because their end would change its parent.
+
+    Any thread may add objects. The process that adds an object frees it as usual.
+    """
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakSet[object] = weakref.WeakSet()
+        self._inherited: list[object] = []
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        """Keep the parent's objects until this process ends."""
+        self._inherited += self._live
+
+    def add(self, added: T) -> T:
+        """Add an object, and return it."""
+        self._live.add(added)
+        return added
 
 
 def close_copies(path: str | os.PathLike[str]) -> None:

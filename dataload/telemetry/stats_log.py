@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -40,7 +41,7 @@ class Samples:
 
     Notes:
         The training loop's thread writes, and no file stays open between two samples. If the file cannot be written,
-        a warning is logged and the epoch continues without a log.
+        a warning is logged and the epoch continues without a log. A forked child writes nothing.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Samples:
         self._path = None if folder is None else folder / name
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         self._origin["process"] = rank if process is None else process
+        self._owner = os.getpid()
         self._stats = stats
         self._next_due = EVERY
         self._written = asdict(LoaderStats(stats.epoch)) if folder else {}
@@ -71,7 +73,7 @@ class Samples:
             self._next_due = self._stats.seconds + max(EVERY, self._stats.seconds / FINENESS)
 
     def _append(self, *, ended: bool) -> None:
-        if self._path is None:
+        if self._path is None or os.getpid() != self._owner:
             return
         line = {**asdict(self._stats), **self._origin, "ended": ended}
         try:

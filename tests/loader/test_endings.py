@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,86 @@ print(next(it)["a"].shape)
     if "stats_dir" in arguments:
         line = (tmp_path / "rank-0.jsonl").read_text()
         assert json.loads(line)["rows"] == 16
+
+
+def ends_well_in_a_child(call: Callable[[], bool]) -> bool:
+    """Return whether a call returns true in a forked child, which ends without the exit of a program."""
+    child = os.fork()
+    if child == 0:
+        works = False
+        try:
+            signal.alarm(20)  # only a hang takes that long
+            works = call()
+        finally:
+            os._exit(not works)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_threads": 0},
+        {"num_workers": 1, "transform": dict},
+        {"num_workers": 1, "transform": dict, "persistent_workers": True},
+    ],
+)
+def test_a_forked_child_begins_its_own_iterator(tmp_path: Path, options: dict[str, Any]) -> None:
+    pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")
+    loader = make_loader(str(tmp_path / "x.parquet"), 16, cache=False, **options)
+    batches = iter(loader)
+    next(batches)
+
+    def go_on() -> bool:
+        with pytest.raises(RuntimeError, match="belongs to the process that began it: begin another one here"):
+            next(batches)
+        loader.set_epoch(0)
+        return sum(len(batch["a"]) for batch in loader) == 500
+
+    assert ends_well_in_a_child(go_on)
+    assert sum(len(batch["a"]) for batch in batches) == 500 - 16
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_forked_child_that_drops_a_loop_leaves_the_workers_to_its_parent(tmp_path: Path, *, persistent: bool) -> None:
+    pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")
+    options = {"num_workers": 1, "transform": dict, "persistent_workers": persistent}
+    loader = make_loader(str(tmp_path / "x.parquet"), 16, cache=False, **options)
+    loops = [(loader, iter(loader))]
+    del loader
+    next(loops[0][1])
+
+    def drop() -> bool:
+        loops.clear()
+        return gc.collect() >= 0
+
+    assert ends_well_in_a_child(drop)
+    assert sum(len(batch["a"]) for batch in loops[0][1]) == 500 - 16
+
+
+def test_a_forked_child_that_exits_writes_no_statistics(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")
+    program = """
+import os, sys
+from pathlib import Path
+import dataload
+folder = Path(sys.argv[1])
+def statistics():
+    return [path.read_text() for path in folder.glob("*.jsonl")]
+loader = dataload.make_loader(str(folder / "x.parquet"), 16, cache=False, stats_dir=folder)
+batches = iter(loader)
+next(batches)
+before = statistics()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert statistics() == before
+assert sum(len(batch["a"]) for batch in batches) == 500 - 16
+assert statistics() != before
+"""
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def open_things() -> tuple[int, int, set[str]]:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from dataload.runtime.forks import ForkAware
+from dataload.runtime.forks import ForkAware, KeptByChildren
 
 
 class Notified(ForkAware):
@@ -54,6 +54,19 @@ def test_a_child_neither_leaks_objects_nor_blocks_new_ones() -> None:
         thread.join(20)
         os._exit(int(thread.is_alive() or kept() is not None))
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_keeps_the_objects_whose_end_would_change_its_parent() -> None:
+    kept = KeptByChildren()
+    added = kept.add(threading.Event())
+    alive = weakref.ref(added)
+    child = os.fork()
+    if child == 0:
+        del added
+        os._exit(alive() is None)
+    assert os.waitpid(child, 0)[1] == 0
+    del added
+    assert alive() is None
 
 
 class Interrupted(Notified):
