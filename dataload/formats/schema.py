@@ -90,8 +90,8 @@ class Layout:
     def dtype(self) -> np.dtype[Any]:
         """Structured numpy dtype with the columns' names.
 
-        Its size is a multiple of the largest element, so that views of the columns are aligned. Long records are a
-        multiple of 8 bytes, because `MmapArena` needs a common multiple of the size and of a page.
+        Its size is a multiple of the largest element, so that views of the columns are aligned. Records of 128 bytes
+        and more are a multiple of 8 bytes, because `MmapArena` may need a common multiple of the size and of a page.
         """
         formats = {field.name: field.in_record for field in self.fields}
         names = sorted(formats, key=lambda name: -formats[name].base.itemsize)

@@ -14,6 +14,8 @@ from dataload.errors import ConfigError
 from dataload.rows.columns import Array
 from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, is_file_map, libc, map_error, read_in
 
+LONG_RECORD = 1 << 20  # bytes; from here on, a copy takes much longer than the call for it
+
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
 
@@ -33,17 +35,21 @@ class MmapArena:
 
     Notes:
         One thread at a time may call it. It reserves addresses, not memory: the width of a slot is a multiple of both
-        the page size and the record size, so that each slot starts at a whole record.
+        the page size and the record size, so that each slot starts at a whole record. With long records, such slots
+        would take more addresses than a process has. The width is a multiple of the page size then, and `take` copies
+        record by record.
     """
 
     def __init__(self, slots: int, rows: int, itemsize: int) -> None:
-        step = math.lcm(mmap.PAGESIZE, itemsize)
+        self._itemsize = itemsize
+        self._is_long = itemsize >= LONG_RECORD
+        step = mmap.PAGESIZE if self._is_long else math.lcm(mmap.PAGESIZE, itemsize)
         self._slot_bytes = -(-rows * itemsize // step) * step
         self.rows_per_slot = self._slot_bytes // itemsize
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._map = mmap.mmap(-1, slots * self._slot_bytes, flags=flags, prot=mmap.PROT_READ)
         self._address = _address_of(self._map)
-        self._records = np.frombuffer(self._map, np.uint8).reshape(-1, itemsize)
+        self._records = np.frombuffer(self._map, np.uint8).reshape(-1, self._slot_bytes if self._is_long else itemsize)
 
     def put(self, slot: int, records: memoryview) -> None:
         """Replace the content of a slot by the bytes of records."""
@@ -64,7 +70,13 @@ class MmapArena:
         Args:
             positions: Index of each record, slot * `rows_per_slot` + row, int64 [n].
         """
-        return np.take(self._records, positions, axis=0, mode="clip")  # mode="raise" takes twice as long
+        if not self._is_long:
+            return np.take(self._records, positions, axis=0, mode="clip")  # mode="raise" takes twice as long
+        found = np.empty((len(positions), self._itemsize), np.uint8)
+        for record, position in zip(found, positions.tolist(), strict=True):
+            slot, row = divmod(position, self.rows_per_slot)
+            record[:] = self._records[slot, row * self._itemsize : (row + 1) * self._itemsize]
+        return found
 
 
 def _address_of(memory: Any) -> int:

@@ -16,7 +16,7 @@ from dataload.formats.schema import Layout, fields_of
 from dataload.mapping.running import blob_of
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import to_batch
-from dataload.rows.mmap_arena import MmapArena
+from dataload.rows.mmap_arena import LONG_RECORD, MmapArena
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.runtime.filemap import FileMap
 
@@ -55,6 +55,21 @@ def test_rows_of_all_slots_in_one_gather(blob: Path) -> None:
     per = arena.rows_per_slot
     found = arena.take(np.array([2 * per + 999, 3, 2 * per]))
     assert words(found) == [[2997, 2998, 2999], [5009, 5010, 5011], [0, 1, 2]]
+
+
+def test_long_records_take_few_addresses() -> None:
+    """A common multiple of a page and of such a record has 512 MiB, of which a process has addresses for 262,144."""
+    slots, size = 300_000, LONG_RECORD + 8
+    arena = MmapArena(slots, 2, size)
+    content = bytearray(2 * size)
+    content[0], content[size : size + 3], content[-1] = 1, b"abc", 2
+    arena.put(slots - 1, memoryview(content))
+    arena.put(7, memoryview(b"def"))
+    per = arena.rows_per_slot
+    found = arena.take(np.array([per * (slots - 1) + 1, per * 7, per * (slots - 1)]))
+    assert found.shape == (3, size)
+    assert [bytes(record[:3]) for record in found] == [b"abc", b"def", bytes([1, 0, 0])]
+    assert found[:, -1].tolist() == [2, 0, 0]
 
 
 def test_a_file_is_mapped_and_memory_copied(blob: Path) -> None:
