@@ -113,7 +113,7 @@ class RowStore(ForkAware):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(RowStore, by_use=self._by_use)
-        return make, (self.blobs, self.capacity, self._make_selected)
+        return make, (self.blobs, self.capacity, self._make_selected), {"_drawn_on": self._drawn_on}
 
     def serve(self, loader: object, drawn_on: int, ahead: int, further: int = 0) -> tuple[int, int]:
         """Set the capacity for a loader, as long as it lives. With several loaders, the largest needs apply.

@@ -136,6 +136,20 @@ def test_a_cache_that_cannot_be_written_to_takes_no_memory_without_bound(
     assert sorted(found) == list(range(200 * 2000))
 
 
+def test_a_copy_for_a_worker_keeps_as_few_uncached_row_groups_open(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make_dataset(dataset_of([[2000] * 40]), storage_options=bucket.options, cache=cache)
+    loader = make_loader(dataset, 100, window=2)
+    copy = pickle.loads(pickle.dumps(dataset)).rowstore
+    monkeypatch.setattr(LocalTier, "can_write", lambda _: False)
+    for store in (dataset.rowstore, copy):
+        for group in range(40):
+            store.gather(np.array([2000 * group]))
+        assert store.states()["mapped"] <= 6 < store.capacity // 2
+    del loader
+
+
 def test_prefetched_row_groups_leave_maps_for_others(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_store, "max_maps", lambda: 800)
     loader = make_loader(dataset, 10, window=2)
