@@ -19,7 +19,7 @@ import lmdb
 from dataload.cache.division import Division, Need
 from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local import blob_file
-from dataload.cache.local.directory import CacheFolder
+from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.key_waits import acquire, wait_for_holder
@@ -232,8 +232,8 @@ class LocalTier(ForkAware, Tier):
         except (OSError, lmdb.Error) as error:
             if isinstance(error, CorruptEntry) or not folder.released:
                 self.health.report(doing, error)
-            is_of_memory = getattr(error, "errno", None) == errno.ENOMEM  # such as too many memory maps
-            if isinstance(error, CorruptEntry) or is_of_memory or folder.released:  # It tells nothing about the disk.
+            is_of_process = getattr(error, "errno", None) in EXHAUSTED
+            if isinstance(error, CorruptEntry) or is_of_process or folder.released:  # It tells nothing about the disk.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()

@@ -8,6 +8,7 @@ import itertools
 import logging
 import mmap
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -243,6 +244,25 @@ def test_the_limit_of_memory_maps_is_no_failing_disk(tmp_path: Path, caplog: pyt
     assert tier.stats()["health"]["state"] == "normal"
     [told] = [record.getMessage() for record in caplog.records if "error while reading" in record.getMessage()]
     assert "raise vm.max_map_count" in told
+    assert tier.get(key("x/0")) == data_of("x/0")
+
+
+def test_the_limit_of_open_files_is_no_failing_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", Clock())
+    put(tier, "x/0")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(2)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        found = [tier.get(key("x/0")) for _ in range(4 * READ_FAILURES)]  # Another thread may close a few files.
+        put(tier, "x/1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found[-READ_FAILURES:] == [None] * READ_FAILURES
+    assert tier.stats()["health"]["state"] == "normal"
+    [told] = [record.getMessage() for record in caplog.records if "error while reading" in record.getMessage()]
+    assert "Too many open files" in told
     assert tier.get(key("x/0")) == data_of("x/0")
 
 
