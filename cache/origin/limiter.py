@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 
 from dataload.runtime.counters import charge
@@ -17,10 +18,11 @@ class RequestLimiter(ForkAware):
     processes of a host have together. They share no lock, so a process that is slow, stopped or dead delays no other.
     """
 
-    def __init__(self, cache: str, in_flight: int) -> None:
+    def __init__(self, cache: str, in_flight: int, processes: int = 1) -> None:
         self._cache = cache
         self._in_flight = in_flight
-        self._processes = 1
+        self._processes = processes
+        self._shares: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.after_fork_in_child()
         super().__init__()
 
@@ -40,10 +42,22 @@ class RequestLimiter(ForkAware):
         """The requests of this process in flight."""
         return self._budget.reserved
 
-    def share(self, processes: int) -> None:
-        """Divide `in_flight` equally among the reading processes of this host."""
-        if processes != self._processes:
-            self._processes = processes
+    def share(self, loader: object, processes: int) -> None:
+        """Divide `in_flight` equally among the reading processes of this host.
+
+        With several loaders, the largest number applies. See `divide` for loaders that are gone.
+
+        Args:
+            loader: Identifies the loader.
+            processes: The processes of all ranks of the loader on this host.
+        """
+        self._shares[loader] = processes
+        self.divide()
+
+    def divide(self) -> None:
+        """Divide `in_flight` again, without the loaders that are gone."""
+        if self._shares:  # A copy in another process keeps its share.
+            self._processes = max(self._shares.values())
             self._budget.resize(self.limit)  # The requests in flight keep their part of it.
 
     def request(self) -> AbstractContextManager[object]:
@@ -56,9 +70,6 @@ class RequestLimiter(ForkAware):
 _limiters: Instances[tuple[str, int], RequestLimiter] = Instances(inherited=True)
 
 
-def limiter_of(cache: str, in_flight: int, processes: int | None = None) -> RequestLimiter:
-    """Return this process's limiter for a cache folder. processes: as for `share`; None: unchanged."""
-    limiter = _limiters.get((cache, in_flight), lambda: RequestLimiter(cache, in_flight))
-    if processes is not None:
-        limiter.share(processes)
-    return limiter
+def limiter_of(cache: str, in_flight: int, processes: int = 1) -> RequestLimiter:
+    """Return this process's limiter for a cache folder. processes: as for `share`, until there is a loader."""
+    return _limiters.get((cache, in_flight), lambda: RequestLimiter(cache, in_flight, processes))

@@ -20,7 +20,7 @@ from dataload.loader.arguments import check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
-from dataload.loader.ranks import world_of
+from dataload.loader.ranks import share_host, world_of
 from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.rows.numbered_rows import ROW_IDS
@@ -29,9 +29,6 @@ from dataload.world import World
 
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
-
-FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder; workers seldom fetch
-MAX_RANKS_PER_HOST = 8  # assumed where the launcher does not set LOCAL_WORLD_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +143,7 @@ def make_loader(
     options |= {**cached, "null_masks": null_masks or None}
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
-    local_world_size = _share_host(maker, dataset, here, 0 if maker.only_gathers else num_workers)
+    local_world_size = share_host(maker, dataset, here, 0 if maker.only_gathers else num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return Loader(
         dataset,
@@ -203,17 +200,3 @@ def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool) -> dict
             f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column"
         )
     return {"ragged": ragged, "group": group, "computed": {**dataset.computed, **added}}
-
-
-def _share_host(maker: BatchMaker, dataset: MapStyle, world: World, num_workers: int) -> int:
-    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many.
-
-    The maker identifies the loader, which does not exist yet.
-    """
-    ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    dataset.rowstore.blobs.memory.share(maker, ranks, 1 + num_workers)
-    for each in dataset.datasets:
-        limiter = each.blocks.origin.limiter
-        if limiter is not None:
-            limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)
-    return ranks

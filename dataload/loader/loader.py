@@ -26,7 +26,7 @@ from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, hos
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, lookahead_of, needs_of
-from dataload.loader.ranks import check_data_parallel
+from dataload.loader.ranks import check_data_parallel, divide_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
@@ -220,7 +220,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.yielded = None  # The epoch begins, perhaps for a second time.
         sampler.ended_padding = None
         sampler.renew()
-        self.dataset.rowstore.blobs.memory.divide()
+        divide_host(self.dataset)
         # A batch sampler begins with the epoch, as the sampler's own iteration does.
         return sampler.epoch, sampler.cursor if self.sampler is sampler else 0
 

@@ -1,4 +1,7 @@
-"""The data-parallel world of a loader. Set-ups in which ranks would silently get wrong rows raise an error."""
+"""The data-parallel world of a loader. Set-ups in which ranks would silently get wrong rows raise an error.
+
+The ranks of a host share its memory, its cores and its limit of requests.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,11 @@ from dataload.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dataload.map_style import MapStyle
+
+FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder; workers seldom fetch
+MAX_RANKS_PER_HOST = 8  # assumed where the launcher does not set LOCAL_WORLD_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +72,31 @@ def check_data_parallel(rank: int, world_size: int, *, search: bool = True) -> N
             f"give each its own rows. Write make_loader(..., {argument}), or world=World.detect() if all ranks are "
             "data-parallel"
         )
+
+
+def share_host(loader: object, dataset: MapStyle, world: World, num_workers: int) -> int:
+    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many.
+
+    Args:
+        loader: Identifies the loader. The largest numbers of all loaders apply.
+        dataset: Its dataset.
+        world: Its world.
+        num_workers: Worker processes of each rank that open row groups.
+    """
+    ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
+    dataset.rowstore.blobs.memory.share(loader, ranks, 1 + num_workers)
+    for each in dataset.datasets:
+        if each.blocks.origin.limiter is not None:
+            each.blocks.origin.limiter.share(loader, FETCHING_PROCESSES_PER_RANK * ranks)
+    return ranks
+
+
+def divide_host(dataset: MapStyle) -> None:
+    """Divide the host again, without the loaders that are gone."""
+    dataset.rowstore.blobs.memory.divide()
+    for each in dataset.datasets:
+        if each.blocks.origin.limiter is not None:
+            each.blocks.origin.limiter.divide()
 
 
 def process_among(num_ranks: int) -> int | None:

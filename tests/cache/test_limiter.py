@@ -46,13 +46,13 @@ def test_all_origins_of_a_cache_share_a_limiter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("processes", "limit"), [(1, 6), (2, 3), (4, 1), (100, 1)])
 def test_processes_have_equal_parts_and_one_request_at_least(processes: int, limit: int) -> None:
     limiter = limiter_of("equal parts", 6)
-    limiter.share(processes)
+    limiter.share(limiter, processes)
     assert limiter.limit == limit
 
 
 def test_the_share_goes_with_a_copy_to_another_process() -> None:
     limiter = limiter_of("a copy", 6)
-    limiter.share(2)
+    limiter.share(limiter, 2)
     assert limit_in_another_process(limiter) == 3
 
 
@@ -95,13 +95,15 @@ def test_a_smaller_share_counts_the_requests_in_flight() -> None:
     limiter = limiter_of("a smaller share", 2)
     with limiter.request():
         with limiter.request():
-            limiter.share(2)
+            limiter.share(limiter, 2)
         assert not limiter._budget.fits(1)
     assert limiter._budget.fits(1)
 
 
 def test_a_limiter_goes_with_the_last_of_its_origins() -> None:
-    limiter_of("the last", 6).share(3)
+    limiter = limiter_of("the last", 6)
+    limiter.share(limiter, 3)
+    del limiter
     gc.collect()
     assert limiter_of("the last", 6).limit == 6
 
@@ -144,6 +146,19 @@ def test_a_listing_of_nothing_takes_one_request_at_a_time() -> None:
     thread.start()
     thread.join(PATIENCE)
     assert found == [{}]
+
+
+def test_a_loader_of_one_rank_leaves_the_parts_of_the_other_ranks(
+    bucket: Any, dataset_of: Any, cache: CacheConfig
+) -> None:
+    """Such as that for the validation, which only one rank makes."""
+    dataset = make_dataset(dataset_of([[5] * 4]), storage_options=bucket.options, cache=cache)
+    training = make_loader(dataset, 1, world=World(3, 16, 3, 8))
+    validation = make_loader(dataset, 1, world=World(0, 1))
+    assert dataset.blocks.origin.limiter.limit == 4
+    del training
+    next(iter(validation))
+    assert dataset.blocks.origin.limiter.limit == 32
 
 
 def test_a_request_that_waits_for_the_limit_is_counted() -> None:

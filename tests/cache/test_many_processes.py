@@ -39,7 +39,7 @@ options = json.loads(options)
 origin.RETRY_SECONDS = options.pop("retry_seconds", 120)
 processes, first, last = options.pop("processes", 1), options.pop("first", 0), options.pop("last", None)
 fs = TierCacheFileSystem("s3", s3.storage_options(endpoint), cache_dir=cache, block_bytes=65536, **options)
-fs.blocks.origin.limiter.share(processes)
+fs.blocks.origin.limiter.share(fs, processes)
 names = sorted(fs.find("{BUCKET}"))[first:last]
 random.Random(int(seed)).shuffle(names)
 print("ready", flush=True)

@@ -77,7 +77,7 @@ def test_a_row_group_is_divided_only_if_all_connections_are_free(files: Path, tm
         until(lambda: blocks.free_requests == IN_FLIGHT)  # Reads of earlier tests may be under way.
         limiter = blocks.origin.limiter
         assert limiter is not None
-        limiter.share(16)
+        limiter.share(blocks, 16)
         assert blocks.free_requests == limiter.limit == CacheConfig().in_flight // 16
         busy = threading.Event()
         pending = blocks.submit(busy.wait)

@@ -97,7 +97,7 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
 
 def test_the_limit_of_requests_is_told_from_a_slow_origin(dataset: Any, origin: Origin) -> None:
     loader = make_loader(dataset, 4, window=8)
-    dataset.blocks.origin.limiter.share(64)  # one request at a time
+    dataset.blocks.origin.limiter.share(dataset, 64)  # one request at a time
     origin.behave(latency=0.05)
     stats = epoch(loader)
     assert stats.requests_origin / 2 < stats.requests_limited <= stats.requests_origin
