@@ -237,6 +237,8 @@ def _failing(call: Callable[[Records], Any], records: Records) -> tuple[int, Bas
 def _error_of(call: Callable[[Records], Any], records: Records) -> BaseException | None:
     try:
         call(records)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # noqa: BLE001 (the user's function may raise anything)
         return error
     return None

@@ -717,6 +717,17 @@ def test_the_row_and_the_reason_belong_together(dataset: Dataset) -> None:
         dataset.select(range(10, ROWS)).map(faulty)[80]
 
 
+def test_ctrl_c_interrupts_the_search_for_the_row_that_fails(dataset: Dataset) -> None:
+    errors = [KeyboardInterrupt(), ValueError("broken")]
+
+    def broken(batch: dict[str, Any]) -> dict[str, Any]:
+        raise errors.pop()
+
+    with pytest.raises(KeyboardInterrupt):
+        dataset.map(broken, version="1")
+    assert errors == []
+
+
 def children() -> list[psutil.Process]:
     """Return the processes that map, without those of other kinds and those that have just ended."""
     found = []
