@@ -23,6 +23,7 @@ from dataload.cache.origin.explanation import opening
 from dataload.cache.origin.origin import connect, introduce
 from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged, OriginNotFound
+from dataload.runtime.executor import awaited
 from dataload.runtime.redact import redacted
 
 NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
@@ -223,7 +224,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         objects = self._objects([info["name"] for info in infos], raises=True)
         futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.prefetch(obj)]
         for future in futures if wait else ():
-            future.result()
+            awaited(future)
 
     def _listed(self, path: str) -> list[dict[str, Any]]:
         """Return the infos of the objects of `prefetch`. Raise OriginNotFound if a path that is no glob has nothing."""

@@ -15,7 +15,7 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.mapping.stage import order_key_of
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.order import Order
@@ -122,7 +122,7 @@ def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], 
         nonlocal cached
         while len(pending) > at_most:
             group, future = pending.popleft()
-            if future.result():
+            if awaited(future):
                 progress(group)
                 cached += 1
 

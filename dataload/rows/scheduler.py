@@ -20,7 +20,7 @@ from dataload.rows.making.bunches import Made
 from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.runtime.turns import next_turn
@@ -131,11 +131,15 @@ class RowGroupScheduler:
         contents = life.contents
         if not contents.done():
             since = perf_counter()
+            log_at = since + LOG_SECONDS
             # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
             first: list[Future[Any]] = [contents, life.cancelled] if stop is None else [contents, life.cancelled, stop]
             with self._demand.waiting():
-                while not wait(first, LOG_SECONDS, return_when=FIRST_COMPLETED).done:
-                    _log_wait(self._blobs.describe(group), life.state, perf_counter() - since)
+                # As in `awaited`, the wait is cut into short ones, so that Ctrl-C interrupts it.
+                while not wait(first, LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
+                    if (now := perf_counter()) >= log_at:
+                        _log_wait(self._blobs.describe(group), life.state, now - since)
+                        log_at = now + LOG_SECONDS
             waited(since, life.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError

@@ -24,6 +24,7 @@ import pytest
 from attempts import fail_at_once
 from http_servers import serving
 from moto_server import S3Server
+from threads import AskedFirst
 
 from dataload.cache import config, filesystem
 from dataload.cache.blocks.reader import IN_FLIGHT, Object
@@ -454,6 +455,13 @@ def test_reads_do_not_wait_behind_a_prefetch(fs: TierCacheFileSystem, bucket: An
     assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
     release.set()
     fs.prefetch(f"{bucket.name}/many", wait=True)
+
+
+def test_ctrl_c_interrupts_the_wait_for_a_prefetch(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+    fetched = AskedFirst([])
+    monkeypatch.setattr(fs.blocks, "prefetch", lambda _: [fetched])
+    fs.prefetch(bucket.url("folder/data.bin"), wait=True)
+    assert fetched.done()
 
 
 def test_many_blocks_need_few_descriptors(bucket: Any, tmp_path: Path) -> None:

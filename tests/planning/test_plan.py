@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.filesize import decimal
+from threads import AskedFirst
 from typer.testing import CliRunner
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
@@ -481,6 +482,20 @@ def test_columns_that_are_left_out_are_not_fetched(origin: Origin, tmp_path: Pat
     warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
     assert counted(origin) == found.first_epoch
     assert found.first_epoch.bytes < 0.01 * whole.first_epoch.bytes
+
+
+def test_ctrl_c_interrupts_the_wait_for_a_row_group_to_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Threads:
+        def __init__(self, count: int, name: str) -> None:
+            pass
+
+        def submit(self, *_: Any) -> AskedFirst:
+            return AskedFirst(True)
+
+    pq.write_table(pa.table({"x": range(30)}), tmp_path / "x.parquet", row_group_size=10)
+    dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    monkeypatch.setattr("dataload.planning.warm.DaemonExecutor", Threads)
+    assert warm(dataset.rowstore.blobs, range(3)) == 3
 
 
 def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
 from dataload.rows import open_row_groups, row_group_plan, row_store, scheduler
 from dataload.rows.mmap_arena import MmapArena
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 
 
 @pytest.fixture
@@ -344,6 +344,22 @@ def test_a_long_wait_for_a_row_group_is_logged(
     go.set()
     thread.join()
     assert gathering.found == [7]
+
+
+def test_the_wait_for_a_row_group_is_cut_into_short_ones(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C that comes just before a wait is handled after it."""
+    store, begun, timeouts = dataset.rowstore, threading.Event(), list[float]()
+    load, wait_for_first = store.blobs.load, scheduler.wait
+
+    def noted(futures: Any, timeout: float, **when: Any) -> Any:
+        timeouts.append(timeout)
+        begun.set()
+        return wait_for_first(futures, timeout, **when)
+
+    monkeypatch.setattr(store.blobs, "load", lambda *args: begun.wait(60) and load(*args))
+    monkeypatch.setattr(scheduler, "wait", noted)
+    assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
+    assert 0 < max(timeouts) <= LOOK_SECONDS
 
 
 def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
