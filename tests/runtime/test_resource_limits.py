@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dataload.runtime import resource_limits
 from dataload.runtime.resource_limits import usable_cores, usable_memory
 
 ALL = len(os.sched_getaffinity(0))
@@ -14,11 +16,26 @@ V1 = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def written(folder: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
-    return folder
+Limit = Callable[[str, dict[str, str]], None]
+
+
+@pytest.fixture
+def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Limit]:
+    """Put this process into control groups. An empty membership is that of a system without them."""
+
+    def use(membership: str, files: dict[str, str]) -> None:
+        if membership:
+            (tmp_path / "membership").write_text(membership)
+        for name, content in files.items():
+            (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "cgroup" / name).write_text(content)
+        monkeypatch.setattr(resource_limits, "MOUNTED", tmp_path / "cgroup")
+        monkeypatch.setattr(resource_limits, "MEMBERSHIP", tmp_path / "membership")
+        resource_limits._limit_files.cache_clear()
+
+    yield use
+    monkeypatch.undo()
+    resource_limits._limit_files.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -35,17 +52,16 @@ def written(folder: Path, files: dict[str, str]) -> Path:
         ("9:memory:/\n", {V1[0]: "100000\n", V1[1]: "100000\n"}, ALL),
     ],
 )
-def test_the_quota_of_the_container_counts(
-    tmp_path: Path, membership: str, files: dict[str, str], expected: int
-) -> None:
-    groups = written(tmp_path / "cgroup", files)
-    assert usable_cores(groups, written(tmp_path, {"membership": membership}) / "membership") == expected
+def test_the_quota_of_the_container_counts(limit: Limit, membership: str, files: dict[str, str], expected: int) -> None:
+    limit(membership, files)
+    assert usable_cores() == expected
 
 
-def test_other_systems_count_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_count_all_cores(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit("", {})
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert usable_cores(tmp_path, tmp_path / "missing") == 6
+    assert usable_cores() == 6
 
 
 @pytest.mark.parametrize(
@@ -60,11 +76,11 @@ def test_other_systems_count_all_cores(tmp_path: Path, monkeypatch: pytest.Monke
         ("0::/../outside\n", {"memory.max": "7000\n"}, 7000),
     ],
 )
-def test_the_smallest_limit_counts(tmp_path: Path, membership: str, files: dict[str, str], expected: int) -> None:
-    groups = written(tmp_path / "cgroup", files)
-    of_this_process = written(tmp_path, {"membership": membership}) / "membership"
-    assert usable_memory(groups, of_this_process) == expected
+def test_the_smallest_limit_counts(limit: Limit, membership: str, files: dict[str, str], expected: int) -> None:
+    limit(membership, files)
+    assert usable_memory() == expected
 
 
-def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
-    assert usable_memory(tmp_path, tmp_path / "missing") == MACHINE
+def test_without_control_groups_the_machine_is_the_limit(limit: Limit) -> None:
+    limit("", {})
+    assert usable_memory() == MACHINE
