@@ -129,6 +129,6 @@ def _needs_in(content: bytes) -> list[Need]:
 _needs: Instances[Path, HostNeeds] = Instances(inherited=True)
 
 
-def needs_of(path: Path) -> HostNeeds:
+def host_needs(path: Path) -> HostNeeds:
     """Return the needs of this process for the cache folder at a path."""
     return _needs.get(path.resolve(), HostNeeds)

@@ -24,7 +24,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.key_waits import acquire, wait_for_holder
 from dataload.cache.local.lmdb_file import DAMAGED
-from dataload.cache.local.needs import Lease, needs_of
+from dataload.cache.local.needs import Lease, host_needs
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWriter
 from dataload.cache.tier import BlobKey, Fill, Span, Tier, Waited
@@ -80,7 +80,7 @@ class LocalTier(ForkAware, Tier):
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
-        self.needs = needs_of(self.path)
+        self.needs = host_needs(self.path)
         self.health = Health(str(self.path), self.clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
         self.busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`

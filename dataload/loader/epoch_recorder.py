@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 
-from dataload.loader.lookahead import Needs
+from dataload.loader.lookahead import RecordedNeeds
 from dataload.loader.ranks import process_among
 from dataload.loader.requests import Answer
 from dataload.map_style import MapStyle
@@ -33,7 +33,7 @@ class EpochRecorder:
     """
 
     def __init__(
-        self, stats: LoaderStats, served: Served, samples: Samples, needs: Needs, usual_cause: Callable[[], str]
+        self, stats: LoaderStats, served: Served, samples: Samples, needs: RecordedNeeds, usual_cause: Callable[[], str]
     ) -> None:
         self._stats = stats
         self._served = served
@@ -72,7 +72,12 @@ class EpochRecorder:
 
 @contextmanager
 def recorded(
-    dataset: MapStyle, sampler: RankSampler, stats: LoaderStats, needs: Needs, in_flight: int, folder: Path | None
+    dataset: MapStyle,
+    sampler: RankSampler,
+    stats: LoaderStats,
+    needs: RecordedNeeds,
+    in_flight: int,
+    folder: Path | None,
 ) -> Iterator[EpochRecorder]:
     """Record an epoch for the duration of the block. The last sample in the log has the final counts.
 

@@ -25,7 +25,7 @@ from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
-from dataload.loader.lookahead import Lookahead, Needs, lookahead_of, needs_of
+from dataload.loader.lookahead import Lookahead, RecordedNeeds, lookahead_of, needs_of
 from dataload.loader.ranks import check_data_parallel, divide_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
@@ -186,7 +186,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
         device = self.device or device or trainer_device()
         stats = self._stats = _new_stats(self, epoch, device)
-        needs = Needs(needs_of(sampler, epoch, cursor))
+        needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
         with (
             recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
@@ -225,7 +225,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return sampler.epoch, sampler.cursor if self.sampler is sampler else 0
 
     def _answers(
-        self, epoch: int, cursor: int, needs: Needs, waiting: Timeline, device: torch.device | None
+        self, epoch: int, cursor: int, needs: RecordedNeeds, waiting: Timeline, device: torch.device | None
     ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         has_workers = self._worker_arguments is not None

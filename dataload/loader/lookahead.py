@@ -16,7 +16,7 @@ SCAN_FACTOR = 8  # row groups scanned for each one prefetched further ahead; a s
 FIRST_AHEAD = 128  # row groups, more than are made at a time; thousands would delay the first batch
 
 
-class Needs(Iterator[tuple[int, int]]):
+class RecordedNeeds(Iterator[tuple[int, int]]):
     """Needs for a `Lookahead`, which records those that it has read. Another thread may consume the record."""
 
     def __init__(self, needs: Iterator[tuple[int, int]]) -> None:

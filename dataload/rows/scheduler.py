@@ -179,7 +179,7 @@ class RowGroupScheduler:
             yield first, found
             return
         since, timeline = perf_counter(), life.timeline  # Another thread may load the first one alone.
-        allowed = {group: life for group, life in lives.items() if self._may_make(group, life)}
+        allowed = {group: life for group, life in lives.items() if self._reserve_uncached(group, life)}
         yield from ((group, ReservationCancelled()) for group in lives.keys() - allowed.keys())
         if allowed:
             yield from self._blobs.load_together(allowed, late)
@@ -216,8 +216,11 @@ class RowGroupScheduler:
         life.uncached_bytes = uncached
         life.finish(found)
 
-    def _may_make(self, group: int, life: RowGroupLife) -> bool:
-        """Return whether to make a row group now. If the cache keeps none, most are made when a batch needs them."""
+    def _reserve_uncached(self, group: int, life: RowGroupLife) -> bool:
+        """Reserve memory for a row group, if the cache keeps none. Return whether to make it now.
+
+        Most uncached row groups are made when a batch needs them.
+        """
         with self._mutex:
             if self.is_cached or life.awaited:
                 return True
@@ -228,7 +231,7 @@ class RowGroupScheduler:
             return True
 
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
-        if not self._may_make(group, life):
+        if not self._reserve_uncached(group, life):
             raise ReservationCancelled
         since = perf_counter()
         if self.decoder is not None and self._is_for_decoder:

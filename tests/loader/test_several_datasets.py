@@ -193,4 +193,4 @@ def test_datasets_of_a_store_share_its_client_and_the_threads_that_fetch(
     if child == 0:
         os._exit(one._reads is not other._reads or one.origin.engine is None)
     assert os.waitpid(child, 0)[1] == 0
-    assert needs.needs_of(Path(str(cache.cache_dir))) is one.tier.needs
+    assert needs.host_needs(Path(str(cache.cache_dir))) is one.tier.needs

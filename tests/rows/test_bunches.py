@@ -654,14 +654,14 @@ def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, asked = opened(write("numbers"), tmp_path / "cache"), set[int]()
-    may_make = dataset.rowstore.scheduler._may_make
+    reserve = dataset.rowstore.scheduler._reserve_uncached
 
-    def may_make_later(group: int, life: RowGroupLife) -> bool:
+    def reserve_later(group: int, life: RowGroupLife) -> bool:
         is_first = group not in asked
         asked.add(group)
-        return not is_first and may_make(group, life)
+        return not is_first and reserve(group, life)
 
-    monkeypatch.setattr(dataset.rowstore.scheduler, "_may_make", may_make_later)
+    monkeypatch.setattr(dataset.rowstore.scheduler, "_reserve_uncached", reserve_later)
     request_all(dataset)
     assert sum(len(batch[0]) for batch in rows_of(dataset)) == FILES * ROWS
     assert asked == set(range(FILES))
