@@ -24,6 +24,10 @@ class CircuitBreaker:
         after: Consecutive failures that trip the breaker.
         clock: Monotonic time in seconds.
         changed: Called when the breaker trips or recovers.
+
+    Attributes:
+        tripped: Whether the breaker has tripped and not recovered.
+        is_trying: Whether the attempt of a pause is under way, or was inconclusive.
     """
 
     def __init__(self, after: int, clock: Callable[[], float], changed: Callable[[], object]) -> None:
@@ -35,7 +39,7 @@ class CircuitBreaker:
         self._failures = 0
         self._pause = FIRST_PAUSE
         self._try_at = 0.0
-        self._trying = False
+        self.is_trying = False
 
     def allows(self) -> bool:
         """Return whether to try now. While tripped, one caller per pause gets True and must report the result."""
@@ -45,38 +49,33 @@ class CircuitBreaker:
             if self._clock() < self._try_at:
                 return False
             self._try_at = self._clock() + self._pause
-            self._trying = True
+            self.is_trying = True
             return True
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether the attempt of a pause is under way, or was inconclusive."""
-        return self._trying
 
     @property
     def is_half_open(self) -> bool:
         """Whether the attempt of a pause was inconclusive: the next one is allowed at once."""
-        return self._trying and self._clock() >= self._try_at
+        return self.is_trying and self._clock() >= self._try_at
 
     def failed(self, *, for_good: bool = False) -> None:
         """Record a failure. for_good: trip at once, whatever the number of failures."""
         with self._mutex:
             self._failures += 1
             # This attempt began before the breaker tripped: do not lengthen the pause.
-            if self.tripped and not self._trying:
+            if self.tripped and not self.is_trying:
                 return
             if not for_good and self._failures < self._after:
                 return
             self._pause = min(2 * self._pause, LONGEST_PAUSE) if self.tripped else FIRST_PAUSE
             self._try_at = self._clock() + self._pause
-            was_tripped, self.tripped, self._trying = self.tripped, True, False
+            was_tripped, self.tripped, self.is_trying = self.tripped, True, False
         if not was_tripped:
             self._changed()
 
     def inconclusive(self) -> None:
         """Record an attempt that neither worked nor failed. Allow the next one at once; a failure doubles the pause."""
         with self._mutex:
-            if self._trying:
+            if self.is_trying:
                 self._try_at = self._clock()
 
     def worked(self) -> None:

@@ -139,8 +139,8 @@ def make_loader(
     batch_size = operator.index(batch_size)  # torch takes no other types
     here = world_of(world, mesh)
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
-    cached = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
-    options |= {**cached, "null_masks": null_masks or None}
+    options |= {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
+    options["null_masks"] = null_masks or None
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
     local_world_size = share_host(maker, dataset, here, 0 if maker.only_gathers else num_workers)
