@@ -14,7 +14,7 @@ import numpy as np
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.mapping.stage import order_key_of
-from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
@@ -94,13 +94,13 @@ def usual_window(manifest: Manifest) -> int:
     return default_window(manifest.block_lengths, [group.bytes for group in manifest.row_groups])
 
 
-def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
+def warm(blobs: RowGroups, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
     """Cache the decoded records of these row groups, also in the cluster. Return how many of them this host caches.
 
     The function stops once the cache is full or fails. After an interruption, the next call skips cached row groups.
 
     Args:
-        blobs: The cache of decoded row groups.
+        blobs: The decoded row groups, of one dataset or of a mixture.
         groups: Numbers of the row groups.
         progress: Called with each row group that is cached.
 

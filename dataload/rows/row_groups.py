@@ -40,6 +40,7 @@ class RowGroups(Protocol):
         memory: The memory in which row groups are made.
         is_mapped: Whether a function of the user makes rows.
         shared: Whether other processes can read the cached blobs.
+        caches_everything: Whether every blob is still cached: the cache is neither full nor failing.
         num_bytes: Estimate of the bytes of the blobs of all row groups.
         row_bytes: Estimate of the mean bytes of a row in batches, at least 1.
     """
@@ -58,6 +59,9 @@ class RowGroups(Protocol):
 
     @property
     def shared(self) -> bool: ...
+
+    @property
+    def caches_everything(self) -> bool: ...
 
     @property
     def num_bytes(self) -> int: ...
