@@ -221,8 +221,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler.ended_padding = None
         sampler.renew()
         divide_host(self.dataset)
-        # A batch sampler begins with the epoch, as the sampler's own iteration does.
-        return sampler.epoch, sampler.cursor if self.sampler is sampler else 0
+        return sampler.epoch, sampler.cursor if self.sampler is sampler else 0  # A batch sampler has the whole epoch.
 
     def _answers(
         self, epoch: int, cursor: int, needs: RecordedNeeds, waiting: Timeline, device: torch.device | None
@@ -258,8 +257,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Return torch's loader of packed batches. pin: its thread pins them."""
         here = os.getpid()
         if here not in self._workers or not self.persistent_workers:
-            # Lightning sets worker_init_fn after the constructor, fit sets the generator, and the Accelerator may be
-            # newer than this loader.
+            # Lightning sets worker_init_fn later, fit sets the generator, and the Accelerator may be newer.
             late = {"worker_init_fn": self.worker_init_fn, "generator": self.generator, "pin_memory": pin}
             self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}
         return self._workers[here]
