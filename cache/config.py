@@ -18,6 +18,7 @@ from dataload.errors import ConfigError
 POLICIES = ("pin", "lru")
 CONSISTENCIES = ("generation", "open", "immutable")
 ENGINES = ("auto", "fsspec", "obstore")
+NEAR = 0.73  # "cache_size" is as near to a setting, "user" and "region" are less near
 # Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
 OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
 
@@ -125,7 +126,7 @@ def chosen(cache: CacheConfig | Literal[False] | None, **options: Any) -> CacheC
 def check_names(given: Iterable[str]) -> None:
     """Raise ConfigError if one of these names is a misspelt setting. Libraries pass other names, which are allowed."""
     for name in {*given} - OF_OPEN:
-        if near := did_you_mean(name, (setting.name for setting in fields(CacheConfig)), ""):
+        if near := did_you_mean(name, (setting.name for setting in fields(CacheConfig)), "", NEAR):
             raise ConfigError(f"{name}= is unknown: {near} Options of the origin go into target_options")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.explanation import opening
 from dataload.cache.origin.origin import connect, introduce
 from dataload.cache.origin.s3_names import VERSION
-from dataload.errors import ConfigError, ObjectChanged, OriginNotFound
+from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.executor import awaited
 from dataload.runtime.redact import redacted
 
@@ -229,15 +230,12 @@ class TierCacheFileSystem(MetadataFileSystem):
     def _listed(self, path: str) -> list[dict[str, Any]]:
         """Return the infos of the objects of `prefetch`. Raise OriginNotFound if a path that is no glob has nothing."""
         origin, path = self.blocks.origin, self._path(path)
-        found = origin.list(path)
-        try:
-            if not found:  # The name of an object may have the characters of globs.
+        found, is_glob = origin.list(path), has_magic(path.partition("?")[0] if "://" in path else path)
+        if not found and is_glob:
+            with suppress(OriginError):  # The name of an object may have the characters of globs.
                 found = origin.list(path, is_glob=False)
-            if not found:
-                origin.info(path)  # An empty folder has an info.
-        except OriginNotFound:
-            if not has_magic(path.partition("?")[0] if "://" in path else path):
-                raise
+        elif not found:
+            origin.info(path)  # An empty folder has an info.
         return [*found.values()]
 
     def stats(self) -> dict[str, Any]:

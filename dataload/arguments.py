@@ -25,9 +25,12 @@ CACHE_SETTINGS = frozenset(
 )
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return a question that names the known name nearest to a misspelt one; `otherwise` if none is near."""
-    near = difflib.get_close_matches(name, [*known], n=1)
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, least: float = 0.6) -> str:
+    """Return a question that names the known name nearest to a misspelt one; `otherwise` if none is near.
+
+    The similarity of near names is at least `least` of 1.
+    """
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=least)
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 

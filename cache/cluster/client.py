@@ -17,6 +17,7 @@ from dataload.runtime.executor import DaemonExecutor
 from dataload.telemetry.wait_timeline import doing
 
 TIMEOUT_SECONDS = 1.0  # to connect, and to read or write a part of a value: the origin is faster than a slower cluster
+SLOTS = 16_384  # of each cluster
 # Atomic: between two commands the key may expire and belong to another process. An expiry of 0 deletes the key.
 EXPIRE_OWN = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('pexpire', KEYS[1], ARGV[2]) end"
 
@@ -208,12 +209,12 @@ def _connect_to_cluster(node: Node, options: dict[str, Any]) -> Any:
     client = cluster.ValkeyCluster(startup_nodes=[cluster.ClusterNode(*node)], **options)
     # Connecting may skip a stopped node. For a key, retries would only ask the same node again.
     client.cluster_error_retry_attempts = 0
-    _ask_answering_nodes_first(client.nodes_manager, options)
+    _ask_answering_nodes(client.nodes_manager, options)
     return client
 
 
-def _ask_answering_nodes_first(manager: Any, options: dict[str, Any]) -> None:
-    """Make valkey refresh its list of nodes through nodes that answer HELLO, and through none if no node answers.
+def _ask_answering_nodes(manager: Any, options: dict[str, Any]) -> None:
+    """Make valkey refresh its list of nodes through nodes that answer HELLO alone.
 
     Valkey refreshes its list after each lost connection. It asks one node after the other, until it knows the nodes of
     all slots. In a network partition, each takes a timeout.
@@ -228,11 +229,20 @@ def _ask_answering_nodes_first(manager: Any, options: dict[str, Any]) -> None:
                 return
             nodes = list(manager.startup_nodes.values())
             answers = _greet([(node.host, node.port) for node in nodes], options)
-            answered = any(_has_answered(each) for each in as_completed(answers))
-            # The others stay behind: a node that lost its state answers, but knows no other node.
-            ranked = sorted(zip(answers, nodes, strict=True), key=lambda pair: not _has_answered(pair[0]))
-            manager.startup_nodes = {node.name: node for _, node in ranked if answered}
-            discover()
+
+            def ask() -> bool:
+                answered = [node for node, answer in zip(nodes, answers, strict=True) if _has_answered(answer)]
+                manager.startup_nodes = {node.name: node for node in answered}
+                discover()
+                return len(manager.slots_cache) == SLOTS
+
+            knows_all = False
+            if any(_has_answered(answer) for answer in as_completed(answers)):
+                with suppress(Exception):
+                    knows_all = ask()
+            if not knows_all:  # A node that lost its state answers, too, but knows no other node.
+                wait(answers)
+                ask()
             done += 1
 
     manager.initialize = initialize

@@ -79,7 +79,7 @@ class Requests(Iterable[Request]):
 
     Args:
         sampler: The order of the rows.
-        batches: Row numbers of each batch from the sampler's position on. None: the sampler's own batches.
+        batches: Row numbers of each batch of the epoch. None: the sampler's own batches, from its position on.
     """
 
     def __init__(self, sampler: RankSampler, batches: Iterable[Sequence[int]] | None = None) -> None:

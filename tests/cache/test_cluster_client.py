@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,17 +230,15 @@ def test_a_cluster_is_found_again_though_a_node_that_lost_its_state_answers_firs
     with closing(client.connect(ClusterUrl.parse(three_primaries.url))) as one:
         lose_state(lost)
         monkeypatch.setattr(client, "_hello", answers_later)
-        try:
-            one.nodes_manager.initialize()
-        finally:
-            released.set()
+        monkeypatch.setattr(client, "wait", lambda answers: (released.set(), wait(answers)))
+        one.nodes_manager.initialize()
         assert {other.address for other in others} <= {node.name for node in one.get_nodes()}
 
 
 def test_a_client_that_lost_all_its_nodes_leaves_the_error_to_valkey() -> None:
     discovered = list[int]()
-    manager = SimpleNamespace(startup_nodes={}, initialize=lambda: discovered.append(1))
-    client._ask_answering_nodes_first(manager, {})
+    manager = SimpleNamespace(startup_nodes={}, slots_cache={}, initialize=lambda: discovered.append(1))
+    client._ask_answering_nodes(manager, {})
     manager.initialize()
     assert discovered == [1]
 
@@ -265,7 +263,7 @@ def test_threads_that_lose_their_connections_together_look_for_the_nodes_once(
     one, mutex = client.connect(ClusterUrl.parse(three_primaries.url)), CountedLock()
     monkeypatch.setattr(client, "Lock", lambda: mutex)
     del one.nodes_manager.initialize
-    client._ask_answering_nodes_first(one.nodes_manager, {})
+    client._ask_answering_nodes(one.nodes_manager, {})
     asked, go_on = list[Any](), threading.Event()
     monkeypatch.setattr(client, "_hello", lambda node, _: asked.append(node) or go_on.wait(PATIENCE))
     threads = [threading.Thread(target=one.nodes_manager.initialize) for _ in range(4)]

@@ -674,7 +674,12 @@ def test_settings_that_cannot_work(bucket: Any, tmp_path: Path, wrong: dict[str,
 
 def test_names_that_libraries_pass_are_allowed(bucket: Any, tmp_path: Path) -> None:
     names = ("block_size", "cache_type", "cache_options", "use_listings_cache", "listings_expiry_time", "asynchronous")
-    assert open_fs(bucket, tmp_path, **dict.fromkeys((*names, "loop", "anon", "client_kwargs"))).config.block == BLOCK
+    assert (
+        open_fs(
+            bucket, tmp_path, **dict.fromkeys((*names, "loop", "anon", "user", "region", "cache_check"))
+        ).config.block
+        == BLOCK
+    )
 
 
 def test_an_origin_is_needed() -> None:
