@@ -97,11 +97,15 @@ class LmdbFile(ForkAware):
         with self._gate:
             try:
                 if sync:
-                    with self._transaction():
-                        self._environment.sync(True)
+                    self.sync()
             finally:
                 self._shut = True
                 self.close()
+
+    def sync(self) -> None:
+        """Write all changes to disk."""
+        with self._transaction():
+            self._environment.sync(True)
 
     def make(self) -> None:
         """Create the tables in an empty folder.

@@ -227,7 +227,7 @@ def test_pinning_is_decided_when_an_iteration_begins(source: dict[str, Any], mon
 
     def begin(workers: DataLoader[Any]) -> Iterator[Any]:
         pinned.append(workers.pin_memory)
-        return iter(())
+        return (answer for answer in ())
 
     monkeypatch.setattr(loader, "trainer_device", lambda: devices[-1])
     monkeypatch.setattr(loader, "DeviceCopy", lambda _: None)
