@@ -56,8 +56,9 @@ class RequestLimiter(ForkAware):
 
     def divide(self) -> None:
         """Divide `in_flight` again, without the loaders that are gone."""
-        if self._shares:  # A copy in another process keeps its share.
-            self._processes = max(self._shares.values())
+        shares = list(self._shares.values())  # a copy: the loader of another thread may end meanwhile
+        if shares:  # A copy in another process keeps its share.
+            self._processes = max(shares)
             self._budget.resize(self.limit)  # The requests in flight keep their part of it.
 
     def request(self) -> AbstractContextManager[object]:

@@ -219,7 +219,7 @@ def _number(value: Any, kind: pa.DataType) -> int | float | Fraction | None:
     if isinstance(value, bool) or not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
         return None
     if isinstance(value, float) and pa.types.is_decimal(kind):
-        value = Decimal(repr(value))
+        value = Decimal(float.__repr__(value))
     if isinstance(value, Decimal):
         return Fraction(value) if value.is_finite() else float(value)
     return value if isinstance(value, (int, float)) else None

@@ -113,8 +113,9 @@ def converted(name: str, value: Any, rows: int) -> tuple[Form, Column]:
     if isinstance(value, torch.Tensor):
         value = _numpy(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        is_numbers = pa.types.is_primitive(value.type) and not value.null_count
-        value = np.asarray(value) if is_numbers else value.to_pylist()
+        # Arrow infers types by chunk, so other numbers must stay those of Python, which fit another chunk's form.
+        is_exact = not pa.types.is_uint64(value.type) or value.null_count
+        value = value.to_pylist() if is_exact else np.asarray(value)
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(f"column {name!r} is a masked array, which has no form: fill it, such as by .filled(np.nan)")
     if isinstance(value, np.ndarray) and value.dtype.kind in "OU":

@@ -38,7 +38,8 @@ from dataload.rows.columns import Dense
         pytest.param([b"a", memoryview(b"b")], "bytes", b"a", id="bytes"),
         pytest.param(pa.array([[1], [2]]), "lists of int64", [1], id="arrow"),
         pytest.param(pa.array([2**63 + 1, 1], pa.uint64()), "uint64 [B]", 2**63 + 1, id="arrow of uint64"),
-        pytest.param(pa.chunked_array([[1.5], [2.5]], pa.float32()), "float32 [B]", 1.5, id="arrow of two chunks"),
+        pytest.param(pa.chunked_array([[1], [2]], pa.uint64()), "uint64 [B]", 1, id="arrow of two chunks"),
+        pytest.param(pa.array([1.5, 2.5], pa.float32()), "float64 [B]", 1.5, id="arrow of numbers"),
         pytest.param([np.uint64(2**63 + 1), np.uint64(1)], "uint64 [B]", 2**63 + 1, id="list of uint64"),
         pytest.param([[np.uint64(2**63 + 1)], []], "lists of uint64", [2**63 + 1], id="lists of uint64"),
         pytest.param(np.arange(2, dtype=">i4"), "int32 [B]", 0, id="other byte order"),
@@ -114,7 +115,12 @@ def test_another_shape_or_dtype_names_both(before: Any, here: Any, error: str) -
         fitted(field, here, 2)
 
 
-@pytest.mark.parametrize(("before", "here"), [([1.5, 2], [1, 2]), ([[1.5], []], [[1], []]), ([[1], []], [[], None])])
+@pytest.mark.parametrize(("before", "here"), [
+    ([1.5, 2], [1, 2]),
+    (pa.array([1.5, 2]), pa.array([1, 2])),
+    ([[1.5], []], [[1], []]),
+    ([[1], []], [[], None]),
+])  # fmt: skip
 def test_numbers_of_python_become_those_of_the_rows_before(before: Any, here: Any) -> None:
     form, _ = converted("x", before, 2)
     [field] = fields_of(pa.schema([pa.field("x", form.type)]))

@@ -522,6 +522,17 @@ def test_an_error_of_the_disk_does_not_blame_the_checkpoint(tmp_path, monkeypatc
     assert failed.value.__notes__ == [f"while {tmp_path / 'checkpoint-000001'} was read"]
 
 
+def test_a_lack_of_memory_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
+    train_with_noise(tmp_path, 1)
+
+    def fail(path):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(checkpoints, "load_plain", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        train_with_noise(tmp_path, 2)
+
+
 def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):
     """DCP would unpickle them, so its files hold tensors only."""
     train_with_noise(tmp_path, 1)

@@ -116,8 +116,9 @@ class RowGroupMemory(ForkAware):
 
     def divide(self) -> None:
         """Divide the host's memory and cores again, without the loaders that are gone."""
-        if self._divisors:  # A copy in another process keeps its share.
-            self.use(RankShare.of(*map(max, zip(*self._divisors.values(), strict=True))))
+        divisors = list(self._divisors.values())  # a copy: the loader of another thread may end meanwhile
+        if divisors:  # A copy in another process keeps its share.
+            self.use(RankShare.of(*map(max, zip(*divisors, strict=True))))
 
     def use(self, rank: RankShare) -> None:
         """Set the share of this rank."""

@@ -249,6 +249,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Raise the error of a damaged file as a ConfigError. An OSError stays one: a disk or a network may recover."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         # In a file that was cut short, torch seeks to a negative offset, which is an invalid argument.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
