@@ -158,7 +158,7 @@ def test_a_forked_child_begins_its_own_iterator(tmp_path: Path, options: dict[st
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_forked_child_that_drops_a_loop_leaves_the_workers_to_its_parent(tmp_path: Path, *, persistent: bool) -> None:
     pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")
-    options = {"num_workers": 1, "transform": dict, "persistent_workers": persistent}
+    options = {"num_workers": 1, "transform": dict, "persistent_workers": persistent, "timeout": 20}
     loader = make_loader(str(tmp_path / "x.parquet"), 16, cache=False, **options)
     loops = [(loader, iter(loader))]
     del loader
