@@ -96,8 +96,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         found = self._request(path, lambda fs, path: complete(fs).find(path, **given))
         # Some filesystems return a single file without its info.
         found = {name: info or self.blocks.origin.info(name) for name, info in found.items()}
-        self._learn(found.values())
-        return {name: dict(info) for name, info in found.items()} if detail else sorted(found)
+        return self._learned(found, detail=detail)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         detail = kwargs.pop("detail", False)
@@ -105,8 +104,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         slash = "/" if os.fspath(path).endswith("/") else ""  # only folders
         # The origin decides which characters are magic: in a URL, "?" is not.
         found = self._request(path, lambda fs, path: complete(fs).glob(path.rstrip(slash) + slash, **given))
-        self._learn(found.values())
-        return {name: dict(info) for name, info in found.items()} if detail else sorted(found)
+        return self._learned(found, detail=detail)
 
     def walk(
         self,
@@ -182,6 +180,12 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     ) -> list[Object | Exception]:
         """Return the result of `object`, or its exception, for each path; look them up concurrently."""
         return outcomes(self.blocks, partial(self.object, version_id=version_id), paths, raises=raises)
+
+    def _learned(self, found: dict[str, dict[str, Any]], *, detail: bool) -> Any:
+        """Remember infos by name, and return them or their names."""
+        # Before 2026, fsspec's wrapper of a folder leaves the whole names in the infos.
+        self._learn({**info, "name": name} for name, info in found.items())
+        return {name: {**info, "name": name} for name, info in found.items()} if detail else sorted(found)
 
     def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
         """Remember listed objects that have a version field. Listings may lack details of other objects."""

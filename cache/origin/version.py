@@ -55,9 +55,10 @@ def fresh_listing(filesystem: Any, path: str | None) -> Iterator[None]:
 
     s3fs forgets those of the block, too: it would keep 1 kB an object for the life of the process.
     """
-    filesystem.invalidate_cache(path)
+    filesystem, place = unwrapped(filesystem, path or "")  # fsspec's own wrapper passes nothing on before 2026
+    filesystem.invalidate_cache(None if path is None else place)
     if path is not None:
-        _forget_below(*unwrapped(filesystem, path))
+        _forget_below(filesystem, place)
     before = set(filesystem.dircache)
     try:
         yield
