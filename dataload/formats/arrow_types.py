@@ -32,6 +32,11 @@ def children(kind: pa.DataType) -> list[pa.Field]:
     return [kind.field(number) for number in range(kind.num_fields)]
 
 
+def leaf_count(kind: pa.DataType) -> int:
+    """Return the number of columns in which Parquet stores values of a type."""
+    return sum(leaf_count(part.type) for part in children(storage(kind))) or 1
+
+
 def has_part(kind: pa.DataType, is_it: Callable[[pa.DataType], bool]) -> bool:
     """Return whether `is_it` holds for a type or for a part of it, at any depth."""
     return is_it(kind) or any(has_part(child.type, is_it) for child in children(storage(kind)))

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.formats.arrow_types import (
-    children,
     has_elements,
     has_members,
     has_part,
     is_bytes,
     is_list,
+    leaf_count,
     number,
     storage,
 )
@@ -97,7 +97,7 @@ class ParquetColumns:
     def leaves(self) -> dict[str, range]:
         """The range of Parquet leaf columns that holds each column of the flat schema."""
         flat = flatten(self._schema)
-        stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
+        stops = list(itertools.accumulate(leaf_count(field.type) for field in flat))
         return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
 
 
@@ -119,8 +119,3 @@ def _is_without_length(kind: pa.DataType) -> bool:
     """Return whether values are lists of the fixed length 0."""
     kind = storage(kind)
     return bool(pa.types.is_fixed_size_list(kind) and not kind.list_size)
-
-
-def _leaf_count(kind: pa.DataType) -> int:
-    parts = children(storage(kind))
-    return sum(_leaf_count(part.type) for part in parts) if parts else 1

@@ -145,7 +145,7 @@ def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: by
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
     groups = np.concatenate([blobs.group_numbers for _, blobs in sources])
-    sizes = np.array([blobs.bytes_of(number) for _, blobs in sources for number in range(len(blobs.group_numbers))])
+    sizes = np.concatenate([blobs.sizes for _, blobs in sources])
     at_once, window = map(sum, zip(*(needed(order, blobs, node_share) for order, blobs in sources), strict=True))
     need = Need.of(name, groups, sizes.astype(np.float64), window, at_once, node_share)
     if limit < need.window:
@@ -195,7 +195,7 @@ def needed(order: Order, blobs: RowGroupCache, node_share: float = 1.0) -> tuple
     every = len(order.block_lengths)
     groups = every if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
     groups = math.ceil(groups * node_share)
-    return groups, sum(sorted(map(blobs.bytes_of, range(every)), reverse=True)[:groups])
+    return groups, int(np.sort(blobs.sizes)[::-1][:groups].sum())
 
 
 def _too_small(order: Order, limit: int, groups: int, need: int, whole: int) -> ConfigError:

@@ -165,9 +165,9 @@ class MappedMaker(RowGroupMaker, ForkAware):
         own, source = super().need, self._source.maker.need
         return MemoryNeed(source.held, own.largest, own.decoding + 2 * CHUNK_BYTES + source.decoding)
 
-    def decompressed_bytes(self, number: int) -> int:
-        """Return the bytes of a blob: only the source is decompressed, whatever its file."""
-        return max(self._plan.blob_sizes(number))
+    def decompressed_bytes(self, number: int, sizes: Sequence[int]) -> int:  # noqa: ARG002 - whatever its file
+        """Return the bytes of a blob: only the source is decompressed."""
+        return max(sizes)
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that decoding and mapping a row group take."""

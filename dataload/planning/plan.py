@@ -19,8 +19,8 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
+from dataload.planning.orders import usual_window
 from dataload.planning.simulate import Costs, Fetched, Reader, footers
-from dataload.planning.warm import usual_window
 from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.text import at_least

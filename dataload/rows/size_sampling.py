@@ -7,12 +7,14 @@ from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dataload.cache.blocks.reader import Blocks
-from dataload.catalog.footer_cache import get_or_make, read_footer
+from dataload.catalog.footer_cache import FooterReader, get_or_make
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
-from dataload.rows.columns import Coded, Nested, Ragged, whole_bytes
+from dataload.rows.columns import Array, Coded, Nested, Ragged, whole_bytes
 from dataload.rows.row_group_plan import RowGroupPlan, digest_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
@@ -69,6 +71,7 @@ class ValueSizes:
         self._blob_rows = [blob_rows[number] for number in self.samples]
         self._fill_null = fill_null
         self._uncached_blocks = blocks.bypassing()
+        self._footers = FooterReader(blocks, manifest.chunks_of_a_file)
 
     @property
     def coded(self) -> list[str]:
@@ -98,7 +101,7 @@ class ValueSizes:
         fields = [field for field in self._layout.ragged if field.kind != "list"] if self._groups else []
         for group in self._groups:
             stored = [field.name for field in fields if field.name not in dict(group.constants)]
-            coded = read_footer(group.file, group.footer_at, self._blocks).coded(group.number, stored)
+            coded = self._footers.read(group.file, group.footer_at).coded(group.number, stored)
             fields = [field for field in fields if field.name in coded]
         return fields
 
@@ -116,7 +119,7 @@ class ValueSizes:
         return sum(cached for cached, _ in sizes), sum(whole for _, whole in sizes)
 
     def _read(self, group: RowGroup, rows: int, field: Field) -> Iterator[tuple[int, int]]:
-        footer = read_footer(group.file, group.footer_at, self._blocks)
+        footer = self._footers.read(group.file, group.footer_at)
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(rows):
                 column = decode(table, [field], self._fill_null, group.name, self._schema)[field.name]
@@ -151,7 +154,7 @@ class SizeForecast:
             self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
             self._measured = True
             with suppress(AttributeError):  # It has not been estimated before.
-                del self.num_bytes
+                del self.sizes
 
     @cached_property
     def value_sizes(self) -> ValueSizes:
@@ -160,17 +163,23 @@ class SizeForecast:
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
-        return self.plan.bytes_of(number)
+        return int(self.sizes[number])
+
+    @cached_property
+    def sizes(self) -> Array:
+        """Estimates of the bytes of each row group's blobs, int64 [row groups]."""
+        count = len(self.manifest.row_groups)
+        return np.fromiter(map(self.plan.bytes_of, range(count)), np.int64, count)
 
     @property
     def is_estimate(self) -> bool:
         """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
         return bool(self.value_sizes.coded)
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Estimate of the bytes of the blobs of all row groups."""
-        return sum(map(self.bytes_of, range(len(self.manifest.row_groups))))
+        return int(self.sizes.sum())
 
     @property
     def row_bytes(self) -> int:

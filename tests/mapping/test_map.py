@@ -34,8 +34,9 @@ from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 from dataload.mapping import processes, row_groups
+from dataload.planning.orders import order_of
 from dataload.planning.plan import plan
-from dataload.planning.warm import order_of, warm
+from dataload.planning.warm import warm
 from dataload.rows import row_group_plan, scheduler
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder
 from dataload.rows.making.row_group_memory import RankShare
@@ -350,7 +351,8 @@ def test_results_of_a_function_are_not_decompressed(tmp_path: Path, monkeypatch:
         with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as file:
             file.write_table(table)
         blobs = make_dataset(path, cache=False).map(plus).rowstore.blobs
-        sizes[compression] = blobs.maker.decompressed_bytes(0), max(blobs.plan.blob_sizes(0))
+        of_blobs = blobs.plan.blob_sizes(0)
+        sizes[compression] = blobs.maker.decompressed_bytes(0, of_blobs), max(of_blobs)
     assert sizes["zstd"][0] == sizes["zstd"][1]
 
 

@@ -27,10 +27,11 @@ from dataload.cli.commands.plan import lines
 from dataload.formats import range_stream
 from dataload.formats.detect import tail_bytes
 from dataload.loader import capacity
+from dataload.planning.orders import order_of, order_of_mixture
 from dataload.planning.plan import Plan, advice
 from dataload.planning.plan import plan as foretell
 from dataload.planning.simulate import Costs, Fetched, Reader
-from dataload.planning.warm import order_of, order_of_mixture, warm
+from dataload.planning.warm import warm
 from dataload.rows import scheduler
 from dataload.rows.making.row_group_memory import UNSHARED_MEMORY
 from dataload.samplers.window_size import default_window, weigh_window

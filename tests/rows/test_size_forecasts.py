@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from row_groups import load
 
-from dataload import make_dataset
+from dataload import make_dataset, make_loader
+from dataload.catalog import footer_cache
+from dataload.formats.detect import parse_footer
 from dataload.rows import row_group_plan
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_group_plan import RowGroupPlan
 
 ROWS = 40_000
 LONG = [f"{number:0100d}" for number in range(20_000)]
@@ -91,3 +95,24 @@ def test_reservations_follow_blobs_that_are_larger_than_footers_say(tmp_path: Pa
     size = made(blobs)
     assert blobs.plan.bytes_of(1) < size / 4
     assert blobs.maker.decoding_bytes(1) == pytest.approx(3 * size, rel=0.1)
+
+
+def test_measuring_parses_a_footer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A footer of thousands of columns takes long, and each column of each sample needs it."""
+    columns = pa.table({name: shared(LONG[:100], 400) for name in "abcd"})
+    pq.write_table(columns, tmp_path / "x.parquet", row_group_size=50)
+    blobs = make_dataset(tmp_path / "x.parquet", cache=False).rowstore.blobs
+    parsed = []
+    monkeypatch.setattr(footer_cache, "parse_footer", lambda *a: parsed.append(a) or parse_footer(*a))
+    blobs.measure()
+    assert len(parsed) == 1
+
+
+def test_a_loader_estimates_a_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over hundreds of thousands of row groups takes a second."""
+    pq.write_table(pa.table({"c": shared(LONG, 800)}), tmp_path / "x.parquet", row_group_size=100)
+    dataset, estimated = make_dataset(tmp_path / "x.parquet", cache=False), Counter[int]()
+    bytes_of = RowGroupPlan.bytes_of
+    monkeypatch.setattr(RowGroupPlan, "bytes_of", lambda plan, n: estimated.update([n]) or bytes_of(plan, n))
+    make_loader(dataset, 8)
+    assert estimated == Counter(range(8))

@@ -28,7 +28,7 @@ from dataload.cli import app
 from dataload.errors import ConfigError
 from dataload.formats import parquet
 from dataload.loader import capacity
-from dataload.planning.warm import part_of
+from dataload.planning.orders import part_of
 from dataload.planning.warm import warm as warm_from_python
 from dataload.rows.background_decoder.client import BackgroundDecoder
 

@@ -136,7 +136,7 @@ def _reads(
     from dataload.doctor.finding import OK, reason
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError
-    from dataload.planning.warm import order_of
+    from dataload.planning.orders import order_of
 
     if (found := endpoint(store)).status != OK:
         return None, found.what

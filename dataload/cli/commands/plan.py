@@ -128,7 +128,7 @@ def _order(
 ) -> Order | MixtureOrder:
     """Return the order of a dataset, or of a mixture of several."""
     from dataload.catalog.same_columns import check_same_columns
-    from dataload.planning.warm import order_of, order_of_mixture
+    from dataload.planning.orders import order_of, order_of_mixture
 
     manifests = [blobs.manifest for blobs in sources]
     if len(urls) == 1:

@@ -58,7 +58,7 @@ def warm(
 
     The cache holds the decoded rows. After an interrupt, the same command continues.
     """
-    from dataload.planning.warm import part_of
+    from dataload.planning.orders import part_of
 
     node, nodes = node_of(shard)
     cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
@@ -99,7 +99,7 @@ def _fetch(blobs: RowGroupCache, groups: list[int], *, quiet: bool) -> int:
     from dataload.planning.warm import warm
 
     blobs.measure()
-    sizes = [blobs.bytes_of(group) for group in groups]
+    sizes = blobs.sizes[groups].tolist()
     with progress("warming", sum(sizes), quiet=quiet) as advance:
         remaining = iter(sizes)
         try:

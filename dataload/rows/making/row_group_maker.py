@@ -16,6 +16,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.formats.arrow_types import leaf_count
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
 from dataload.rows import row_block
@@ -73,7 +74,7 @@ class RowGroupMaker:
     def need(self) -> MemoryNeed:
         """The memory that these row groups need: one of them at a time, or `COLUMN_BYTES` of each stored column."""
         largest = max((group.bytes for group in self._manifest.row_groups), default=0)
-        streamed = COLUMN_BYTES * sum(_leaves(field.type) for field in self._schema)
+        streamed = COLUMN_BYTES * sum(leaf_count(field.type) for field in self._schema)
         return MemoryNeed(min(largest, streamed), largest, DECODED_COPIES * BLOB_BYTES)
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
@@ -201,20 +202,16 @@ class RowGroupMaker:
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that the decoding of a row group takes. They follow blobs larger than their estimate."""
-        packed = (DECODED_COPIES - 1) * max(self._plan.blob_sizes(number))
-        return math.ceil(self._growth * (self.decompressed_bytes(number) + packed))
+        sizes = self._plan.blob_sizes(number)
+        packed = (DECODED_COPIES - 1) * max(sizes)
+        return math.ceil(self._growth * (self.decompressed_bytes(number, sizes) + packed))
 
-    def decompressed_bytes(self, number: int) -> int:
-        """Return the bytes of a row group that are decompressed at a time: those of a blob, or all."""
-        sizes, group = self._plan.blob_sizes(number), self._manifest.row_groups[number]
+    def decompressed_bytes(self, number: int, sizes: Sequence[int]) -> int:
+        """Return the bytes of a row group that are decompressed at a time: those of a blob, or all. sizes: of blobs."""
+        group = self._manifest.row_groups[number]
         is_whole = len(sizes) > 1 and self.footer(group).decompresses_whole(group.number)
         return sum(sizes) if is_whole else max(sizes)
 
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
         return self._footers.read(group.file, group.footer_at)
-
-
-def _leaves(kind: pa.DataType) -> int:
-    """Return the number of columns in which Parquet stores values of a type."""
-    return sum(_leaves(kind.field(number).type) for number in range(kind.num_fields)) or 1
