@@ -13,6 +13,7 @@ import pytest
 from row_groups import load
 
 from dataload import make_dataset, make_loader
+from dataload.cache.config import CacheConfig
 from dataload.catalog import footer_cache
 from dataload.formats.detect import parse_footer
 from dataload.rows import row_group_plan
@@ -111,7 +112,8 @@ def test_measuring_parses_a_footer_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_loader_estimates_a_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over hundreds of thousands of row groups takes a second."""
     pq.write_table(pa.table({"c": shared(LONG, 800)}), tmp_path / "x.parquet", row_group_size=100)
-    dataset, estimated = make_dataset(tmp_path / "x.parquet", cache=False), Counter[int]()
+    dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "cache")))
+    estimated = Counter[int]()
     bytes_of = RowGroupPlan.bytes_of
     monkeypatch.setattr(RowGroupPlan, "bytes_of", lambda plan, n: estimated.update([n]) or bytes_of(plan, n))
     make_loader(dataset, 8)
