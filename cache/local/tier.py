@@ -112,7 +112,7 @@ class LocalTier(ForkAware, Tier):
                 raise
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
-        if self._given_limit:  # A command without one makes no cache smaller.
+        if self._given_limit:  # A process without one makes no cache smaller.
             with suppress(OSError, lmdb.Error):  # Cached blobs are readable without it. A fill meets the error, too.
                 folder.evict(self._given_limit, pin=self.policy == "pin")
         self._folder = folder  # Last: other threads use it from here on.
@@ -210,10 +210,11 @@ class LocalTier(ForkAware, Tier):
 
         disk_limit: Most bytes of the cache that a full disk has space for.
         """
-        pin, row, limit = self.policy == "pin", Row(key.digest, key.name, size), min(self.limit, disk_limit)
+        own = self._given_limit or max(folder.default_limit, folder.index.used_bytes())  # as at the opening
+        pin, row, limit = self.policy == "pin", Row(key.digest, key.name, size), min(own, disk_limit)
         if folder.reserve(row, draft, limit, self.division(), pin=pin):
             return True
-        if limit < self.limit:  # The caller reports the full disk.
+        if limit < own:  # The caller reports the full disk.
             return False
         self.counters.add(refused=1)
         if self.health.is_new("full"):

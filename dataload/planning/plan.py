@@ -119,6 +119,7 @@ def plan(
     price: float | None = None,
     local_world_size: int = 1,
     nodes: int | None = None,
+    cache_bytes: int | None = None,
 ) -> Plan:
     """Return the plan for epochs of this order.
 
@@ -131,6 +132,7 @@ def plan(
         price: Price of 10**9 bytes.
         local_world_size: Ranks of a host, which share its memory.
         nodes: Nodes, each of which fetches; None: one for each stream of the order.
+        cache_bytes: Size limit of the cache of each node; None: that of the cache of the sources.
     """
     nodes = nodes or order.num_streams
     for blobs in sources:
@@ -138,7 +140,7 @@ def plan(
     row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
     lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
     objects = {group.file for group in row_groups}
-    limit = sources[0].tier.limit if sources[0].shared else 0
+    limit = cache_bytes or (sources[0].tier.limit if sources[0].shared else 0)
     costs = Costs(sources)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
@@ -146,8 +148,7 @@ def plan(
     needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded / FITS / order.num_streams))
     fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
-    first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
-    all_footers = footers(sources)
+    first_batch, all_footers = Reader(costs, order, UNLIMITED).first_rows(batch_size), footers(sources)
     weigh = partial(_weighed, order.num_streams, lengths, [group.bytes for group in row_groups], batch_size)
     held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
     result = Plan(

@@ -26,7 +26,7 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import _open_folders, identity, open_folder
-from dataload.cache.local.setup import recovery
+from dataload.cache.local.setup import default_limit, recovery
 from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, copy_into
@@ -617,6 +617,19 @@ def test_the_limit_holds(tmp_path: Path, policy: str) -> None:
         assert put(tier, name) == data_of(name)
         assert sum(path.stat().st_size for path in files_of(tier)) <= 3 * ROW
     assert_sound(tier, {"a", "b", "c"} if policy == "pin" else {"e", "f", "g"})
+
+
+def test_without_a_limit_a_fill_evicts_as_much_as_it_writes(tmp_path: Path) -> None:
+    """Another process has given the cache a limit above the default one."""
+    large = LocalTier(tmp_path / "c", 10 * ROW)
+    for name in "abcde":
+        put(large, name)
+    large.folder.close()
+    (tmp_path / "c" / default_limit.FILE).write_text(str(2 * ROW))
+    tier = LocalTier(tmp_path / "c", policy="lru")
+    assert put(tier, "f") == data_of("f")
+    assert tier.limit == 2 * ROW
+    assert_sound(tier, {*"bcdef"})
 
 
 def test_a_blob_being_filled_is_neither_evicted_nor_a_problem(tmp_path: Path) -> None:

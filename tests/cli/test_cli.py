@@ -364,6 +364,21 @@ def test_filters_of_plan_and_warm(at_bucket: Run, dataset_of: Callable[..., str]
     assert "not JSON" in at_bucket("warm", url, "--filters", "row_id > 3").stderr
 
 
+def test_a_plan_for_a_smaller_cache_evicts_nothing(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path
+) -> None:
+    url, cache = dataset_of([[1000] * 8]), ("--cache-dir", str(tmp_path / "c"))
+    assert at_bucket("warm", url, *cache).returncode == 0
+    blobs = {path.name for path in (tmp_path / "c" / "blobs").glob("*/*")}
+    done = at_bucket("plan", url, *cache, "--cache-bytes", "200kB", "--window", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["cache_bytes"] == 200_000 < found["cache_bytes_needed"]
+    assert {path.name for path in (tmp_path / "c" / "blobs").glob("*/*")} == blobs
+    refused = at_bucket("plan", url, *cache, "--cache-bytes", "lots")
+    assert (refused.returncode, "cache_bytes='lots'" in refused.stderr) == (2, True)
+
+
 def test_warm_caches_what_a_loader_with_other_nulls_reads(run: Run, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

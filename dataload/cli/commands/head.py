@@ -11,7 +11,6 @@ from rich.filesize import decimal
 
 from dataload.cli.commands.options import (
     AllowNetworkFilesystem,
-    CacheBytes,
     CacheDir,
     Columns,
     Json,
@@ -36,7 +35,6 @@ def head(
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,
     columns: Columns = None,
     cache_dir: CacheDir = None,
-    cache_bytes: CacheBytes = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -44,7 +42,7 @@ def head(
     """Show columns, their form in batches and nulls, and the first rows."""
     from dataload.catalog.preview import first_rows, preview_columns
 
-    cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
+    cache_config = config(cache_dir, allow_network_filesystem=allow_network_filesystem)
     manifest, blocks, objects = open_manifest(url, storage_options, cache_config, quiet=as_json)
     chosen = manifest.select(names(columns))
     files = len({group.file for group in manifest.row_groups})

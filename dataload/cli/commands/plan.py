@@ -90,7 +90,9 @@ def plan(
         )
     shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
-    cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
+    limit = None if cache_bytes is None else parse_bytes("cache_bytes", cache_bytes)
+    # Without the limit: a cache that is opened with one evicts what exceeds it.
+    cache_config = config(cache_dir, allow_network_filesystem=allow_network_filesystem)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     sources = [
         open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
@@ -100,7 +102,7 @@ def plan(
     order = _order(urls, sources, shares, window=window, **options)
     local_world_size = math.ceil(world_size / num_streams)
     ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
-    result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price)
+    result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=limit)
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
