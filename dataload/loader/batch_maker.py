@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataload.errors import ConfigError, RowError
+from dataload.errors import ConfigError, DataError, RowError
 from dataload.loader.background_iterator import taken
 from dataload.loader.bad_rows import is_of_a_row, naming_rows, replacements
 from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
@@ -245,8 +245,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     ) -> Any:
         """Return the batch of some rows, whose columns may be there already."""
         if self._collate is not None:
-            return self._transform(self._collate(rows), stream, cursor)
-        return self._transform(rows.batch(empty) if columns is None else columns, stream, cursor)
+            batch = _returned("collate_fn", self._collate(rows))
+        else:
+            batch = rows.batch(empty) if columns is None else columns
+        return _returned("transform", self._transform(batch, stream, cursor))
 
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:
         """Log the first row that is replaced in this process, and then at each power of ten. `stats` counts all."""
@@ -262,6 +264,13 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 reason,
                 self._skipped,
             )
+
+
+def _returned(function: str, batch: Any) -> Any:
+    """Return the batch that a function of the user returned. Raise DataError if it is None: its rows would be lost."""
+    if batch is None:
+        raise DataError(f"{function} returned None: return the batch")
+    return batch
 
 
 def _shown(error: Exception) -> str:

@@ -145,8 +145,7 @@ def num_rows(batch: Any) -> int:
     columns: list[Any] = []
 
     def collect(column: Any) -> Any:
-        if column is not None:
-            columns.append(column.offsets[1:] if isinstance(column, Flat) else column)
+        columns.append(column.offsets[1:] if isinstance(column, Flat) else column)
         return column  # map_columns rebuilds the batch, whose class may validate its columns.
 
     map_columns(batch, collect)

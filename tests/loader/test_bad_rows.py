@@ -345,6 +345,29 @@ def test_without_skip_a_bad_row_is_an_error(numbers: Dataset) -> None:
         loader_of(numbers, 7, on_error="ignore")
 
 
+def noted(error: BaseException) -> str:
+    """Return the message and the notes of an error. Workers send both as the message."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def none_at(rows: Any, number: int) -> dict[str, Any] | None:
+    """Forget to return the batch with a row. Also a `collate_fn`."""
+    batch: dict[str, Any] = getattr(rows, "columns", rows)
+    return None if number in batch["x"].tolist() else batch
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_threads": 0}], ids=str)
+@pytest.mark.parametrize("function", ["transform", "collate_fn"])
+def test_none_is_no_batch(numbers: Dataset, function: str, options: dict[str, Any]) -> None:
+    options = {**options, function: functools.partial(none_at, number=60)}
+    with pytest.raises(DataError, match=f"{function} returned None: return the batch") as caught:
+        list(make_loader(numbers, 50, shuffle=False, **options))
+    assert "rank 0, epoch 0, batch 1 has 50 rows of the dataset: 50-99" in noted(caught.value)
+    loader = make_loader(numbers, 50, shuffle=False, on_error="skip", **options)
+    assert x_of(loader)[1] == [*range(50, 60), 50, *range(61, 100)]
+    assert loader.stats().skipped_row_ids == [60]
+
+
 # One of 100,000
 
 

@@ -152,16 +152,24 @@ class Checked(Columns):
         ({"x": Flat(torch.ones(2), torch.tensor([0, 1, 1, 2])), "label": torch.zeros(3)}, 3),
         ({"boxes": torch.zeros(0, 4), "of": torch.zeros(0), "image": torch.zeros(2, 3, 4, 4)}, 2),  # without any box
         ({"text": ["a", "b", "c"], "boxes": torch.zeros(0, 4)}, 3),
-        *[(empty, 0) for empty in (None, [], {}, {"x": []}, {"x": torch.zeros(0, 3)})],
+        *[(empty, 0) for empty in ([], {}, {"x": []}, {"x": torch.zeros(0, 3)}, {"x": [], "of": None})],
     ],
 )
 def test_rows_of_a_batch(batch, rows):
     assert rank_batches.num_rows(batch) == rows
 
 
-def test_a_batch_that_says_nothing_of_its_rows_is_refused():
-    with pytest.raises(ConfigError, match="rows of a batch of type object cannot be counted"):
-        rank_batches.num_rows(object())
+@pytest.mark.parametrize("batch", [object(), "text", None, (None, None), {"x": None}])
+def test_a_batch_that_says_nothing_of_its_rows_is_refused(batch):
+    with pytest.raises(ConfigError, match=f"rows of a batch of type {type(batch).__name__} cannot be counted"):
+        rank_batches.num_rows(batch)
+
+
+def test_a_batch_that_is_none_loses_no_rows_silently():
+    model, optimizer = build()
+    batches = [*in_order(20), None]
+    with pytest.raises(ConfigError, match="rows of a batch of type NoneType cannot be counted"):
+        fit(model, optimizer, batches, squared_error, epochs=1, progress=False)
 
 
 def synchronised(accumulate):
