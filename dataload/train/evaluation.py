@@ -46,9 +46,10 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
             float64, in an order that does not depend on the batch size.
 
     Raises:
-        ConfigError: A metric has another shape than [B] or is named "rows", metrics have different numbers of rows,
-            there are no rows, or other ranks share the rows of the loader and there is no process group of them. Or a
-            transform changes the number of rows, and a rank has rows that repeat others.
+        ConfigError: `metric_fn` returns no dict, a metric is no tensor, has another shape than [B] or is named "rows",
+            metrics have different numbers of rows, there are no rows, or other ranks share the rows of the loader and
+            there is no process group of them. Or a transform changes the number of rows, and a rank has rows that
+            repeat others.
 
     Example:
         >>> import torch
@@ -67,11 +68,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         if isinstance(model, DistributedDataParallel):  # Its first forward waits for all ranks. One may have no batch.
             share_buffers_of(model)
         for batch in batches_on(loader, device):
-            for name, value in metric_fn(model, on_device(batch, device)).items():
-                if name == "rows":
-                    raise ConfigError("a metric named 'rows' would hide the number of rows: rename it")
-                if value.ndim != 1:
-                    raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
+            for name, value in _metrics_of(metric_fn(model, on_device(batch, device))).items():
                 own.setdefault(name, _Sum(padding)).add(value)
         totals = {name: metric.total() for name, metric in own.items()}
         gathered = gather((totals, _repeats_unknown_rows(loader, padding, totals)), mesh)
@@ -90,6 +87,24 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         raise ConfigError(f"metrics of unequal numbers of rows: {rows}: give each one value for each row of a batch")
     means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}
     return {**means, "rows": next(iter(rows.values()))}
+
+
+def _metrics_of(metrics: Any) -> Mapping[str, Tensor]:
+    """Return the result of the user's `metric_fn`. Raise ConfigError unless it has one value for each row by name."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metric_fn returned {type(metrics).__name__}: return a dict of tensors with one value for each row"
+        )
+    for name, value in metrics.items():
+        if name == "rows":
+            raise ConfigError("a metric named 'rows' would hide the number of rows: rename it")
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"metric {name!r} is of type {type(value).__name__}: give a tensor with one value for each row"
+            )
+        if value.ndim != 1:
+            raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
+    return metrics
 
 
 def _padding(loader: Any) -> int:

@@ -37,6 +37,29 @@ def check_options(precision: str, accumulate: int, clip_grad_norm: float | None)
         raise ConfigError(f"clip_grad_norm={clip_grad_norm}: a bound of gradients must be above 0")
 
 
+def _loss_and_scalars(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return the loss and the scalars that the user's `loss_fn` returned.
+
+    Raises:
+        ConfigError: The result is neither a tensor with one element nor a pair of such a tensor and a mapping.
+    """
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    loss, scalars = result if is_pair else (result, {})
+    if isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(scalars, Mapping):
+        return loss, scalars
+    raise ConfigError(
+        f"loss_fn returned {_kind(result)}: return the mean loss as a tensor with one element, or this loss and a dict "
+        "of scalars"
+    )
+
+
+def _kind(result: Any) -> str:
+    """Return the types of a result in words, such as "(dict, Tensor of shape (3,))"."""
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_kind, result))})"
+    return type(result).__name__ + (f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else "")
+
+
 @dataclass
 class OptimizerStep:
     """Forward, backward and optimizer step with autocast, loss scaling, gradient accumulation and clipping.
@@ -113,8 +136,7 @@ class OptimizerStep:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
         with self.exchange.during(last=full):
             with stage("forward"), self.autocast():
-                result = self.loss_fn(self.exchange.model, batch)  # type: ignore[arg-type]
-                loss, scalars = result if isinstance(result, tuple) else (result, {})
+                loss, scalars = _loss_and_scalars(self.loss_fn(self.exchange.model, batch))  # type: ignore[arg-type]
             with stage("backward"):
                 torch.autograd.backward(self.scaler.scale(loss * weight))
         return full_tensor(loss), scalars

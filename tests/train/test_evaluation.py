@@ -302,6 +302,10 @@ def test_values_are_not_kept():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (None, "metric_fn returned NoneType: return a dict of tensors"),
+        (0.5, "metric_fn returned float: return a dict of tensors"),
+        (torch.ones(3), "metric_fn returned Tensor: return a dict of tensors"),
+        ({"x": 0.5}, "metric 'x' is of type float: give a tensor with one value for each row"),
         ({"x": torch.tensor(1.0)}, r"'x' has shape \(\)"),
         ({"x": torch.ones(3, 1)}, r"'x' has shape \(3, 1\)"),
         ({"x": torch.ones(3), "y": torch.ones(2)}, "unequal numbers of rows"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, count, zip_longest
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from dataload import make_dataset, make_loader, mix
+from dataload import find_batch_size, make_dataset, make_loader, mix
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import epoch_metrics, rank_batches
@@ -671,6 +672,32 @@ def test_a_scalar_of_several_elements_is_refused_in_the_first_step():
     with pytest.raises(ConfigError, match=r"loss_fn returned 'per_class' of shape \(3,\): return one number"):
         fit(model, optimizer, in_order(4), loss, epochs=1, progress=False)
     assert next(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (lambda loss: loss.item(), "float"),
+        (lambda _: None, "NoneType"),
+        (lambda loss: {"loss": loss}, "dict"),
+        (lambda loss: [loss, {}], "list"),
+        (lambda loss: ({"half": 0.5}, loss), "(dict, Tensor of shape ())"),
+        (lambda loss: (loss, 0.5), "(Tensor of shape (), float)"),
+        (lambda loss: (loss,), "(Tensor of shape ())"),
+        (lambda loss: loss.expand(3), "Tensor of shape (3,)"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(result, kind):
+    model, optimizer = build()
+
+    def loss(model, batch):
+        return result(squared_error(model, batch))
+
+    message = re.escape(f"loss_fn returned {kind}: return the mean loss as a tensor with one element, or")
+    with pytest.raises(ConfigError, match=message):
+        fit(model, optimizer, in_order(20), loss, epochs=1, progress=False)
+    with pytest.raises(ConfigError, match=message):
+        find_batch_size(model, optimizer, next(iter(in_order(20))), loss)
 
 
 class Remembering:
