@@ -26,7 +26,7 @@ SCHEMA = pa.schema(
     [
         pa.field("image", pa.list_(pa.field("element", pa.uint8(), nullable=False), PIXELS), nullable=False),
         pa.field("label", pa.int64(), nullable=False),
-        pa.field("row_id", pa.int64(), nullable=False),
+        pa.field("number", pa.int64(), nullable=False),
     ]
 )
 
@@ -69,7 +69,7 @@ def augmented(
 
     Args:
         train: Training originals.
-        num_rows: Rows of all tables together. `row_id` counts them from 0 in file order.
+        num_rows: Rows of all tables together. The column `number` counts them from 0 in file order.
         num_files: Number of tables.
         shuffled_labels: Whether to permute the labels, so that a model cannot learn. Pixels stay the same.
         seed: Seed of all random numbers.

@@ -77,7 +77,7 @@ def run(job: Job) -> None:
     loader = make_loader(
         job.url,
         job.batch_size,
-        columns=["image", "label", "row_id"],
+        columns=["image", "label", "number"],
         storage_options=job.storage_options,
         cache=cache,
         seed=job.seed,
@@ -92,7 +92,7 @@ def run(job: Job) -> None:
     epochs = iter(range(job.epochs))
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        seen.append(batch["row_id"].numpy().copy())  # a view would keep the memory of many batches alive
+        seen.append(batch["number"].numpy().copy())  # a view would keep the memory of many batches alive
         return digit_model.loss(model, batch)
 
     def evaluate(model: nn.Module) -> dict[str, float]:

@@ -49,7 +49,7 @@ def test_files_hold_what_they_say():
         assert len(content) < 1.1 * 200 * dataset.PIXELS
         tables.append(file.read())
         assert tables[-1].schema == dataset.SCHEMA
-    ids = np.concatenate([table["row_id"].to_numpy() for table in tables])
+    ids = np.concatenate([table["number"].to_numpy() for table in tables])
     assert np.array_equal(ids, np.arange(600))
     labels = np.concatenate([table["label"].to_numpy() for table in tables])
     assert set(labels) == set(range(10))
