@@ -318,6 +318,26 @@ def test_several_pods_of_kubernetes_share_the_node():
         assert share in page
 
 
+def test_a_local_s3_is_read_with_the_settings_of_the_page(tmp_path, monkeypatch):
+    page = (ROOT / "docs/recipes/s3.md").read_text()
+    [paragraph] = re.findall(r"^\*\*A local S3.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # without credentials
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in re.findall(r"(AWS_\w+)=(\w+)", paragraph):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "x.parquet").write_bytes(parquet(x=range(8)))
+    command = [sys.executable, "-m", "dataload.benchmarks.origin", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", serving.stdout.readline().strip())
+        try:
+            assert dataload.make_dataset("s3://bucket/", cache=False).num_rows == 8
+        finally:
+            serving.terminate()
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
