@@ -47,6 +47,7 @@ class Dataset(MapStyle):
     Attributes:
         schema: Arrow schema of the chosen columns.
         row_groups: The row groups that have rows of the dataset, in file order.
+        block_lengths: Rows of the dataset in each of these row groups, as a `ShardedSampler` takes them: int64 [M].
         fingerprint: Digest of the objects, their versions, the selected rows and the maps.
         window: Default number of row groups that a loader shuffles together.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -26,6 +27,20 @@ OPTIONS: Final = ("shuffle", "seed", "window", "num_streams")
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
 
 MOST_STREAMS = 1 << 16  # an empty stream costs memory, too; and numpy sorts 16 bits by radix
+
+
+def _row_counts(block_lengths: Any) -> Int64:
+    """Return the rows of each row group. Raise ConfigError unless they are one list of numbers."""
+    lengths = None
+    # NumPy would first read all rows of a dataset.
+    if isinstance(block_lengths, Sequence) or hasattr(block_lengths, "__array__"):
+        with suppress(TypeError, ValueError, OverflowError):
+            lengths = np.asarray(block_lengths, np.int64)
+    if lengths is None or lengths.ndim != 1 or lengths.min(initial=0) < 0:
+        raise ConfigError(
+            "block_lengths must be one list of row counts, none of them negative: pass dataset.block_lengths"
+        )
+    return lengths
 
 
 class Order:
@@ -72,9 +87,7 @@ class Order:
     ) -> None:
         if shuffle not in SHUFFLES:
             raise ConfigError(f'shuffle={shuffle!r}: use "block" (or True), "full" or False')
-        lengths = np.asarray(block_lengths, np.int64)
-        if lengths.ndim != 1 or lengths.min(initial=0) < 0:
-            raise ConfigError("block_lengths must be one list of row counts, none of them negative")
+        lengths = _row_counts(block_lengths)
         self.shuffle = SHUFFLES[shuffle]
         self.seed = whole_number("seed", seed)
         self.window = default_window(lengths) if window is None else whole_number("window", window, least=1)

@@ -13,10 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
+from dataload.samplers import ShardedSampler
 
 FILES = [[40, 60], [7, 0, 93], [50, 50, 1]]
 N = 301
@@ -28,6 +30,10 @@ def even(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> Dat
     """The even rows. Row i has half == i / 2."""
     options = {"columns": ["half"], "storage_options": bucket.options, "cache": cache}
     return make_dataset(dataset_of(FILES), **options).select(EVEN)
+
+
+def columns_of(rows: Any) -> Any:
+    return rows.columns
 
 
 def rows_of(batches: Any) -> list[int]:
@@ -44,6 +50,25 @@ def test_each_selected_row_comes_once(even: Dataset, shuffle: Any, workers: int)
         mine = rows_of(loader)
         found += mine[: len(mine) - loader.sampler.padding_from(0)]
     assert sorted(found) == EVEN
+
+
+def test_a_sampler_with_the_lengths_of_a_selection(even: Dataset) -> None:
+    filtered = even.filter(pc.field("half") >= 20)
+    assert [rows for rows in filtered.block_lengths if rows] == [30, 4, 46, 25, 25, 1]
+    found = []
+    for rank in range(2):
+        sampler = ShardedSampler(filtered.block_lengths, num_replicas=2, rank=rank, batch_size=8, drop_last=True)
+        batches = DataLoader(filtered, 8, sampler=sampler, collate_fn=columns_of)
+        found += rows_of(batches)
+    assert len(found) == len({*found}) == len(filtered) // 16 * 16
+    assert {*found} <= {row for row in EVEN if row >= 40}
+
+
+def test_a_sampler_reads_no_row_to_refuse_a_dataset(even: Dataset, bucket: Any) -> None:
+    bucket.server.reset()
+    with pytest.raises(ConfigError, match=r"block_lengths must be one list of row counts.*: pass dataset\.block_len"):
+        ShardedSampler(even, num_replicas=2, rank=0)
+    assert bucket.server.stats()["get_requests"] == 0
 
 
 def test_a_resume_on_other_ranks_repeats_and_loses_nothing(even: Dataset) -> None:

@@ -318,7 +318,12 @@ def test_true_is_block():
         ({"shuffle": None}, "shuffle=None"),
         ({"window": 0}, "window=0"),
         ({"num_streams": 0}, "num_streams=0"),
-        ({"block_lengths": [3, -1]}, "block_lengths"),
+        ({"block_lengths": [3, -1]}, "block_lengths must be one list of row counts"),
+        ({"block_lengths": 7}, "block_lengths must be one list of row counts"),
+        ({"block_lengths": "34"}, "block_lengths must be one list of row counts"),
+        ({"block_lengths": ["a", "b"]}, "block_lengths must be one list of row counts"),
+        ({"block_lengths": [[3], [4, 5]]}, "block_lengths must be one list of row counts"),
+        ({"block_lengths": iter([3, 4])}, "block_lengths must be one list of row counts"),
     ],
 )
 def test_arguments_that_cannot_work(arguments, message):
