@@ -338,6 +338,13 @@ def test_a_local_s3_is_read_with_the_settings_of_the_page(tmp_path, monkeypatch)
             serving.terminate()
 
 
+def test_batches_have_as_many_labels_as_the_page_says(capsys):
+    [block] = [block for block in BLOCKS if "ten row groups, one for each label" in block.text]
+    run_python(block, block.text, {})
+    [stated] = re.findall(r"# True: ([\d ]+);", block.text)
+    assert capsys.readouterr().out.splitlines()[0] == f"[{', '.join(stated.split())}]"
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
