@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,9 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 def source_paths(source: Source) -> list[str]:
     """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
-    if not isinstance(source, (str, os.PathLike, Iterable)) or isinstance(source, (bytes, Mapping)):
+    # Others may also be iterable: a DataFrame has the names of its columns, a loader its batches.
+    is_list = isinstance(source, (Sequence, AbstractSet, Iterator, ValuesView)) or getattr(source, "ndim", None) == 1
+    if not (is_list or isinstance(source, os.PathLike)) or isinstance(source, bytes):
         raise ConfigError(f"the source is of type {type(source).__name__}: use a URL, a path, or a list of them")
     paths = []
     for path in [source] if isinstance(source, (str, os.PathLike)) else source:

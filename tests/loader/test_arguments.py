@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -103,6 +106,36 @@ def test_an_argument_of_a_dataset_raises_before_any_request(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         function(**{"source": MISSING, **arguments})
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the source was read")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pa.table({MISSING: [1]}),
+        pd.DataFrame({MISSING: [1]}),
+        pl.DataFrame({MISSING: [1]}),
+        datasets.Dataset.from_dict({MISSING: [1]}),
+        Streamed(),
+        torch.utils.data.DataLoader(Streamed()),
+    ],
+    ids=lambda source: type(source).__module__,
+)
+def test_tables_and_datasets_of_others_are_no_lists_of_paths(source: Any) -> None:
+    with pytest.raises(ConfigError, match=f"the source is of type {type(source).__name__}: use a URL, a path, or a"):
+        make_loader(source, 4)
+
+
+@pytest.mark.parametrize(
+    "of", [tuple, set, iter, np.array, pd.Series, pd.Index, lambda paths: dict.fromkeys(paths, 0).keys()]
+)
+def test_lists_of_paths(of: Callable[..., Any], tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
+    assert len(make_dataset(of([str(tmp_path / "x.parquet")]), cache=False)) == 1
 
 
 @pytest.mark.parametrize(

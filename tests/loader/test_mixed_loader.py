@@ -715,7 +715,7 @@ def test_wrong_sources(sources: Sources) -> None:
         ("s3://x", "a mapping"),
         ({1: one}, "a string"),
         ({"x": mix([one]), "y": one}, "source 'x' is a mixture"),
-        ([make_loader(one, 4), one], "the source has an item of type dict: use a URL"),
+        ([make_loader(one, 4), one], "the source is of type Loader: use a URL"),
         ([None, one], "the source is of type NoneType: use a URL"),
     ):
         with pytest.raises(ConfigError, match=says):
