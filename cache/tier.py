@@ -122,6 +122,11 @@ class Tier(Protocol):
     def location(self) -> str:
         """Identifies the cache in this process: tiers of one location share their blobs."""
 
+    @property
+    def retains_blobs(self) -> bool:
+        """Whether a blob that is filled now stays cached until its neighbours are needed."""
+        return True
+
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         """Return the blob, or `span` of it, as a read-only view of bytes. Return None if the blob is not cached.
 

@@ -80,7 +80,7 @@ class Blocks(ForkAware):
         origin: The store of the objects.
         tier: Caches the blocks.
         block_bytes: Size of a block; the last block of an object may be shorter.
-        bypasses_cache: Whether row groups are read for data that is not needed yet. Their blocks are not cached then.
+        bypasses_cache: Whether no blocks of row groups are cached, because no neighbours are needed in time.
     """
 
     def __init__(self, origin: Origin, tier: Tier, block_bytes: int, bypasses_cache: bool = False) -> None:
@@ -120,11 +120,11 @@ class Blocks(ForkAware):
 
     @property
     def retains_blocks(self) -> bool:
-        """Whether a block stays cached until its neighbours are needed. False if the cache has a transient region."""
-        return not (self._bypasses_cache or self.tier.division().region)
+        """Whether a block stays cached until its neighbours are needed. See `Tier.retains_blobs`."""
+        return not self._bypasses_cache and self.tier.retains_blobs
 
     def bypassing(self) -> Blocks:
-        """Return a reader of the same objects for data that is not needed yet. Its row groups cache no blocks."""
+        """Return a reader of the same objects whose row groups cache no blocks, such as of data not needed yet."""
         return Blocks(self.origin, self.tier, self.block_bytes, bypasses_cache=True)
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:

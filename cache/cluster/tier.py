@@ -49,6 +49,10 @@ class ClusterTier(Tier):
     def location(self) -> str:
         return self.local.location
 
+    @property
+    def retains_blobs(self) -> bool:
+        return self.local.retains_blobs
+
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         return self.local.get(key, span)
 

@@ -129,10 +129,12 @@ class LocalTier(ForkAware, Tier):
     @property
     def limit(self) -> int:
         """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
-        if self._given_limit:
-            return self._given_limit
-        folder = self.opened()
-        return sys.maxsize if folder is None else folder.default_limit
+        folder = None if self._given_limit else self.opened()
+        return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
+
+    @property
+    def retains_blobs(self) -> bool:
+        return self.health.state == "normal" and not self.division().region
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         if (found := self._lookup(key, span)) is not None:

@@ -75,6 +75,10 @@ class RowGroupCache(SizeForecast):
         self._null_masks = null_masks
         self._unkept = set[int]()  # row groups that the cache did not keep when this process made them
         self.plan = self._new_plan()
+        if not self.shared:  # Memory keeps blocks until their neighbours are needed only if all data fits.
+            files = {group.file for group in manifest.row_groups}
+            fits = sum(file.size for file in files) + self.num_bytes <= self.tier.limit
+            self.blocks = blocks if fits else blocks.bypassing()
         self.maker = self._new_maker()
 
     def _new_plan(self) -> RowGroupPlan:

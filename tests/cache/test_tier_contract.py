@@ -146,6 +146,14 @@ def test_blobs_are_discarded_once_those_made_of_them_are_cached(tier: Tier) -> N
     assert again.calls == 1
 
 
+def test_a_tier_that_cannot_write_retains_no_blobs(tier: Tier) -> None:
+    assert tier.retains_blobs
+    local = tier.local if isinstance(tier, ClusterTier) else tier
+    if isinstance(local, LocalTier):
+        local.health.writes.failed()
+        assert not tier.retains_blobs
+
+
 def test_it_pickles(tier: Tier) -> None:
     tier.get_or_fill(key("a"), Filler(b"bytes"))
     copy: Tier = pickle.loads(pickle.dumps(tier))

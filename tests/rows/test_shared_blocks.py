@@ -1,17 +1,24 @@
-"""Cached blocks of small row groups: kept while a row group needs them, and discarded once its rows are cached."""
+"""Cached blocks of small row groups: kept while a row group needs them, and discarded once its rows are cached.
+
+Where no cache would keep them, row groups are fetched by themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, make_dataset
+from dataload.cache.blocks import reader
 from dataload.cache.local import fsck
 from dataload.dataset import Dataset
 
@@ -112,3 +119,58 @@ def test_two_threads_look_up_the_blocks_of_a_file(
     with threads:
         shared.discard(1, blobs.keys)
     assert begun
+
+
+IMAGE_GROUPS, IMAGES_OF_A_GROUP, IMAGE_BYTES = 64, 4, 64 << 10
+
+
+@pytest.fixture
+def images(bucket: Any) -> int:
+    """Write a file of 64 row groups of 256 KiB, 16 in a block of 4 MiB. Return its size."""
+    rng = np.random.default_rng(0)
+    table = pa.table({"image": [rng.bytes(IMAGE_BYTES) for _ in range(IMAGE_GROUPS * IMAGES_OF_A_GROUP)]})
+    size: int = bucket.put_table(
+        "x.parquet", table, row_group_size=IMAGES_OF_A_GROUP, use_dictionary=False, compression="none"
+    )
+    return size
+
+
+def make_shuffled(dataset: Dataset) -> None:
+    """Make the row groups of `images` in random order, so that the next one is seldom of the same block."""
+    for number in np.random.default_rng(1).permutation(IMAGE_GROUPS).tolist():
+        dataset.rowstore.blobs.make(number)
+
+
+@contextmanager
+def no_large_files() -> Iterator[None]:
+    """Let writes of this process fail from the 100th kilobyte of a file on, as on a disk without space for a blob."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize(("held", "is_in_blocks"), [(8 << 20, False), (64 << 20, True)])
+def test_without_a_cache_blocks_are_fetched_only_if_memory_holds_all_data(
+    bucket: Any, images: int, held: int, is_in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "UNCACHED_BYTES", held)
+    dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=False)
+    bucket.server.reset()
+    make_shuffled(dataset)
+    assert bucket.server.stats()["get_bytes"] <= images
+    assert (bucket.server.stats()["get_requests"] == 5) == is_in_blocks
+
+
+def test_no_blocks_are_fetched_for_a_cache_that_cannot_be_written_to(
+    bucket: Any, images: int, cache: CacheConfig
+) -> None:
+    dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=cache)
+    with no_large_files():
+        assert not dataset.rowstore.blobs.make(0)  # It shows that the cache keeps nothing.
+        bucket.server.reset()
+        make_shuffled(dataset)
+    assert dataset.blocks.stats()["health"]["state"] == "degraded"
+    assert bucket.server.stats()["get_bytes"] <= images
