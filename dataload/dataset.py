@@ -289,7 +289,7 @@ def make_dataset(
         null_masks: Instead of that error, make these nulls zeros, and add "<column>.is_null": a bool Tensor[B] of the
             rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
         cache: The host's cache: a `CacheConfig`, or None for the default one. False: cache nothing outside this
-            process's memory.
+            process's memory. Each of a loader's `num_workers` has its own memory, so each fetches every row group then.
         cache_dir: As in `CacheConfig`; not with `cache`.
         cache_bytes: As in `CacheConfig`; not with `cache`.
         cluster: As in `CacheConfig`; not with `cache`.

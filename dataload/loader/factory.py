@@ -81,7 +81,7 @@ def make_loader(
             groups, so its first batches have rows of one. None: `default_window` of their rows and bytes.
         num_streams: Parts of the dataset, of which each node reads its own. None: one for each node.
         num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, threads of this
-            process make the batches.
+            process make the batches. Without a cache, each worker fetches and decodes every row group.
         num_threads: Threads that run `transform` and `collate_fn`, each for another batch, without `num_workers`. It
             pays if they release the interpreter lock, as most image decoders do. The functions must be thread-safe.
             None: one thread for each loop. A function of several loaders, or a tokenizer that their functions share,

@@ -77,6 +77,8 @@ def check_data_parallel(rank: int, world_size: int, *, search: bool = True) -> N
 def share_host(loader: object, dataset: MapStyle, world: World, num_workers: int) -> int:
     """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many.
 
+    Warn if several workers fetch the same row groups.
+
     Args:
         loader: Identifies the loader. The largest numbers of all loaders apply.
         dataset: Its dataset.
@@ -88,6 +90,12 @@ def share_host(loader: object, dataset: MapStyle, world: World, num_workers: int
     for each in dataset.datasets:
         if each.blocks.origin.limiter is not None:
             each.blocks.origin.limiter.share(loader, FETCHING_PROCESSES_PER_RANK * ranks)
+    if num_workers > 1 and not dataset.rowstore.blobs.shared:
+        log.warning(
+            "without a cache, each of the %d workers fetches and decodes every row group: give the loader a cache, or "
+            "use num_threads instead of num_workers",
+            num_workers,
+        )
     return ranks
 
 

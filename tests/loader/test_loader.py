@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from timed_epoch import timed_epoch
@@ -719,3 +720,24 @@ def test_without_a_cache_the_main_process_prefetches_nothing_for_workers(workers
     options = {"num_workers": workers, "transform": _identity} if workers else {}
     assert sum(len(batch["x"]) for batch in make_loader(dataset, 100, **options)) == 2000
     assert bucket.server.stats()["get_bytes"] < 1.2 * table.nbytes
+
+
+@pytest.mark.parametrize(
+    ("workers", "transform", "has_cache", "warnings"),
+    [(2, _identity, False, 1), (1, _identity, False, 0), (2, None, False, 0), (2, _identity, True, 0)],
+)
+def test_workers_that_each_fetch_the_whole_dataset_are_warned_of(
+    workers: int,
+    transform: Any,
+    has_cache: bool,
+    warnings: int,
+    tmp_path: Path,
+    cache: CacheConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pq.write_table(pa.table({"x": range(8)}), tmp_path / "x.parquet")
+    source = str(tmp_path / "x.parquet")
+    make_loader(source, 4, num_workers=workers, transform=transform, cache=cache if has_cache else False)
+    found = [message for message in caplog.messages if "every row group" in message]
+    assert len(found) == warnings
+    assert all("without a cache, each of the 2 workers" in message for message in found)
