@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import takewhile
 
+from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor, awaited
 
-AT_ONCE = 16  # row groups; `RowGroupMaker` bounds their memory
 AHEAD = 64  # row groups queued
 
 
@@ -47,7 +47,7 @@ def warm(blobs: RowGroups, groups: Iterable[int], progress: Callable[[int], obje
                 progress(group)
                 cached += 1
 
-    threads = DaemonExecutor(AT_ONCE, "dataload-warm")
+    threads = DaemonExecutor(IN_FLIGHT, "dataload-warm")  # a row group each; the memory budget bounds their bytes
     try:
         for group in takewhile(lambda _: not stopped.is_set(), groups):
             pending.append((group, threads.submit(make, group)))

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
-from dataload.cache.blocks.reader import Object
+from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.cli.app import app
 from dataload.cli.commands.plan import lines
 from dataload.formats import range_stream
@@ -483,6 +483,20 @@ def test_columns_that_are_left_out_are_not_fetched(origin: Origin, tmp_path: Pat
     warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
     assert counted(origin) == found.first_epoch
     assert found.first_epoch.bytes < 0.01 * whole.first_epoch.bytes
+
+
+def test_warming_keeps_as_many_requests_in_flight_as_training(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "bucket"
+    folder.mkdir(parents=True)
+    for number in range(IN_FLIGHT + 8):
+        pq.write_table(pa.table({"x": range(10)}), folder / f"{number}.parquet")
+    with Origin(tmp_path / "data") as origin:
+        cache = CacheConfig(str(tmp_path / "c"), "1GB")
+        blobs = make_dataset("s3://bucket/", storage_options=origin.storage_options, cache=cache).rowstore.blobs
+        origin.reset()
+        origin.behave(latency=1.0)
+        assert warm(blobs, range(IN_FLIGHT + 8)) == IN_FLIGHT + 8
+        assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
 
 
 def test_ctrl_c_interrupts_the_wait_for_a_row_group_to_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
