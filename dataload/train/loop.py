@@ -235,7 +235,7 @@ class TrainingLoop:
                 self._annotate_errors(record["epoch"]),
                 evaluating(self.model),
                 torch.no_grad(),
-                self.steps.autocast(),
+                self.steps.autocast(cached=False),  # `evaluate` may load other weights.
                 stage("evaluate"),
             ):
                 scores = scores_of(self.evaluate(self.model))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
-from dataload.train.ranks.exchange import Exchange
+from dataload.train.modules import buffers_kept
+from dataload.train.ranks.exchange import Exchange, Sharded
 from dataload.train.ranks.sharded import clip_grad_norm, full_tensor
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,10 +128,15 @@ class OptimizerStep:
             self.pending = self._rows = 0
         return loss, scalars
 
-    def autocast(self) -> torch.autocast:
-        """Return the context in which the model computes in `precision`."""
-        dtype = PRECISIONS[self.precision]
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+    def autocast(self, *, cached: bool = True) -> torch.autocast:
+        """Return the context in which the model computes in `precision`.
+
+        Args:
+            cached: Keep the casts of parameters, which must not change before the context ends. A sharded model keeps
+                none, because the casts of its gathered parameters would be the whole model.
+        """
+        dtype, cached = PRECISIONS[self.precision], cached and not isinstance(self.exchange, Sharded)
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None, cache_enabled=cached)
 
     def _backward(self, batch: Any, weight: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""

@@ -803,6 +803,23 @@ def test_the_evaluation_has_the_precision_of_the_training(precision, dtype):
     assert seen == [dtype]
 
 
+def test_an_evaluation_may_change_the_weights_in_place():
+    """As it does for a moving average of them."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scores = []
+
+    def evaluate(model):
+        for factor in (1, 0):
+            model.load_state_dict({name: factor * each for name, each in model.state_dict().items()})
+            scores.append(model(torch.ones(1, 3)).item())
+        return {}
+
+    options = {"epochs": 1, "progress": False, "precision": "bf16", "evaluate": evaluate}
+    fit(model, optimizer, in_order(40), lambda model, batch: model(batch["x"].float()).float().mean(), **options)
+    assert scores[0] != scores[1] == 0
+
+
 @pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_automatic_precision_is_bf16_on_gpus_that_have_it(monkeypatch, native, precision):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)

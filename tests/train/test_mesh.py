@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataload import World, evaluate_over, find_batch_size, fit, make_dataset, make_loader, mix
 from dataload.errors import ConfigError
@@ -397,6 +399,54 @@ def test_a_killed_run_resumes_on_two_ranks(ranks, folder, tmp_path, shape, names
     for name in ("loss", "first.weight"):
         assert resumed[0][0][0][name] == pytest.approx(whole[0][0][0][name], abs=1e-5)
     torch.testing.assert_close(resumed[0][3], whole[0][3], rtol=0, atol=1e-5)
+
+
+class Casts(TorchDispatchMode):
+    """Collects the storages of weights of 4 x 4 that autocast casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and (made.dtype, made.shape) == (torch.bfloat16, (4, 4)):
+            self.storages.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+
+def casts_of(folder):
+    """Return how many weights were cast in a forward, and how many casts were left at its end, for each step."""
+    found = []
+
+    def loss(model, batch):
+        with Casts() as casts:
+            guess = model(batch["x"])
+        found.append((len(casts.storages), sum(not storage.expired() for storage in casts.storages)))
+        return guess.float().square().mean()
+
+    def run():
+        _, mesh = mesh_of((2,), ("dp",))
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(12)])
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        loader = make_loader(make_dataset(folder, columns=["x"], cache=False), 60, mesh=mesh)
+        options = {"precision": "bf16", "activation_checkpointing": nn.Linear, "progress": False}
+        fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, **options)
+        return found
+
+    return group_ended(run)
+
+
+@NEEDS_FSDP
+def test_casts_of_gathered_weights_are_not_kept(ranks, folder):
+    """Otherwise each rank would hold the whole model in bf16. The backward casts again what is recomputed."""
+    for steps in ranks(2, casts_of, folder):
+        assert len(steps) == 3
+        for made, left in steps:
+            assert made == 12
+            assert left <= 1
 
 
 class Tied(nn.Module):
