@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dataload import evaluate_over, fit, make_loader
@@ -46,8 +46,9 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    run = {"epochs": args.epochs, "evaluate": lambda model: evaluate_over(model, held_out, right)}
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    run = {"epochs": args.epochs, "precision": "fp32", "evaluate": lambda model: evaluate_over(model, held_out, right)}
     history = fit(model, torch.optim.AdamW(model.parameters()), loader, loss, checkpoint_dir="checkpoints", **run)
     if dist.get_rank() == 0:
         print(f"accuracy {history[-1]['accuracy']:.1%} of {history[-1]['rows']} rows")
