@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -61,10 +63,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Give the modules copies of their buffers, such as running statistics, for the block."""
+    # Copying values back into the buffers instead would fail a backward that needs them.
+    own = [(each, *named) for each in model.modules() for named in each.named_buffers(recurse=False)]
+    for module, name, buffer in own:
+        setattr(module, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for module, name, buffer in own:
+            setattr(module, name, buffer)
+
+
+@contextmanager
 def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[None]:
     """Checkpoint the activations of the selected modules during the block.
 
-    Parameters, their names and the gradients do not change.
+    Parameters, their names, the gradients and the buffers do not change.
 
     Args:
         model: The model that trains.
@@ -84,7 +100,7 @@ def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[No
         )
     originals = [vars(module).get("forward") for module in selected]
     for module in selected:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = partial(_checkpointed, module, module.forward)
     try:
         yield
     finally:
@@ -92,6 +108,14 @@ def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[No
             del module.forward
             if forward is not None:
                 module.forward = forward
+
+
+def _checkpointed(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `forward`, whose activations the backward computes again without a change to the module's buffers."""
+    once: dict[str, Any] = {"context_fn": lambda: (nullcontext(), buffers_kept(module))}
+    if torch.compiler.is_compiling():  # A compiled forward changes them once anyway, and supports no such contexts.
+        once = {}
+    return checkpoint(forward, *args, use_reentrant=False, **once, **kwargs)
 
 
 def _matches(module: nn.Module, selector: ModuleSelector) -> bool:
