@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ class OptimizerStep:
 
         Args:
             batch: The batch, on the device.
-            rows: Rows that count in this batch; 0 if this rank has run out of batches.
+            rows: Rows that count in this batch; 0 if this rank has run out of batches: then no buffer changes, either.
             all_rows: Rows of the batches that all ranks add at this time.
             last: Whether this is the last batch of the epoch on all ranks.
 
@@ -122,7 +123,9 @@ class OptimizerStep:
         self._rows += all_rows
         full = last or self.pending == self.accumulate
         # DDP and FSDP average gradients over ranks. Multiplying by the number of ranks makes it a sum.
-        loss, scalars = self._backward(batch, rows * self.exchange.ranks / self._nominal_rows, full)
+        weight = rows * self.exchange.ranks / self._nominal_rows
+        with nullcontext() if rows else buffers_kept(self.exchange.model):  # type: ignore[arg-type]
+            loss, scalars = self._backward(batch, weight, full)
         if full:
             self._step(self._nominal_rows / self._rows)
             self.pending = self._rows = 0

@@ -83,15 +83,28 @@ def test_each_row_of_a_step_counts_alike(ranks, num_rows):
     assert_close(ranks(2, train_in_order, 4, num_rows, accumulate=2)[1], expected)
 
 
+class Watched(nn.Module):
+    """A model that has running statistics of its input, which do not change its output."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.norm = model, nn.BatchNorm1d(3, affine=False).double()
+
+    def forward(self, x):
+        self.norm(x)
+        return self.model(x)
+
+
 def train_unevenly(sizes, accumulate):
-    """Train with batches of the given sizes on each rank. Return the parameters and the history."""
+    """Train with batches of the given sizes on each rank. Return parameters, history and counted batches."""
     rank, rows = World.detect().rank, Rows()
     x, y = (column.chunk(2)[rank].split([*sizes[rank], 20 - sum(sizes[rank])])[:-1] for column in (rows.x, rows.y))
     batches = [{"x": own_x, "y": own_y} for own_x, own_y in zip(x, y, strict=True)]
     model, optimizer = build()
     options = {"epochs": 2, "accumulate": accumulate, "precision": "fp32", "progress": False}
+    model = Watched(model)
     history = fit(model, optimizer, batches, squared_error, **options)
-    return parameters_of(model), history
+    return parameters_of(model), history, model.norm.num_batches_tracked.item()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +127,7 @@ def test_ranks_may_have_other_batches(ranks, sizes, accumulate):
     assert torch.equal(first[0], second[0])
     assert_close(first[0], steps_of(groups))
     assert [record["rows"] for record in first[1]] == [sum(map(sum, sizes))] * 2
+    assert first[2] == second[2] == 2 * np.count_nonzero(sizes[0])  # Statistics are those of rank 0, as in DDP.
 
 
 def test_a_rank_without_any_batch_is_refused_on_all(ranks):
