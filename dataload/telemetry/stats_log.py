@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby, islice
 from operator import index
 from pathlib import Path
 from time import time
@@ -139,11 +140,15 @@ def merged(peers: Iterable[Sequence[Pass]], *, steady: bool = False) -> list[Pas
     return sorted((_one_of(group, steady) for group in peers), key=lambda each: (each.began, each.rank))
 
 
-def read_peers(folder: Path) -> list[list[Pass]]:
+def read_peers(folder: Path, *, samples: bool = True) -> list[list[Pass]]:
     """Return the passes of all processes that wrote into `folder`, in groups of those that got the same rows.
 
     Such are processes with the same rank, for example tensor-parallel ones. Damaged lines are skipped. Unreadable files
     are skipped and logged.
+
+    Args:
+        folder: The folder.
+        samples: Give each pass its samples. Without them, only the last lines of each pass are parsed.
 
     Raises:
         ConfigError: The folder has no statistics.
@@ -151,11 +156,12 @@ def read_peers(folder: Path) -> list[list[Pass]]:
     passes: dict[tuple[int, int, int, float], Pass] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:
-            for latest in _lines(path):
+            for latest in _lines(path, every=samples):
                 key = latest.rank, latest.process, latest.stats.epoch, latest.began
-                samples = passes[key].samples if key in passes else []
-                samples.append(Sample(latest.stats.seconds, latest.stats.rows))
-                passes[key] = replace(latest, samples=samples)
+                progress = passes[key].samples if key in passes else []
+                if samples:
+                    progress.append(Sample(latest.stats.seconds, latest.stats.rows))
+                passes[key] = replace(latest, samples=progress)
         except OSError as error:
             log.warning("skipping %s, which cannot be read: %s", path, error.strerror)
     if not passes:
@@ -192,15 +198,29 @@ def _one_of(peers: Sequence[Pass], steady: bool) -> Pass:
     return replace(slowest, stats=replace(slowest.stats, **figures))
 
 
-def _lines(path: Path) -> Iterator[Pass]:
-    """Yield, for each intact line, the state of its pass at that time."""
+def _lines(path: Path, *, every: bool) -> Iterator[Pass]:
+    """Yield the state of each pass at its last intact line; if `every`, at each intact line."""
     with path.open("rb") as file:
-        for text in file:
-            try:
-                parsed = _pass(json.loads(text))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-            yield parsed
+        if every:
+            yield from _intact(file)
+            return
+        for _, lines in groupby(file, _key):
+            yield from islice(_intact(reversed([*lines])), 1)
+
+
+def _key(line: bytes) -> tuple[bytes, bytes]:
+    """Return the bytes of a line that are the same in all lines of a pass, and differ between passes of a file."""
+    return line.partition(b",")[0], line[line.rfind(b'"began"') :].partition(b"ended")[0]
+
+
+def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
+    """Yield, for each intact line, the state of its pass at that time."""
+    for line in lines:
+        try:
+            parsed = _pass(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        yield parsed
 
 
 def _pass(line: Any) -> Pass:

@@ -208,6 +208,11 @@ def test_passes_that_begin_almost_at_once_are_two(tmp_path, monkeypatch):
         with Samples(tmp_path, 0, LoaderStats(epoch, batches=1, seconds=1e-6)):
             pass
     assert [(one.stats.epoch, one.began) for one in read(tmp_path)] == [(0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)]
+    assert read_peers(tmp_path, samples=False) == without_samples(tmp_path)
+
+
+def without_samples(folder):
+    return [[dataclasses.replace(each, samples=[]) for each in peers] for peers in read_peers(folder)]
 
 
 def test_of_a_long_run_little_is_kept(tmp_path):
@@ -725,6 +730,20 @@ def test_metrics(tmp_path):
         ("cache_reads_total", "1", "hit"): 0,
         ("cache_reads_total", "1", "miss"): 0,
     }
+
+
+def test_for_metrics_the_last_lines_of_each_pass_are_parsed(dataload, tmp_path, monkeypatch):
+    write_run(tmp_path, ranks=2, epochs=3, seconds=40)
+    torn = tmp_path / "rank-1.jsonl"
+    torn.write_bytes(torn.read_bytes()[:-150])
+    assert read_peers(tmp_path, samples=False) == without_samples(tmp_path)
+    prometheus.write(merged(read_peers(tmp_path), steady=True), tmp_path / "run.prom")
+    expected, loads, parsed = (tmp_path / "run.prom").read_text(), json.loads, []
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    code, _, _ = dataload("report", tmp_path, "--metrics", tmp_path / "run.prom")
+    assert code == 0
+    assert (tmp_path / "run.prom").read_text() == expected
+    assert len(parsed) == 2 * (3 + 1) + 1  # one line of each pass, the empty first one of each file, and the torn one
 
 
 def test_ranks_of_an_earlier_start_keep_counters_only(tmp_path):

@@ -27,10 +27,10 @@ def report(
     from dataload.reporting.html import summary, write
     from dataload.telemetry.stats_log import merged, read_peers
 
-    peers = read_peers(folder)
-    passes = merged(peers)
     if not (html or png or metrics or as_json):
         html = folder / "report.html"
+    peers = read_peers(folder, samples=bool(html or png))  # Cron may ask for metrics each minute.
+    passes = merged(peers)
     if html:
         with _writing(html):
             write(passes, html, f"{folder.resolve().name}: where the time went")
