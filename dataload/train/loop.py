@@ -259,7 +259,8 @@ class TrainingLoop:
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device, self.stats_dir)
-        for fed in feed(batches, tally.counts, self.world, self._even, state_of, resumed.begin, self.mesh):
+        begin = partial(self._begin, resumed)
+        for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             # A rank without further batches could not resume this epoch: its loader is at the next one.
@@ -271,6 +272,13 @@ class TrainingLoop:
         self._check_finite(number)
         self._waited += tally.counts["wait_seconds"]
         return tally
+
+    def _begin(self, resumed: Resumed) -> None:
+        """Check the state of the loader, which may have one only within its iteration. Then end the resume."""
+        if self._stateful and self.checkpoints.enabled:
+            state = map_leaves({"loader": self.loader.state_dict()}, to_meta)
+            on_first(lambda: check_plain(state))
+        resumed.begin()
 
     def _check_finite(self, number: int) -> None:
         self.losses.settle()

@@ -792,13 +792,28 @@ def test_old_checkpoints_that_cannot_be_removed_wait(tmp_path, monkeypatch):
     assert names(tmp_path) == ["checkpoint-000004"]
 
 
+def never(model, batch):
+    raise AssertionError("it trains")
+
+
+class Remembering(Drawing):
+    """A loader whose state cannot be loaded without running code."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": defaultdict(int)}
+
+
+@pytest.mark.parametrize("checkpoint_every", [None, 1])
+def test_a_loader_whose_state_could_not_be_read_back_stops_the_run_before_it_trains(tmp_path, checkpoint_every):
+    model, optimizer = build()
+    options = {"epochs": 1, "checkpoint_dir": tmp_path, "checkpoint_every": checkpoint_every, "progress": False}
+    with pytest.raises(ConfigError, match=r"convert to plain data loader\.seen \(defaultdict\)"):
+        fit(model, optimizer, Remembering(), never, **options)
+
+
 def test_a_state_that_could_not_be_read_back_stops_the_run_before_it_trains(tmp_path):
     model = Odd(3, 1)
     model(torch.ones(3))
-
-    def never(model, batch):
-        raise AssertionError("it trains")
-
     with pytest.raises(ConfigError, match=r"convert to plain data model\._extra_state"):
         fit(
             model,
