@@ -24,7 +24,7 @@ class TensorBoardWriter:
     Args:
         folder: Where the event files are written.
         every: Optimizer steps between two points.
-        device: Where the model trains. Its peak memory is one of the metrics.
+        device: Where the model trains. The peak memory of a GPU from now on, or of this process, is one of the metrics.
         after: The step that is resumed after: later points of the earlier run are hidden. 0: nothing is resumed.
 
     Raises:
@@ -43,6 +43,8 @@ class TensorBoardWriter:
         self._device = device
         self._rows = 0  # since the last point
         self._last = (perf_counter(), 0.0)  # time and wait_seconds at the last point
+        if device.type == "cuda":  # Its peak may be that of a search for the batch size.
+            torch.cuda.reset_peak_memory_stats(device)
 
     def step(self, step: int, loss: float | None, lr: float, all_rows: int, wait_seconds: float) -> None:
         """Count an optimizer step, and write a point if it is due.

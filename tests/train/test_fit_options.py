@@ -268,6 +268,14 @@ def test_tensorboard_gets_the_figures(tmp_path):
         assert [step for step, value in points[f"step/{name}"] if value >= 0] == list(range(2, 21, 2)), name
 
 
+def test_the_memory_of_a_gpu_counts_from_the_start_of_the_metrics(tmp_path, monkeypatch):
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        tensorboard.TensorBoardWriter(tmp_path, 1, device).close()
+    assert reset == [torch.device("cuda", 1)]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
 def test_a_full_disk_ends_the_metrics_and_not_the_run(small_disk, caplog):
     (small_disk / "tb").mkdir()
