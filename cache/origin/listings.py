@@ -35,7 +35,7 @@ def complete(filesystem: Any) -> Any:
     # The `_glob` of a class outside of fsspec may need its own instance.
     if _inherits(filesystem, AsyncFileSystem, "_find", "_walk") and _is_of_fsspec(type(filesystem)._glob):  # noqa: SLF001
         return _AsyncWalked(filesystem)
-    return filesystem
+    return _WithInfos(filesystem)
 
 
 def fresh_info(filesystem: Any, path: str) -> Any:
@@ -106,6 +106,22 @@ class _AsyncWalked(AsyncFileSystem):  # type: ignore[misc]
 
     async def _glob(self, path: Any, **kwargs: Any) -> Any:
         return await self._own_glob(self, path, **kwargs)
+
+
+class _WithInfos(AbstractFileSystem):  # type: ignore[misc]
+    """A view of a filesystem with listings of its own. That of Azure returns the name of a file without its info."""
+
+    cachable = False
+
+    def __init__(self, filesystem: Any) -> None:
+        super().__init__()
+        self._filesystem = filesystem
+        self._strip_protocol = filesystem._strip_protocol  # noqa: SLF001
+        self.info, self.glob = filesystem.info, filesystem.glob
+
+    def find(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self._filesystem.find(path, *args, **kwargs)
+        return found if isinstance(found, dict) else {name: fresh_info(self._filesystem, name) for name in found}
 
 
 class LocalNames(LocalFileSystem):  # type: ignore[misc]

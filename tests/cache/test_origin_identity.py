@@ -18,10 +18,13 @@ import pytest
 import s3fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.dirfs import DirFileSystem
+from http_servers import serving
 
+from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import identity
 from dataload.cache.origin.identity import LOCATIONS, identity_of
 from dataload.cache.origin.origin import Origin
+from dataload.cache.origin.version import version_of
 from dataload.errors import ConfigError
 
 KEYS = [base64.b64encode(secret).decode() for secret in (b"the first secret", b"the second secret")]
@@ -112,6 +115,12 @@ def test_no_credential_of_azure_is_in_its_name() -> None:
             assert not any(secret in said for secret in (KEYS[0], "abc", "AccountKey"))
 
 
+LISTING = """<?xml version="1.0" encoding="utf-8"?>
+<EnumerationResults ContainerName="container"><Blobs><Blob><Name>blob</Name><Properties>
+<Last-Modified>Thu, 01 Jan 2026 00:00:00 GMT</Last-Modified><Etag>the same</Etag><BlobType>BlockBlob</BlobType>
+<Content-Length>{}</Content-Length></Properties></Blob></Blobs><NextMarker/></EnumerationResults>"""
+
+
 class Accounts(ThreadingHTTPServer):
     """A minimal Azure blob storage: each account has one blob, whose content is the account's name."""
 
@@ -119,10 +128,15 @@ class Accounts(ThreadingHTTPServer):
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            content = urlsplit(self.path).path.split("/")[1].encode()
-            self.send_response(206 if self.command == "GET" else 200)
+            url = urlsplit(self.path)
+            content = url.path.split("/")[1].encode()
+            lists = "comp=list" in url.query
+            if lists:
+                content = LISTING.format(len(content)).encode()
+            self.send_response(206 if self.command == "GET" and not lists else 200)
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Content-Range", f"bytes 0-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Type", "application/xml" if lists else "application/octet-stream")
             self.send_header("ETag", '"the same"')
             self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
             self.send_header("x-ms-blob-type", "BlockBlob")
@@ -155,6 +169,24 @@ def test_an_azure_account_is_not_served_the_bytes_of_another(tmp_path: Path, con
         finally:
             server.shutdown()
     assert fs.stats()["bytes_origin"] == 0, "the third time it is there"
+
+
+@pytest.mark.usefixtures("adlfs")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in dirfs"])
+def test_a_blob_of_azure_is_listed_by_its_own_name(tmp_path: Path, wrapped: bool) -> None:
+    """The filesystem of Azure finds it without its info."""
+    with serving(Accounts.Handler) as url:
+        below = connection_string("uno", BlobEndpoint=f"{url}/uno")
+        azure = fsspec.filesystem("abfs", connection_string=below, skip_instance_cache=True)
+        store, folder = (DirFileSystem("container", azure), "") if wrapped else (azure, "container")
+        blob = f"{folder}/blob".lstrip("/")
+        listed = Origin(store).list(blob)
+        assert [(name, version_of(info)) for name, info in listed.items()] == [(blob, '"the same"')]
+        fs = TierCacheFileSystem(fs=store, cache_dir=str(tmp_path / "cache"), skip_instance_cache=True)
+        assert fs.find(blob) == fs.find(folder) == [blob]
+        assert fs.find(blob, detail=True)[blob]["size"] == len("uno")
+        fs.prefetch([blob], wait=True)
+        assert fs.cat_file(blob) == b"uno"
 
 
 def test_emulators_of_google_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
