@@ -51,11 +51,14 @@ def forget(filesystem: Any, path: str) -> None:
 
 @contextmanager
 def fresh_listing(filesystem: Any, path: str | None) -> Iterator[None]:
-    """Make a filesystem of fsspec forget its listings of `path` and below (None: all).
+    """Make a filesystem of fsspec forget its listings of `path` and below (None: all), and those of the block.
 
-    s3fs forgets those of the block, too: it would keep 1 kB an object for the life of the process.
+    It would keep 1 to 2 kB an object for the life of the process.
     """
     filesystem, place = unwrapped(filesystem, path or "")  # fsspec's own wrapper passes nothing on before 2026
+    if filesystem.protocol == "reference":  # Its listings are made of the references, once and together.
+        yield
+        return
     filesystem.invalidate_cache(None if path is None else place)
     if path is not None:
         _forget_below(filesystem, place)
@@ -63,7 +66,8 @@ def fresh_listing(filesystem: Any, path: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for folder in set(filesystem.dircache) - before if hasattr(filesystem, "call_s3") else ():
+        # Reads from Hugging Face take sizes from the listing.
+        for folder in set(filesystem.dircache) - before if filesystem.protocol != "hf" else ():
             with suppress(KeyError):  # Another thread forgets it, too.
                 del filesystem.dircache[folder]
 
