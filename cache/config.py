@@ -44,8 +44,8 @@ class CacheConfig:
         cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,
             through which hosts share cached data. Give user and password in the URL, or in VALKEY_USERNAME and
             VALKEY_PASSWORD. None: each host fetches its own data.
-        origin_id: Name of the store in cache keys. Default: its protocol and endpoint. Give two addresses of one store
-            (a VPC endpoint, a proxy) the same name to share their cached data.
+        origin_id: Name of the store in cache keys. Default: its protocol and endpoint; all regions of Amazon have one.
+            Give two addresses of one store (a VPC endpoint, a proxy) the same name to share their cached data.
         allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
             use such a folder at a time: locks and the index do not work across hosts.
 

@@ -18,6 +18,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.utils import tokenize
 
+from dataload.cache.origin.known_s3 import ANY_REGION, COMMERCIAL
 from dataload.errors import ConfigError
 from dataload.runtime.redact import CREDENTIALS, redacted, unsigned
 
@@ -84,6 +85,12 @@ def _s3(filesystem: Any) -> str:
     return str(configured or filesystem.s3.meta.endpoint_url)  # The environment or a profile may name an endpoint.
 
 
+def _s3_store(filesystem: Any) -> str:
+    # At Amazon the bytes come from the region of the bucket, whatever that of the client.
+    url = _s3(filesystem)
+    return ANY_REGION if COMMERCIAL.fullmatch(url) else url
+
+
 def _azure(filesystem: Any) -> str:
     # adlfs resolved its options, the environment and the connection string, which has precedence.
     given = None if filesystem.connection_string else filesystem.account_name
@@ -142,7 +149,7 @@ LOCATIONS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("ftp", "sftp", "ssh"), _server_of_user),
     **dict.fromkeys(("gcs", "gs"), _google),
     **dict.fromkeys(("http", "https"), _http),
-    **dict.fromkeys(("s3", "s3a"), _s3),
+    **dict.fromkeys(("s3", "s3a"), _s3_store),
     "hdfs": _hadoop,
     "hf": _hub,
     "smb": _server,

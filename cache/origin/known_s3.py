@@ -33,6 +33,9 @@ VARIABLES = frozenset(
 )
 AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # not a private endpoint
 REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-[a-z]+-\d+")  # served under amazonaws.com
+# The regions that share bucket names. China and the US government have others.
+COMMERCIAL = re.compile(rf"https://s3([.-]{REGION.pattern})?\.amazonaws\.com/?")
+ANY_REGION = "https://s3.amazonaws.com"
 URL = re.compile(
     r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?(/[A-Za-z0-9._~/-]*)?"
 )  # obstore panics at others
@@ -135,7 +138,7 @@ def _credentials(given: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[
 def _amazon(region: str | None) -> str | None:
     """Return the endpoint of S3 at Amazon for a client of this region; None outside of the usual regions."""
     if region in (None, "us-east-1"):
-        return "https://s3.amazonaws.com"
+        return ANY_REGION
     return f"https://s3.{region}.amazonaws.com" if REGION.fullmatch(str(region)) else None
 
 

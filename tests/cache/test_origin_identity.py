@@ -22,6 +22,7 @@ from http_servers import serving
 
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import identity
+from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.identity import LOCATIONS, identity_of
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
@@ -212,6 +213,47 @@ def test_endpoints_of_s3_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setenv(name, f"http://127.0.0.1:{number}")
         found[f"http://127.0.0.1:{number}"] = named("s3", anon=True)
     assert found == {place: f"s3://{place}" for place in found}
+
+
+AMAZON = "s3://https://s3.amazonaws.com"
+
+
+@pytest.mark.parametrize(
+    ("region", "name"),
+    [
+        (None, AMAZON),
+        ("us-east-1", AMAZON),
+        ("eu-west-1", AMAZON),
+        ("ap-southeast-3", AMAZON),
+        ("us-gov-west-1", "s3://https://s3.us-gov-west-1.amazonaws.com"),
+        ("cn-north-1", "s3://https://s3.cn-north-1.amazonaws.com.cn"),
+    ],
+)
+def test_all_regions_of_amazon_that_share_bucket_names_are_one_store(
+    region: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if region is None:
+        monkeypatch.delenv("AWS_DEFAULT_REGION")
+    else:
+        monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    deferred = Origin(DeferredS3(anon=True))
+    assert (named("s3", anon=True), deferred.identity) == (name, name)
+    shown = f"https://s3.{region}.amazonaws.com" if region not in (None, "us-east-1") else "https://s3.amazonaws.com"
+    assert deferred.address.removesuffix(".cn") == shown, "a message names the address of the request"
+
+
+@pytest.mark.parametrize(
+    ("url", "is_amazon"),
+    [
+        ("https://s3.eu-west-1.amazonaws.com/", True),
+        ("https://s3-eu-west-1.amazonaws.com", True),
+        ("https://s3-us-gov-west-1.amazonaws.com", False),
+        ("https://bucket.vpce-1a-2b.s3.eu-west-1.vpce.amazonaws.com", False),
+        ("https://s3.eu-west-1.amazonaws.com.example.org", False),
+    ],
+)
+def test_an_address_of_amazon_names_its_store(url: str, is_amazon: bool) -> None:
+    assert named("s3", anon=True, endpoint_url=url) == (AMAZON if is_amazon else f"s3://{url}")
 
 
 def test_hosts_and_accounts_of_servers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
