@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import fsspec
 from fsspec.callbacks import DEFAULT_CALLBACK
-from fsspec.core import has_magic
 from fsspec.utils import isfilelike
 
 from dataload.cache.blocks.file import BlockFile
@@ -21,6 +20,7 @@ from dataload.cache.config import CacheConfig, check_names
 from dataload.cache.metadata import Forget, MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.explanation import opening
+from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import connect, introduce
 from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged, OriginError
@@ -230,7 +230,7 @@ class TierCacheFileSystem(MetadataFileSystem):
     def _listed(self, path: str) -> list[dict[str, Any]]:
         """Return the infos of the objects of `prefetch`. Raise OriginNotFound if a path that is no glob has nothing."""
         origin, path = self.blocks.origin, self._path(path)
-        found, is_glob = origin.list(path), has_magic(path.partition("?")[0] if "://" in path else path)
+        found, is_glob = origin.list(path), has_wildcard(path)
         if not found and is_glob:
             with suppress(OriginError):  # The name of an object may have the characters of globs.
                 found = origin.list(path, is_glob=False)

@@ -10,15 +10,21 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
+from fsspec.core import has_magic
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from dataload.cache.origin.errors import MISSING
+from dataload.cache.origin.errors import MISSING, underlying_error
 from dataload.cache.origin.s3_names import CompleteS3
 from dataload.cache.origin.version import bucket_info, forget, refreshing
 from dataload.errors import OriginError
 
 log = logging.getLogger(__name__)
+
+
+def has_wildcard(path: str) -> bool:
+    """Return whether a path has one of the characters of globs. In a URL, "?" begins the query."""
+    return bool(has_magic(path.partition("?")[0] if "://" in path else path))
 
 
 def complete(filesystem: Any) -> Any:
@@ -34,7 +40,7 @@ def complete(filesystem: Any) -> Any:
         return Walked(filesystem)
     # The `_glob` of a class outside of fsspec may need its own instance.
     if _inherits(filesystem, AsyncFileSystem, "_find", "_walk") and _is_of_fsspec(type(filesystem)._glob):  # noqa: SLF001
-        return _AsyncWalked(filesystem)
+        return (_HttpWalked if hasattr(filesystem, "encode_url") else _AsyncWalked)(filesystem)
     return _WithInfos(filesystem)
 
 
@@ -88,7 +94,7 @@ class Walked(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 
 class _AsyncWalked(AsyncFileSystem):  # type: ignore[misc]
-    """The same view of an asynchronous filesystem, such as that of HTTP."""
+    """The same view of an asynchronous filesystem."""
 
     cachable = False
 
@@ -106,6 +112,23 @@ class _AsyncWalked(AsyncFileSystem):  # type: ignore[misc]
 
     async def _glob(self, path: Any, **kwargs: Any) -> Any:
         return await self._own_glob(self, path, **kwargs)
+
+
+class _HttpWalked(_AsyncWalked):
+    """The same view of HTTP. fsspec takes each URL for a page of links first, and fetches a whole file to find none."""
+
+    async def _find(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not path.endswith("/"):
+            try:
+                info = await self._info(path)
+            except FileNotFoundError as error:
+                if underlying_error(error) is not error:
+                    raise
+                return {}
+            mimetype = info.get("mimetype")
+            if mimetype != "text/html" and (mimetype or info["size"] is not None):
+                return {path: info}
+        return await super()._find(path, *args, **kwargs)
 
 
 class _WithInfos(AbstractFileSystem):  # type: ignore[misc]

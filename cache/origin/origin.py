@@ -11,7 +11,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.core import has_magic
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, fallback, received_engine, shared_engine
@@ -19,7 +18,7 @@ from dataload.cache.origin.errors import UnsuitableError, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
-from dataload.cache.origin.listings import complete, fresh_info
+from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
@@ -151,7 +150,7 @@ class Origin(ForkAware):
             path: The path.
             is_glob: Whether it is a glob; None: if it has one of the characters of globs.
         """
-        is_glob = has_magic(path) if is_glob is None else is_glob
+        is_glob = has_wildcard(path) if is_glob is None else is_glob
 
         def find(filesystem: Any) -> dict[str, dict[str, Any]]:
             with fresh_listing(filesystem, None if is_glob else path):

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsspec.core import has_magic
-
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
 from dataload.cache.filesystem import split_chain
+from dataload.cache.origin.listings import has_wildcard
 from dataload.errors import ConfigError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
 from dataload.runtime.executor import DaemonExecutor
@@ -99,8 +98,8 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     paths = source_paths(source)
     # Other stores list one path at a time. A listing by fsspec drops cached listings that other threads use. Threads
     # cannot share a connection of FTP.
-    in_s3 = all(split_chain(path)[1].startswith(("s3://", "s3a://")) for path in paths)
-    every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if in_s3 else map
+    concurrent = all(split_chain(path)[1].startswith(("http://", "https://", "s3://", "s3a://")) for path in paths)
+    every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if concurrent else map
     for listed in every(partial(_list, blocks=blocks), paths):
         again += [obj.name for obj in listed if obj.path in found]
         for obj, keys in listed.items():
@@ -116,7 +115,7 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     origin = blocks.origin
     root = folder = origin.path_of(split_chain(path)[1])
     infos: dict[str, Any] = {}
-    if has_magic(root) and not (origin.is_local and Path(root).exists()):
+    if has_wildcard(root) and not (origin.is_local and Path(root).exists()):
         infos = origin.list(root, is_glob=True)
         if infos:
             folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
@@ -125,7 +124,7 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     if not listed:
         check = "check the path" if origin.address == "file://" else "check bucket, prefix and endpoint"
-        if has_magic(path):
+        if has_wildcard(root):
             check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
         raise OriginNotFound(f"no objects at {redacted(path)} ({origin.address}): {check}")
     _check_listing(redacted(path), listed.values())
