@@ -92,8 +92,7 @@ class LocalTier(ForkAware, Tier):
         return make, (self.path, self._given_limit, self.policy), {"_was_open": self._was_open}
 
     def __repr__(self) -> str:
-        state = "not opened" if self._folder is None else self.health.state
-        return f"LocalTier({str(self.path)!r}, {self.policy}, {state})"
+        return f"LocalTier({str(self.path)!r}, {self.policy}, {self.health.state if self._folder else 'not opened'})"
 
     @property
     def folder(self) -> CacheFolder:
