@@ -16,6 +16,7 @@ from dataload.cache.local import blob_file
 from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
+from dataload.cache.local.setup.preflight import check_owner
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
@@ -49,6 +50,8 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
         ConfigError: It cannot be opened.
     """
     try:
+        if path.exists():
+            check_owner(path)  # first: nobody else may look into a cache, not even whether it has a FORMAT
         if (path / "FORMAT").exists():
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)
     except (OSError, lmdb.Error) as error:

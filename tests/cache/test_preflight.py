@@ -6,6 +6,9 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,24 @@ def test_root_too_is_refused_in_a_folder_of_another_user(tmp_path: Path) -> None
     os.chown(tmp_path / "c", 12345, 12345)
     with pytest.raises(ConfigError, match="belongs to user 12345, this process runs as 0"):
         put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_a_command_names_the_owner_of_the_cache_of_another_user() -> None:
+    """It may not even look for the FORMAT of a folder that is closed to it."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    code = """
+import os, sys
+from pathlib import Path
+from dataload.cache.local.fsck import open_existing
+os.seteuid(65534)
+open_existing(Path(sys.argv[1]))
+"""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are closed to others
+        Path(folder).chmod(0o711)
+        put(LocalTier(cache := Path(folder) / "c"), "x/0")
+        done = subprocess.run([sys.executable, "-c", code, cache], capture_output=True, text=True, check=False)
+    assert "belongs to user 0, this process runs as 65534" in done.stderr
 
 
 @pytest.mark.parametrize("made_by_user", [False, True])

@@ -55,18 +55,23 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
     kind = filesystem_of(path)
     if not allow_network_filesystem and kind not in LOCAL:
         raise ConfigError(f"cache_dir {not_local(path, kind)}: {OVERRIDE}")
-    owner = path.stat().st_uid
-    if owner != os.geteuid():
-        raise ConfigError(
-            f"cache_dir {path} belongs to user {owner}, this process runs as {os.geteuid()}: name a folder of your "
-            "own, such as a new one inside it"
-        )
+    check_owner(path)
     file = path / "FORMAT"
     if not file.exists() and (other := _other_file(path)) and not file.exists():  # Another process may create it.
         raise ConfigError(f"cache_dir {path} holds other files ({other}, …): name an empty folder")
     for name in OUR_NAMES:
         if (path / name).is_symlink():
             raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache creates: remove it")
+
+
+def check_owner(path: Path) -> None:
+    """Raise ConfigError if an existing folder is another user's."""
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        raise ConfigError(
+            f"cache_dir {path} belongs to user {owner}, this process runs as {os.geteuid()}: name a folder of your "
+            "own, such as a new one inside it"
+        )
 
 
 def _other_file(path: Path) -> str | None:
