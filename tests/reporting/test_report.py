@@ -734,8 +734,9 @@ def test_metrics(tmp_path):
 
 def test_for_metrics_the_last_lines_of_each_pass_are_parsed(dataload, tmp_path, monkeypatch):
     write_run(tmp_path, ranks=2, epochs=3, seconds=40)
-    torn = tmp_path / "rank-1.jsonl"
-    torn.write_bytes(torn.read_bytes()[:-150])
+    for rank, torn in enumerate((3, 150)):  # after the start of the pass, and before it
+        path = tmp_path / f"rank-{rank}.jsonl"
+        path.write_bytes(path.read_bytes()[:-torn])
     assert read_peers(tmp_path, samples=False) == without_samples(tmp_path)
     prometheus.write(merged(read_peers(tmp_path), steady=True), tmp_path / "run.prom")
     expected, loads, parsed = (tmp_path / "run.prom").read_text(), json.loads, []
@@ -743,7 +744,7 @@ def test_for_metrics_the_last_lines_of_each_pass_are_parsed(dataload, tmp_path, 
     code, _, _ = dataload("report", tmp_path, "--metrics", tmp_path / "run.prom")
     assert code == 0
     assert (tmp_path / "run.prom").read_text() == expected
-    assert len(parsed) == 2 * (3 + 1) + 1  # one line of each pass, the empty first one of each file, and the torn one
+    assert len(parsed) == 2 * (3 + 2)  # a line of each pass, and in each file the empty first and the torn last one
 
 
 def test_ranks_of_an_earlier_start_keep_counters_only(tmp_path):
