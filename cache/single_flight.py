@@ -1,4 +1,4 @@
-"""One process of one host makes a result, and all others wait for it ("single flight")."""
+"""One process makes or fetches a result, and all others wait for it ("single flight")."""
 
 from __future__ import annotations
 
@@ -48,3 +48,36 @@ def make_once(
         found = find()
         if found is not None:
             return found
+
+
+def fetch_once(
+    tier: Tier,
+    lock: BlobKey,
+    find: Callable[[], T | None],
+    fetch: Callable[[], T | None],
+    reserve: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    alone: bool = False,
+) -> T | None:
+    """Fetch a result from the cluster, unless another process of this host does. Return None if no host has made it.
+
+    A wait for another process holds neither the lock nor the reservation, and no other host waits.
+
+    Args:
+        tier: The cache of the result.
+        lock: The key to lock while the result is fetched. `fetch` locks the keys of its blobs.
+        find: Returns the result if this host has cached it, or None.
+        fetch: Fetches and caches the result, or returns None.
+        reserve: Holds resources for `fetch`, such as memory.
+        alone: Fetch it whatever others do, because the cache will not keep their result.
+    """
+    if not tier.clustered:
+        return None
+    locked: AbstractContextManager[Any] = nullcontext() if alone else tier.key_lock(lock, elect=False)
+    with reserve(), locked as wait_for_other:
+        if wait_for_other is None:
+            found = find()
+            return fetch() if found is None else found
+    with doing(ELSEWHERE):
+        wait_for_other()
+    return find()

@@ -110,6 +110,11 @@ class Tier(Protocol):
         """Whether other processes read the blobs of this tier."""
 
     @property
+    def clustered(self) -> bool:
+        """Whether other hosts read the blobs of this tier."""
+        return False
+
+    @property
     def bulk(self) -> BulkTier | None:
         """This tier for many blobs at a time; None: it has no faster way for these."""
         return None

@@ -24,6 +24,7 @@ class ClusterTier(Tier):
     """
 
     shared = True
+    clustered = True
 
     def __init__(self, local: Tier, cluster: Cluster) -> None:
         self.local = local

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.single_flight import make_once
+from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import Allocate, BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
@@ -135,8 +135,9 @@ def make_alone(blocks: Blocks, obj: Object, what: str, make: Callable[[], bytes]
     """
     key, lock, tier = blocks.key(obj, what), blocks.key(obj, f"lock of {what}"), blocks.tier
     found = tier.get(key)
-    if found is None and (fetched := tier.fetch_from_cluster([key])):
-        [found] = fetched
+    if found is None:
+        fetching = blocks.key(obj, f"fetch {what}")
+        found = fetch_once(tier, fetching, lambda: tier.get(key), lambda: _fetched(blocks, key))
     if found is None:
         found = make_once(tier, lock, lambda: tier.get(key), lambda: get_or_make(blocks, key, make), nullcontext)
     return found
@@ -159,19 +160,19 @@ def _cached_run(blocks: Blocks, run: Object) -> memoryview:
 
 def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if no other host has its run."""
-    # A lock of its own: `fetch_from_cluster` locks the key of the run.
-    with blocks.tier.key_lock(blocks.key(location.run, "fetch footers"), elect=False) as wait_for_other:
-        found = stored_footer(location, blocks)
-        if (
-            found is None
-            and wait_for_other is None
-            and (fetched := blocks.tier.fetch_from_cluster([run_key(location.run, blocks)]))
-        ):
-            found = _cut(fetched[0], location.number)
-    if found is None and wait_for_other is not None:
-        wait_for_other()
-        found = stored_footer(location, blocks)
-    return found
+
+    def fetch() -> memoryview | None:
+        run = _fetched(blocks, run_key(location.run, blocks))
+        return None if run is None else _cut(run, location.number)
+
+    lock = blocks.key(location.run, "fetch footers")
+    return fetch_once(blocks.tier, lock, lambda: stored_footer(location, blocks), fetch)
+
+
+def _fetched(blocks: Blocks, key: BlobKey) -> memoryview | None:
+    """Fetch a blob from other hosts and cache it. Return None if no host has it."""
+    fetched = blocks.tier.fetch_from_cluster([key])
+    return None if fetched is None else fetched[0]
 
 
 def run_key(run: Object, blocks: Blocks) -> BlobKey:

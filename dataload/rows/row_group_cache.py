@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
-from dataload.cache.single_flight import make_once
+from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import BlobKey, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
@@ -36,6 +36,7 @@ from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 FOOTER_BYTES = 256  # at most, of a row group's column in footers and manifest, unless its values are long
+FETCHED_COPIES = 2  # of a blob from the cluster, in memory: its parts are joined, and then copied to be written
 
 
 class RowGroupCache(SizeForecast):
@@ -185,14 +186,21 @@ class RowGroupCache(SizeForecast):
 
     def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
-        tier = self.blocks.tier
+        tier, alone = self.blocks.tier, number in self._unkept
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
                 return self.get_all(keys, span)
 
+        def fetch() -> list[memoryview] | None:
+            return tier.fetch_from_cluster(keys)
+
+        def hold_fetched() -> AbstractContextManager[Any]:
+            size = FETCHED_COPIES * max(self.sizes_on_disk(number))  # One blob after the other is fetched.
+            return self.memory.held.reserve(size, life.is_cancelled)
+
         def make() -> list[memoryview]:
-            if fetched := tier.fetch_from_cluster(keys):
+            if fetched := fetch():  # Another host may have made it meanwhile.
                 return fetched
             life.enter(State.FETCHING)
             columns = self.columns_of_wider(number)
@@ -203,11 +211,11 @@ class RowGroupCache(SizeForecast):
             self.discard_source_blocks(number)
             return made
 
-        found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
+        found = fetch_once(tier, self._key(number, "fetch row group"), find, fetch, hold_fetched, alone=alone)
         if found is None:
             hold = partial(self.memory.hold, self.maker.reservation(number), life.is_cancelled)
-            found = make_once(tier, self.lock_key(number), find, make, hold, alone=number in self._unkept)
-            self.note_kept(number, found)
+            found = make_once(tier, self.lock_key(number), find, make, hold, alone=alone)
+        self.note_kept(number, found)
         life.enter(State.CACHED)
         return found
 

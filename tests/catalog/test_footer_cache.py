@@ -180,6 +180,7 @@ def test_of_a_run_that_another_host_has_nothing_is_fetched(
     path = tier.folder.path_of(run_key(group.footer_at.run, dataset.blocks).digest)
     whole = tier.get(run_key(group.footer_at.run, dataset.blocks))
     path.unlink()
+    monkeypatch.setattr(LocalTier, "clustered", True)
     monkeypatch.setattr(tier, "fetch_from_cluster", lambda _: [whole])  # which this host has no capacity to cache
     before = fetched(bucket)
     assert read_footer(group.file, group.footer_at, dataset.blocks).lengths == [4]

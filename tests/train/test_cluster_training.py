@@ -6,9 +6,10 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from clusters import PATIENCE, Server, ServerCluster, running_server, until  # n
 from row_groups import make_in_background
 
 from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload.cache.cluster.store import Cluster
+from dataload.cache.local import key_waits
 from dataload.cache.tier import BlobKey
 from dataload.cli import app
 from dataload.errors import ConfigError
@@ -106,23 +109,22 @@ def on_node(dataset: Any, node: int, nodes: int, **options: Any) -> Any:
     return make_loader(dataset, 50, world=world, window=nodes, drop_last=True, seed=3, **options)
 
 
-def work(requests: Connection, node: int, nodes: int, url: str, options: dict[str, Any], cache: CacheConfig) -> None:
-    """Run a node: for each request, iterate over an epoch and send its rows."""
-    loader = on_node(make_dataset(url, storage_options=options, cache=cache), node, nodes)
+def work(requests: Connection, open_loader: Callable[[], Any]) -> None:
+    """Run a rank: for each request, iterate over an epoch and send its rows."""
+    loader = open_loader()
     while True:
         requests.recv()
         requests.send(epoch(loader))
 
 
 @contextmanager
-def processes(folder: Path, nodes: int, url: str, options: dict[str, Any], limit: int) -> Iterator[list[Connection]]:
-    """Run each node as a process with its own cache. They share a network, because namespaces need root and time."""
+def processes(open_loaders: Iterable[Callable[[], Any]]) -> Iterator[list[Connection]]:
+    """Run a process for each loader. They share a network, because namespaces need root and time."""
     with ExitStack() as stack:
         ends = []
-        for node in range(nodes):
+        for open_loader in open_loaders:
             ours, theirs = map(stack.enter_context, forked.Pipe())
-            cache = CacheConfig(str(folder / f"node-{node}"), limit)
-            process = forked.Process(target=work, args=(theirs, node, nodes, url, options, cache))
+            process = forked.Process(target=work, args=(theirs, open_loader))
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
@@ -130,11 +132,11 @@ def processes(folder: Path, nodes: int, url: str, options: dict[str, Any], limit
         yield ends
 
 
-def together(nodes: list[Connection]) -> list[list[int]]:
-    """Run an epoch on all nodes at once; return the rows of each node."""
-    for node in nodes:
-        node.send("an epoch")
-    return [node.recv() for node in nodes]
+def together(ranks: list[Connection]) -> list[list[int]]:
+    """Run an epoch on all ranks at once; return the rows of each rank."""
+    for rank in ranks:
+        rank.send("an epoch")
+    return [rank.recv() for rank in ranks]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
@@ -147,7 +149,12 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
     decoded = whole.rowstore.blobs.num_bytes
     size, footers = size_of(whole), fetched(bucket)
     limit = int(1.1 * decoded / nodes)
-    with processes(tmp_path, nodes, url, bucket.options, limit) as running:
+
+    def loader_of(node: int) -> Any:
+        cache = CacheConfig(str(tmp_path / f"node-{node}"), limit)
+        return on_node(make_dataset(url, storage_options=bucket.options, cache=cache), node, nodes)
+
+    with processes(partial(loader_of, node) for node in range(nodes)) as running:
         seen = together(running)
         assert len(set().union(*seen)) == sum(map(len, seen)) == groups * ROWS // (50 * nodes) * 50 * nodes
         first = fetched(bucket) - nodes * footers
@@ -215,6 +222,90 @@ def test_a_second_job_finds_everything_in_the_cluster(bucket: Any, hosts: Hosts,
     assert second.blocks.stats()["bytes_cluster"] >= loader.stats().bytes_cluster
     assert sorted(epoch(make_loader(second, 50, seed=2))) == rows
     assert fetched(bucket) == 0
+
+
+def sent(server: Server) -> int:
+    """Return the bytes that the server has sent to all clients so far."""
+    return int(server.ask("INFO", "stats")["total_net_output_bytes"])
+
+
+def test_the_ranks_of_a_host_transfer_each_row_group_once(
+    bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server
+) -> None:
+    url, ranks = write(bucket, 60), 4
+    first = hosts(url, cluster=cluster_server.url).rowstore.blobs
+    assert warm_from_python(first, range(60)) == 60
+
+    def loader_of(rank: int) -> Any:
+        cache = CacheConfig(str(tmp_path / "new host"), 1 << 30, cluster=cluster_server.url)
+        dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
+        return make_loader(dataset, 50, world=World(rank, ranks, rank, ranks))
+
+    before = sent(cluster_server)
+    with processes(partial(loader_of, rank) for rank in range(ranks)) as running:
+        assert set().union(*together(running)) == set(range(60 * ROWS))
+    assert first.num_bytes < sent(cluster_server) - before < 1.2 * first.num_bytes
+
+
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[BlobKey]:
+    """Return the keys of the blobs that will arrive. The first arrives once another reader waits for it, or has it."""
+    other_came, found = threading.Event(), list[BlobKey]()
+    get, wait = Cluster.get, key_waits.wait_for_holder
+
+    def slow(self: Cluster, key: BlobKey) -> memoryview | None:
+        blob = get(self, key)
+        if blob is not None:
+            found.append(key)
+            if len(found) > 1:
+                other_came.set()
+            assert other_came.wait(PATIENCE)
+        return blob
+
+    monkeypatch.setattr(Cluster, "get", slow)
+    monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *given: (other_came.set(), wait(*given))[1])
+    return found
+
+
+@pytest.mark.parametrize("what", ["manifest", "row group"])
+def test_readers_of_a_host_transfer_each_blob_once(
+    bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    url = write(bucket, 1)
+    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.blobs, range(1)) == 1
+    cache = CacheConfig(str(tmp_path / "new host"), 1 << 30, cluster=cluster_server.url)
+    read = partial(make_dataset, url, storage_options=bucket.options, cache=cache)
+    reads = [read] * 2 if what == "manifest" else [partial(read().rowstore.blobs.make, 0) for _ in range(2)]
+    arrived = transfers(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        for reader in [pool.submit(each) for each in reads]:
+            assert reader.result(2 * PATIENCE)
+    assert len(arrived) == len({*arrived}) > 0
+
+
+def test_a_row_group_from_the_cluster_is_transferred_within_the_memory_budget(
+    bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = write(bucket, 1)
+    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.blobs, range(1)) == 1
+    blobs = hosts(url, cluster=cluster_server.url).rowstore.blobs
+    cluster, held, reserved, leases = blobs.tier.cluster, blobs.memory.held, list[int](), list[bytes]()
+    get = cluster.get
+
+    def noted(key: BlobKey) -> memoryview | None:
+        reserved.append(held.reserved)
+        leases.extend(cluster_server.ask("KEYS", "*:lease"))
+        return get(key)
+
+    monkeypatch.setattr(cluster, "get", noted)
+    with ThreadPoolExecutor(1) as pool:
+        with held.reserve(held.total):
+            waits = pool.submit(blobs.make, 0)
+            until(lambda: held._waiters or waits.done())
+            assert reserved == []
+        assert waits.result(PATIENCE)
+    assert reserved == [2 * size for size in blobs.sizes_on_disk(0)]
+    assert leases == [], "no other host waits for a transfer"
+    assert held.idle
 
 
 def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
@@ -298,17 +389,13 @@ def test_a_prefetch_takes_from_the_cluster_only_what_fits(bucket: Any, tmp_path:
         target = {"target_protocol": "s3", "target_options": bucket.options}
         return fsspec.filesystem("tiercache", cache_bytes=cache_bytes, **target, **options)
 
-    def sent() -> int:
-        """Return the bytes that the server has sent to all clients so far."""
-        return int(cluster_server.ask("INFO", "stats")["total_net_output_bytes"])
-
     large, small = host("large", "1GB"), host("small", "2.5MiB")
     large.prefetch(f"{bucket.name}/x", wait=True)
     large.blocks.settle()
-    before = sent()
+    before = sent(cluster_server)
     small.prefetch(f"{bucket.name}/x", wait=True)
     assert small.stats()["bytes_cluster"] == 2 << 20
-    assert sent() - before < 3 << 20
+    assert sent(cluster_server) - before < 3 << 20
     assert small.cat_file(f"{bucket.name}/x") == data
 
 
