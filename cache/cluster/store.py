@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -41,7 +42,21 @@ from dataload.telemetry.wait_timeline import doing
 PART_BYTES = 8 << 20
 TRANSFERS = 4  # concurrent reads of blobs: more are not faster, and each is in memory twice
 WRITE_BEHIND_BYTES = 256 << 20  # capacity of the write-behind queue
-WRITE_BEHIND_SECONDS = 1.0  # longest wait for space in the queue; then the blob is not written
+
+_waits_for_space: ContextVar[bool] = ContextVar("waits_for_space", default=False)
+
+
+@contextmanager
+def waiting_for_space() -> Iterator[None]:
+    """Make the blobs of the block wait for space in the write-behind queue. Other blobs without space are dropped.
+
+    A wait ends: each write before it succeeds or times out.
+    """
+    token = _waits_for_space.set(True)
+    try:
+        yield
+    finally:
+        _waits_for_space.reset(token)
 
 
 class Cluster(ForkAware):
@@ -99,7 +114,7 @@ class Cluster(ForkAware):
         return payload
 
     def put(self, key: BlobKey, payload: memoryview) -> None:
-        """Queue a copy of a blob for writing, if the write-behind queue has space."""
+        """Queue a copy of a blob for writing, if the write-behind queue has space; see `waiting_for_space`."""
         size = blob_file.size_on_disk(len(payload), key.name)
         sealed = None if self.health.reads.tripped else self._queue_buffer(size)
         if sealed is None:
@@ -189,10 +204,10 @@ class Cluster(ForkAware):
         if size > WRITE_BEHIND_BYTES:
             return None
         with doing("cluster"), self._queue_changed:
-            if not self._queue_changed.wait_for(
-                lambda: self._queued_bytes + size <= WRITE_BEHIND_BYTES, WRITE_BEHIND_SECONDS
-            ):
-                return None
+            while self._queued_bytes + size > WRITE_BEHIND_BYTES:
+                if not _waits_for_space.get():  # Training goes on.
+                    return None
+                self._queue_changed.wait()
             try:
                 sealed = blob_buffers.take(size)
             except OSError:

@@ -51,7 +51,7 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
     """
     try:
         if path.exists():
-            check_owner(path)  # first: nobody else may look into a cache, not even whether it has a FORMAT
+            check_owner(path)  # first: others may not even see whether a cache has a FORMAT
         if (path / "FORMAT").exists():
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)
     except (OSError, lmdb.Error) as error:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from itertools import takewhile
 
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.cluster.store import waiting_for_space
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor, awaited
 
@@ -34,7 +35,8 @@ def warm(blobs: RowGroups, groups: Iterable[int], progress: Callable[[int], obje
     cached = 0
 
     def make(group: int) -> bool:
-        is_cached = not stopped.is_set() and blobs.make(group)
+        with waiting_for_space():
+            is_cached = not stopped.is_set() and blobs.make(group)
         if not is_cached and not blobs.caches_everything:
             stopped.set()
         return is_cached

@@ -24,6 +24,7 @@ from clusters import PATIENCE, Server, ServerCluster, running_server, until  # n
 from row_groups import make_in_background
 
 from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.local import key_waits
 from dataload.cache.tier import BlobKey
@@ -413,6 +414,27 @@ def test_a_python_call_returns_when_the_cluster_has_the_rows(
     fetched(bucket)
     assert sorted(epoch(make_loader(hosts(url, cluster=cluster_server.url), 50))) == list(range(4 * ROWS))
     assert fetched(bucket) <= 0.01 * size_of(first)
+
+
+def test_warming_waits_for_a_cluster_that_is_slower_than_the_origin(
+    bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = hosts(write(bucket, 4), cluster=cluster_server.url).rowstore.blobs
+    cluster = blobs.tier.cluster
+    cluster.settle()
+    monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 3 * sum(blobs.sizes_on_disk(0)) // 2)
+    send = cluster._write
+
+    def slow(*blob: Any) -> None:
+        until(lambda: cluster._queue_changed._waiters or cluster.stats()["unkept"] or others.is_set())
+        others.set()
+        send(*blob)
+
+    others = threading.Event()
+    monkeypatch.setattr(cluster, "_write", slow)
+    assert warm_from_python(blobs, range(4)) == 4
+    assert cluster.stats()["unkept"] == 0
+    assert cluster_server.ask("DBSIZE") > 4
 
 
 Warm = Callable[..., tuple[int, str, str]]
