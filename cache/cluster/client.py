@@ -175,11 +175,15 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
     }
     nodes = list(dict.fromkeys([*address.nodes, *known]))
     answers = _greet(nodes, options)
+    patience = 2 * TIMEOUT_SECONDS  # to connect and to answer; a look-up of a host's name has no timeout
+    deadline = time.monotonic() + patience
     failure: Exception = ConnectionError(f"{address} does not answer")
     replica = None
     try:
         for (host, port), answer in zip(nodes, answers, strict=True):
-            wait([answer])
+            if wait([answer], deadline - time.monotonic()).not_done:
+                failure = TimeoutError(f"{host}:{port} did not answer within {patience:g} s: check its name and DNS")
+                continue
             try:
                 info = answer.result()
                 if info[b"mode"] == b"cluster":
@@ -236,12 +240,12 @@ def _ask_answering_nodes(manager: Any, options: dict[str, Any]) -> None:
                 discover()
                 return len(manager.slots_cache) == SLOTS
 
-            knows_all = False
-            if any(_has_answered(answer) for answer in as_completed(answers)):
-                with suppress(Exception):
+            knows_all, patience = False, 2 * TIMEOUT_SECONDS  # as for `connect`
+            with suppress(Exception):
+                if any(_has_answered(answer) for answer in as_completed(answers, patience)):
                     knows_all = ask()
             if not knows_all:  # A node that lost its state answers, too, but knows no other node.
-                wait(answers)
+                wait(answers, patience)
                 ask()
             done += 1
 

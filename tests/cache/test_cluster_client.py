@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator
@@ -203,6 +204,48 @@ def test_a_node_that_stands_still_does_not_delay_the_look_for_the_others(
             released.set()
 
 
+def test_a_name_that_is_looked_up_without_end_is_passed_over(
+    cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the resolver hangs, no timeout of a socket ends the call."""
+    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
+    released, look_up = threading.Event(), socket.getaddrinfo
+
+    def hangs(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "valkey.test":
+            released.wait()
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    lost, other = clients("valkey://valkey.test:6379"), clients(f"valkey://valkey.test:6379,{cluster_server.address}")
+    with ThreadPoolExecutor(2) as pool:
+        failed, written = pool.submit(lost.get, "a"), pool.submit(other.set, "a", b"x")
+        try:
+            with pytest.raises(ClusterUnavailable) as error:
+                failed.result(PATIENCE)
+            written.result(PATIENCE)
+        finally:
+            released.set()
+    assert "valkey.test:6379 did not answer within 1 s: check its name and DNS" in str(error.value.__cause__)
+    assert cluster_server.ask("GET", "a") == b"x"
+
+
+def test_nodes_whose_names_are_looked_up_without_end_do_not_hang_the_look_for_others(
+    three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    with closing(client.connect(ClusterUrl.parse(three_primaries.url))) as one, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(client, "_hello", lambda *_: released.wait())
+        looked = pool.submit(one.nodes_manager.initialize)
+        try:
+            with pytest.raises(valkey.exceptions.ValkeyClusterException):
+                looked.result(PATIENCE)
+        finally:
+            released.set()
+
+
 def lose_state(server: Server) -> None:
     """Restart a node of a cluster without its nodes.conf: it answers and knows no other node."""
     server.kill()
@@ -230,7 +273,7 @@ def test_a_cluster_is_found_again_though_a_node_that_lost_its_state_answers_firs
     with closing(client.connect(ClusterUrl.parse(three_primaries.url))) as one:
         lose_state(lost)
         monkeypatch.setattr(client, "_hello", answers_later)
-        monkeypatch.setattr(client, "wait", lambda answers: (released.set(), wait(answers)))
+        monkeypatch.setattr(client, "wait", lambda *given: (released.set(), wait(*given)))
         one.nodes_manager.initialize()
         assert {other.address for other in others} <= {node.name for node in one.get_nodes()}
 
