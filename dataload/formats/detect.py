@@ -88,9 +88,15 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     first = bytes(blocks.read(obj, 0, min(obj.size, messages.PREFIX_BYTES)))
     if first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES:
         return messages.index_of_stream(obj, blocks)
-    if first.startswith(parquet.MAGIC):
-        raise DataError(f"{obj.name} begins as a Parquet file, and its end is missing: write it again")
-    raise DataError(
+    raise _foreign(obj, first)
+
+
+def _foreign(obj: Object, first: bytes) -> DataError:
+    """Return the error of a file without a footer, given its first bytes."""
+    for kind, magic in (("a Parquet", parquet.MAGIC), ("an Arrow", messages.MAGIC)):
+        if first.startswith(magic):
+            return DataError(f"{obj.name} begins as {kind} file, and its end is missing: write it again")
+    return DataError(
         f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or convert images, MDS or "
         "tar to Parquet once: docs/migrate/webdataset.md has a recipe"
     )

@@ -203,11 +203,12 @@ def test_a_file_that_is_no_parquet(
     refused(DataError, r"notes\.csv is not a Parquet file", url, storage_options=bucket.options, cache=cache)
 
 
-@pytest.mark.parametrize("body", [b"PAR1", b"PAR1" + b"x" * 100_000])
-def test_a_parquet_file_without_its_end(bucket: Any, cache: CacheConfig, body: bytes) -> None:
-    bucket.put("data/part.parquet", body)
+@pytest.mark.parametrize(("kind", "magic"), [("a Parquet", b"PAR1"), ("an Arrow", b"ARROW1")])
+@pytest.mark.parametrize("rest", [b"", b"\0\0", b"x" * 100_000])
+def test_a_file_without_its_end(bucket: Any, cache: CacheConfig, kind: str, magic: bytes, rest: bytes) -> None:
+    bucket.put("data/part.parquet", magic + rest)
     options = {"storage_options": bucket.options, "cache": cache}
-    refused(DataError, r"part\.parquet begins as a Parquet file, and its end is missing", bucket.url("data"), **options)
+    refused(DataError, rf"part\.parquet begins as {kind} file, and its end is missing", bucket.url("data"), **options)
 
 
 def test_files_without_columns(bucket: Any, cache: CacheConfig, tmp_path: Path) -> None:

@@ -308,11 +308,9 @@ def test_a_first_feather(stored: Callable[..., Any]) -> None:
         stored(b"FEA1" + bytes(40) + b"FEA1")
 
 
-@pytest.mark.parametrize("form", ["file", "stream"])
-def test_a_file_that_is_cut_short(stored: Callable[..., Any], form: str) -> None:
-    with pytest.raises(
-        DataError, match=r"part-0\.arrow .* (cut short|not a Parquet file, nor Arrow IPC|cannot be read)"
-    ):
+@pytest.mark.parametrize(("form", "says"), [("file", "its end is missing"), ("stream", "cannot be read")])
+def test_a_file_that_is_cut_short(stored: Callable[..., Any], form: str, says: str) -> None:
+    with pytest.raises(DataError, match=rf"part-0\.arrow .*{says}"):
         stored(written(BATCHES_OF_ROWS, form)[:-100])
 
 
