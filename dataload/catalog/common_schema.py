@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
 from dataload.formats.arrow_types import canonical, is_bytes, storage
 from dataload.formats.null_types import filled, has_null_type
-from dataload.formats.schema import fields_of
+from dataload.formats.schema import fields_of, structs_of
 from dataload.runtime.text import counted
 
 _Column = tuple[Object, pa.Field]  # and a file that has it
@@ -82,11 +81,6 @@ def is_ragged(field: pa.Field) -> bool:
         return fields_of(pa.schema([field]))[0].ragged
     except DataError:
         return True  # No batch can hold the column, so its size does not matter.
-
-
-def structs_of(name: str) -> list[str]:
-    """Return the names of the structs that hold a column."""
-    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def _conflict(name: str, there: tuple[Object, str], here: tuple[Object, str]) -> str:

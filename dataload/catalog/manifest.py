@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing, structs_of
+from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
 from dataload.catalog.footer_cache import FooterLocation, make_alone, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, partition_columns
-from dataload.formats.schema import flatten
+from dataload.formats.schema import flatten, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 

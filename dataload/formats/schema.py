@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,11 @@ def fields_of(schema: pa.Schema, *, null_masks: bool = False) -> tuple[Field, ..
             raise DataError(f"null_masks=True adds a column {min(taken)!r}, which the dataset has: rename it")
         fields += masks
     return tuple(fields)
+
+
+def structs_of(name: str) -> list[str]:
+    """Return the names of the structs that hold a column."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def is_flat(field: pa.Field) -> bool:

@@ -363,3 +363,28 @@ def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     ArrowFooter.from_bytes(memoryview(index), obj)
     with pytest.raises(DataError, match="message at bytes"):
         ArrowFooter.from_bytes(memoryview(index), replace(obj, size=obj.size // 2))
+
+
+@pytest.mark.parametrize("call", ["coded", "fetched", "open_row_group"])
+def test_many_columns_take_time_in_proportion(tmp_path: Path, call: str) -> None:
+    calls: dict[int, int] = {}
+    for count in (400, 1600):
+        names = [f"group.{number}" for number in range(count)]
+        (tmp_path / f"{count}.arrow").write_bytes(written([pa.record_batch([pa.array([1])] * count, names)]))
+        dataset = make_dataset(tmp_path / f"{count}.arrow", cache=False)
+        [group] = dataset.row_groups
+        footer = read_footer(group.file, group.footer_at, dataset.blocks)
+        events: list[str] = []
+        sys.setprofile(lambda _, event, __, events=events: events.append(event))
+        try:
+            if call == "coded":
+                footer.coded(0, names)
+            elif call == "fetched":
+                footer.fetched(0, names, sys.maxsize)
+            else:
+                with footer.open_row_group(group.file, 0, names, dataset.blocks, sys.maxsize):
+                    pass
+        finally:
+            sys.setprofile(None)
+        calls[count] = len(events)
+    assert calls[1600] < 6 * calls[400]

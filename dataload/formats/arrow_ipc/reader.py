@@ -17,6 +17,7 @@ from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECOR
 from dataload.formats.arrow_types import children
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces
+from dataload.formats.schema import structs_of
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
 LARGEST_RATIO = 1 << 16  # above that of any buffer that LZ4 or ZSTD can compress
@@ -78,7 +79,7 @@ class ArrowFooter:
         return [ratio * sum(size for _, size in buffers) for buffers in self._buffers(number, columns)]
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema holds for all)
-        return [name for name in columns if any(self._dictionaries_of[own] for own in self._own_columns([name]))]
+        return [name for name in columns if any(map(self._dictionaries_of.get, _holders(name)))]
 
     def decompresses_whole(self, number: int) -> bool:
         return self._batches[number].is_compressed
@@ -166,7 +167,8 @@ class ArrowFooter:
 
     def _own_columns(self, columns: Sequence[str]) -> list[str]:
         """Return the file's own columns that hold these; a member of a struct has a dotted name."""
-        return [name for name in self.schema.names if any(f"{column}.".startswith(f"{name}.") for column in columns)]
+        holders = set(chain.from_iterable(map(_holders, columns)))
+        return [name for name in self.schema.names if name in holders]
 
     def _needed(self, number: int, columns: Sequence[str]) -> list[tuple[Message, list[Span]]]:
         """Return the messages that decode one record batch, each with the byte ranges that its body needs."""
@@ -207,6 +209,11 @@ class _Reader:
         table = self._decompressed()
         for first in range(0, max(1, table.num_rows), rows):
             yield table.slice(first, rows)
+
+
+def _holders(column: str) -> list[str]:
+    """Return the names that a file's own column may have if it holds this one."""
+    return [column, *structs_of(column)]
 
 
 def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> tuple[dict[str, slice], int]:
