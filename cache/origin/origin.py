@@ -23,7 +23,7 @@ from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
-from dataload.cache.origin.s3_names import check_version
+from dataload.cache.origin.s3_names import MAGIC, check_version
 from dataload.cache.origin.version import fresh_listing
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
@@ -151,9 +151,10 @@ class Origin(ForkAware):
             is_glob: Whether it is a glob; None: if it has one of the characters of globs.
         """
         is_glob = has_wildcard(path) if is_glob is None else is_glob
+        folder = MAGIC.split(path, maxsplit=1)[0].rpartition("/")[0] if is_glob else path  # of all that is listed
 
         def find(filesystem: Any) -> dict[str, dict[str, Any]]:
-            with fresh_listing(filesystem, None if is_glob else path):
+            with fresh_listing(filesystem, folder or None):
                 whole = complete(filesystem)
                 found = (whole.glob if is_glob else whole.find)(path, detail=True)
             infos = [

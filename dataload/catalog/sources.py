@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
 from dataload.cache.filesystem import split_chain
 from dataload.cache.origin.listings import has_wildcard
-from dataload.errors import ConfigError, OriginNotFound
+from dataload.cache.origin.origin import Origin
+from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
@@ -31,12 +32,14 @@ class TableFormat(NamedTuple):
 
     Attributes:
         own_files: Matches files that only such tables have.
+        sign: The glob below a table's folder of some of these files, among which each table has one.
         version_files: The call that returns the files of a version.
         deletions: What marks rows of these files as deleted.
         rewrite: The command that rewrites the files without such rows.
     """
 
     own_files: re.Pattern[str]
+    sign: str
     version_files: str
     deletions: str
     rewrite: str
@@ -45,18 +48,23 @@ class TableFormat(NamedTuple):
 TABLE_FORMATS = {
     "a Delta": TableFormat(
         re.compile(r"(^|/)_delta_log/"),
+        "_delta_log/0*",
         "DeltaTable(url).file_uris()",
         "deletion vectors",
         "REORG TABLE … APPLY (PURGE)",
     ),
-    "a Hudi": TableFormat(re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them", "log files", "its compaction"),
+    "a Hudi": TableFormat(
+        re.compile(r"(^|/)\.hoodie/"), ".hoodie/h*", "as Hudi lists them", "log files", "its compaction"
+    ),
     "an Iceberg": TableFormat(
         re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$"),
+        "metadata/*.metadata.json",
         "[task.file.file_path for task in table.scan().plan_files()]",
         "delete files",
         "rewrite_data_files with delete-file-threshold=1",
     ),
 }
+IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
 SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d])")
 
@@ -90,37 +98,47 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     and the JSON and cached results of Hugging Face datasets.
 
     Raises:
-        ConfigError: A folder is a table with deleted rows, such as Delta, or has a dataset for each split.
+        ConfigError: A folder or a glob has files of a table with deleted rows, such as Delta, or a folder has a dataset
+            for each split.
         OriginNotFound: There are no such objects.
     """
     found: dict[str, tuple[Object, Keys]] = {}
     again: list[str] = []
+    folders: set[str] = set()
     paths = source_paths(source)
     # Other stores list one path at a time. A listing by fsspec drops cached listings that other threads use. Threads
     # cannot share a connection of FTP.
     concurrent = all(split_chain(path)[1].startswith(("http://", "https://", "s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if concurrent else map
-    for listed in every(partial(_list, blocks=blocks), paths):
+    for listed, unlisted in every(partial(_list, blocks=blocks), paths):
+        folders.update(unlisted)
         again += [obj.name for obj in listed if obj.path in found]
         for obj, keys in listed.items():
             # The source may name an object by itself and by a folder above it, which yields more keys.
             if obj.path not in found or len(keys) > len(found[obj.path][1]):
                 found[obj.path] = obj, keys
+    signs = [f"{folder}/{table.sign}" for folder in sorted(folders) for table in TABLE_FORMATS.values()]
+    for sign, names in zip(signs, every(partial(_names, blocks.origin), signs), strict=True):
+        _check_listing(redacted(sign.rsplit("/", 2)[0]), names)
     if again:
         log.warning("the source names %s twice, and it is read once: mix repeats rows by weights", min(again))
     return dict(found[path] for path in sorted(found))
 
 
-def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
+def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str]]:
+    """Return the objects of a path, and the folders whose table may have them but whose listing it does not include."""
     origin = blocks.origin
     root = folder = origin.path_of(split_chain(path)[1])
     infos: dict[str, Any] = {}
+    unlisted: list[str] = []
     if has_wildcard(root) and not (origin.is_local and Path(root).exists()):
         infos = origin.list(root, is_glob=True)
         if infos:
             folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
+            unlisted = [folder, *_folders_above(folder)]
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
+        unlisted = [] if root in infos else _folders_above(root)
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     if not listed:
         check = "check the path" if origin.address == "file://" else "check bucket, prefix and endpoint"
@@ -138,7 +156,27 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
+    return found, [place for place in unlisted if place and not has_wildcard(place)]
+
+
+def _folders_above(folder: str) -> list[str]:
+    """Return the folders above one whose table may have its files: above partition keys, and above one named "data"."""
+    found = []
+    folder = folder.rstrip("/")
+    while match := IN_TABLE.search(folder):
+        folder = folder.removesuffix(f"/{match[1]}")
+        found.append(folder)
+        if match[1] == "data":
+            break
     return found
+
+
+def _names(origin: Origin, pattern: str) -> list[str]:
+    """Return the names of the objects that match; none if the store does not allow to list the folder."""
+    try:
+        return list(origin.list(pattern, is_glob=True))
+    except OriginError:
+        return []
 
 
 def _check_listing(path: str, names: Collection[str]) -> None:

@@ -140,6 +140,67 @@ def test_a_table_with_deleted_rows_is_not_read_as_files(tmp_path: Path, name: st
     assert read([data]) == [1]
 
 
+SIGNS = ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties", "metadata/v1.metadata.json"]
+
+
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize("below", ["", "day=1/", "day=1/hour=2/", "data/", "data/day=1/"])
+@pytest.mark.parametrize("pattern", ["", "*.parquet", "**/*.parquet"])
+def test_a_part_of_a_table_with_deleted_rows_is_not_read(tmp_path: Path, name: str, below: str, pattern: str) -> None:
+    table = tmp_path / "t"
+    data = write(table / below / "0.parquet", 1)
+    (table / name).parent.mkdir()
+    assert read(f"{table}/{below}{pattern}") == [1]
+    (table / name).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"{table if below or pattern else ''} is an? \w+ table, .* also has files"):
+        make_dataset(f"{table}/{below}{pattern}", cache=False)
+    assert read([data]) == [1]
+    assert read(write(tmp_path / "t.parquet" / "data" / "day=1.parquet", 2)) == [2]
+
+
+@pytest.mark.parametrize(("engine", "each"), [("auto", 3), ("fsspec", 5)])
+def test_looking_for_a_table_in_s3_takes_few_requests(bucket: Any, cache: CacheConfig, engine: str, each: int) -> None:
+    """It takes some for each folder that is not listed in any case. A file that is named by itself takes none."""
+
+    def requests(*sources: str) -> int:
+        bucket.server.reset()
+        options = {"storage_options": bucket.options, "cache": replace(cache, engine=engine)}
+        assert len(make_dataset([*map(bucket.url, sources)], **options)) == len(sources)
+        return int(sum(bucket.server.stats()[f"{kind}_requests"] for kind in ("list", "head")))
+
+    for key in ("t/day=1/0.parquet", "t/day=2/0.parquet", "t/x=1.parquet", "plain.parquet"):
+        bucket.put_table(key, pa.table({"x": [1]}))
+    assert requests("plain.parquet") == requests("t/x=1.parquet") == requests("t/day=1/0.parquet")
+    folder = requests("t/day=1")
+    assert requests("t/day=1/*") == folder + each
+    assert requests("t/day=1", "t/day=2") == 2 * folder - each
+    for name in SIGNS:
+        bucket.put(f"t/{name}", b"{}")
+        for source in ("t/*/*.parquet", "t/day=1", "t/day=1/*.parquet"):
+            with pytest.raises(ConfigError, match=rf"^{bucket.name}/t is an? \w+ table"):
+                requests(source)
+        assert requests("t/day=1/0.parquet", "t/day=2/0.parquet")
+        bucket.client.delete_object(Bucket=bucket.name, Key=f"t/{name}")
+
+
+def test_a_folder_above_the_source_that_cannot_be_listed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rights may be for the named folder only."""
+    fail_at_once(monkeypatch)
+    write(tmp_path / "t" / "day=1" / "0.parquet", 1)
+    (tmp_path / "t" / "metadata").mkdir()
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if path == str(tmp_path / "t" / "metadata"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert read(tmp_path / "t" / "day=1") == [1]
+
+
 def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path, datasets: Any) -> None:
     datasets.Dataset.from_dict({"x": [0, 1, 2]}).save_to_disk(tmp_path / "saved")
     saved = datasets.load_from_disk(tmp_path / "saved")
@@ -245,7 +306,7 @@ def test_the_first_missing_file_of_a_list_is_named(tmp_path: Path) -> None:
 def test_s3fs_keeps_no_listing_of_a_dataset(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, engine: str, pattern: str | list[str]
 ) -> None:
-    """It would keep 1 kB an object for the life of the process. Listings of the user stay, but not those of a glob."""
+    """It would keep 1 kB an object for the life of the process. Listings of the user stay."""
     dataset_of([[3], [3]])
     bucket.put("data/\N{SNOWMAN}/_empty", b"")  # obstore lists no such names.
     bucket.put("mine/x", b"")
@@ -255,7 +316,7 @@ def test_s3fs_keeps_no_listing_of_a_dataset(
     assert len(make_dataset(source, storage_options=bucket.options, cache=replace(cache, engine=engine))) == 6
     assert fsspec.filesystem("s3", **bucket.options) is s3fs
     assert set(s3fs.dircache) <= {f"{bucket.name}/mine"}
-    if engine == "fsspec" and "*" not in pattern:
+    if engine == "fsspec":
         assert s3fs.dircache
 
 
