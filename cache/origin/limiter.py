@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 
 from dataload.runtime.counters import charge
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.instances import Instances
+from dataload.runtime.instances import Instances, Largest
 from dataload.runtime.memory_budget import MemoryBudget
 
 
@@ -22,7 +21,7 @@ class RequestLimiter(ForkAware):
         self._cache = cache
         self._in_flight = in_flight
         self._processes = processes
-        self._shares: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._shares = Largest()
         self.after_fork_in_child()
         super().__init__()
 
@@ -45,21 +44,14 @@ class RequestLimiter(ForkAware):
     def share(self, loader: object, processes: int) -> None:
         """Divide `in_flight` equally among the reading processes of this host.
 
-        With several loaders, the largest number applies. See `divide` for loaders that are gone.
+        With several loaders, the largest number applies. Each one counts until the first call after its end.
 
         Args:
             loader: Identifies the loader.
             processes: The processes of all ranks of the loader on this host.
         """
-        self._shares[loader] = processes
-        self.divide()
-
-    def divide(self) -> None:
-        """Divide `in_flight` again, without the loaders that are gone."""
-        shares = list(self._shares.values())  # a copy: the loader of another thread may end meanwhile
-        if shares:  # A copy in another process keeps its share.
-            self._processes = max(shares)
-            self._budget.resize(self.limit)  # The requests in flight keep their part of it.
+        [self._processes] = self._shares.of(loader, processes)
+        self._budget.resize(self.limit)  # The requests in flight keep their part of it.
 
     def request(self) -> AbstractContextManager[object]:
         """Wait for a free slot and hold it for the duration of the block. Charge a wait as `requests_limited`."""

@@ -159,6 +159,23 @@ def gathered_at_once(batch_bytes: int) -> int:
     return 1 << (max(1, min(MAX_BATCHES_PER_GATHER, RUN_BYTES // max(1, batch_bytes))).bit_length() - 1)
 
 
+def check_workers(dataset: MapStyle, workers: int, rows: int) -> None:
+    """Warn if batches may not fit into shared memory, or if each worker fetches what the others do.
+
+    Args:
+        dataset: The dataset.
+        workers: Worker processes of a rank.
+        rows: Rows of all batches that the workers of this host hold.
+    """
+    check_shared_memory(dataset.rowstore.row_bytes * rows)
+    if workers > 1 and not dataset.rowstore.blobs.shared:
+        log.warning(
+            "without a cache, each of the %d workers fetches and decodes every row group: give the loader a cache, or "
+            "use num_threads instead of num_workers",
+            workers,
+        )
+
+
 def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
     """Warn if `size` bytes of batches of workers do not fit into shared memory.
 

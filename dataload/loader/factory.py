@@ -20,7 +20,7 @@ from dataload.loader.arguments import check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
-from dataload.loader.ranks import share_host, world_of
+from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.rows.numbered_rows import ROW_IDS
@@ -143,7 +143,7 @@ def make_loader(
     options["null_masks"] = null_masks or None
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
-    local_world_size = share_host(maker, dataset, here, 0 if maker.only_gathers else num_workers)
+    share_host(maker, dataset, ranks_of_host(here), num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return Loader(
         dataset,
@@ -155,7 +155,7 @@ def make_loader(
         prefetch=prefetch or BATCHES_AHEAD,
         num_threads=num_threads,
         detected=world is None and mesh is None,
-        local_world_size=local_world_size,
+        local_world_size=ranks_of_host(here),
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
         pin_memory=pin_memory,

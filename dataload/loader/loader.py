@@ -21,12 +21,12 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 from dataload.errors import ConfigError
 from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead, taken
 from dataload.loader.batch_maker import BatchMaker, answers_of
-from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
+from dataload.loader.capacity import Capacity, check_workers, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, RecordedNeeds, lookahead_of, needs_of
-from dataload.loader.ranks import check_data_parallel, divide_host
+from dataload.loader.ranks import check_data_parallel, share_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
@@ -103,7 +103,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._capacity = Capacity(dataset, self.rank_sampler)
         if self.num_workers and not maker.only_gathers:
             in_flight = local_world_size * self.num_workers * (self.prefetch_factor or 1) * self.rank_sampler.batch_size
-            check_shared_memory(dataset.rowstore.row_bytes * in_flight)
+            check_workers(dataset, self.num_workers, in_flight)
             # The workers' dataset is the batch maker, and its sampler yields requests: torch batches nothing itself.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _identity}
             self._worker_arguments = {**dataloader_kwargs, **own}
@@ -220,7 +220,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.yielded = None  # The epoch begins, perhaps for a second time.
         sampler.ended_padding = None
         sampler.renew()
-        divide_host(self.dataset)
+        share_host(self.maker, self.dataset, self.local_world_size, self.num_workers)
         return sampler.epoch, sampler.cursor if self.sampler is sampler else 0  # A batch sampler has the whole epoch.
 
     def _answers(

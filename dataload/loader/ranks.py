@@ -20,6 +20,7 @@ from dataload.world import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dataload.loader.batch_maker import BatchMaker
     from dataload.map_style import MapStyle
 
 FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder; workers seldom fetch
@@ -74,37 +75,25 @@ def check_data_parallel(rank: int, world_size: int, *, search: bool = True) -> N
         )
 
 
-def share_host(loader: object, dataset: MapStyle, world: World, num_workers: int) -> int:
-    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks. Return how many.
+def ranks_of_host(world: World) -> int:
+    """Return the number of ranks on this host, or the most that there may be."""
+    return world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
 
-    Warn if several workers fetch the same row groups.
+
+def share_host(maker: BatchMaker, dataset: MapStyle, ranks: int, num_workers: int) -> None:
+    """Divide the host's memory for row groups, its cores and its limit of requests among its ranks.
 
     Args:
-        loader: Identifies the loader. The largest numbers of all loaders apply.
+        maker: Makes the batches of the loader, and identifies it. The largest numbers of all live loaders apply.
         dataset: Its dataset.
-        world: Its world.
-        num_workers: Worker processes of each rank that open row groups.
+        ranks: Ranks of this host.
+        num_workers: Worker processes of each rank. They open row groups if the user has a function for batches.
     """
-    ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    dataset.rowstore.blobs.memory.share(loader, ranks, 1 + num_workers)
+    processes = 1 if maker.only_gathers else 1 + num_workers
+    dataset.rowstore.blobs.memory.share(maker, ranks, processes)
     for each in dataset.datasets:
         if each.blocks.origin.limiter is not None:
-            each.blocks.origin.limiter.share(loader, FETCHING_PROCESSES_PER_RANK * ranks)
-    if num_workers > 1 and not dataset.rowstore.blobs.shared:
-        log.warning(
-            "without a cache, each of the %d workers fetches and decodes every row group: give the loader a cache, or "
-            "use num_threads instead of num_workers",
-            num_workers,
-        )
-    return ranks
-
-
-def divide_host(dataset: MapStyle) -> None:
-    """Divide the host again, without the loaders that are gone."""
-    dataset.rowstore.blobs.memory.divide()
-    for each in dataset.datasets:
-        if each.blocks.origin.limiter is not None:
-            each.blocks.origin.limiter.divide()
+            each.blocks.origin.limiter.share(maker, FETCHING_PROCESSES_PER_RANK * ranks)
 
 
 def process_among(num_ranks: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from dataload.rows.row_groups import RowGroups
 from dataload.rows.scheduler import RowGroupScheduler
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.instances import Largest
 from dataload.samplers.interval_index import IntervalIndex
 
 MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
@@ -73,7 +73,6 @@ class RowStore(ForkAware):
 
     Attributes:
         capacity: As above; `serve` sets it.
-        ahead: How many of the open row groups may be prefetched before a batch needs them.
         further: How many row groups that do not stay in the cache may be prefetched besides.
         blobs: As above.
         scheduler: Makes row groups available.
@@ -92,9 +91,9 @@ class RowStore(ForkAware):
         by_use: bool = False,
     ) -> None:
         self.capacity = capacity
-        self.ahead = self._drawn_on = capacity // 2
+        self._drawn_on = capacity // 2
         self.further = 0
-        self._served: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+        self._served = Largest()
         self.blobs = blobs
         plan = blobs.plan
         self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
@@ -129,9 +128,7 @@ class RowStore(ForkAware):
         """
         most = max(1, max_maps() // (PREFETCHED_PART * self.blobs.plan.most_of_a_group))
         ahead, further = min(ahead, most), min(further, most)
-        self._served[loader] = drawn_on, ahead, further
-        self._drawn_on, self.ahead, self.further = map(max, zip(*self._served.values(), strict=True))
-        self.capacity = max(drawn_on + ahead for drawn_on, ahead, _ in self._served.values())
+        self._drawn_on, self.further, self.capacity = self._served.of(loader, drawn_on, further, drawn_on + ahead)
         if self._selected is not None:
             self._selected.keep(self.capacity)
         return ahead, further

@@ -1,4 +1,4 @@
-"""Objects that all their users in one process share, by key."""
+"""Objects that all their users in one process share, by key, and the largest numbers that these users ask for."""
 
 from __future__ import annotations
 
@@ -49,3 +49,21 @@ class Instances(ForkAware, Generic[K, V]):
         made = make()  # without the mutex: a fork may wait for it while it holds up what `make` needs
         with self._mutex:
             return self._live.setdefault(here, made)
+
+
+class Largest:
+    """Numbers that the users of a shared object ask for. Of each number, the largest of all live users applies.
+
+    Notes:
+        Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._asked: weakref.WeakKeyDictionary[object, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+    def of(self, user: object, *numbers: int) -> tuple[int, ...]:
+        """Set the numbers of a user, as long as it lives. Return the largest ones."""
+        self._asked[user] = numbers
+        # A copy in one step, unlike `values`: users of other threads may come and go meanwhile.
+        users = [reference() for reference in self._asked.keyrefs()]
+        return tuple(map(max, zip(*(self._asked[each] for each in users if each is not None), strict=True)))

@@ -7,16 +7,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from attempts import fail_at_once
 from http_servers import serving
 
 from dataload import make_dataset
 from dataload.benchmarks.origin.s3 import resolve_range
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin.origin import Origin
 from dataload.errors import OriginError, OriginNotFound
 
 FILES = [f"/data/{number}.parquet" for number in range(4)]
@@ -120,9 +119,14 @@ def test_a_missing_file_is_named(server: tuple[str, type[_Server]], path: str) -
         make_dataset(f"{server[0]}{path}", cache=False)
 
 
-def test_a_file_of_someone_else_is_no_missing_one(server: tuple[str, type[_Server]]) -> None:
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_file_that_the_server_refuses_is_no_missing_one(
+    server: tuple[str, type[_Server]], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at_once(monkeypatch)
     url, kind = server
-    kind.status = 403
-    origin = Origin(fsspec.filesystem("http", skip_instance_cache=True))
-    with pytest.raises(OriginError, match="403"):
-        origin.list(f"{url}{FILES[0]}")
+    kind.status = status
+    fs = TierCacheFileSystem("http", cache_dir=str(tmp_path / "cache"), skip_instance_cache=True)
+    for find in (fs.find, fs.blocks.origin.list):
+        with pytest.raises(OriginError, match=str(status)):
+            find(f"{url}{FILES[0]}")

@@ -317,7 +317,7 @@ def test_shared_memory_of_workers_is_estimated_with_measured_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
-    monkeypatch.setattr("dataload.loader.loader.check_shared_memory", checked.append)
+    monkeypatch.setattr("dataload.loader.capacity.check_shared_memory", checked.append)
     url, size = texts(tmp_path, 6)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
     assert dataset.rowstore.row_bytes < size / 6000 / 4

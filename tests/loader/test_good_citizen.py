@@ -323,6 +323,7 @@ def test_a_read_from_a_hub_looks_at_its_own_file_alone(tmp_path: Path) -> None:
     with Served(tmp_path, Hub) as address:
         fs = open_hub(address, tmp_path)
         assert fs.find("datasets/me/set") == [path]
+        assert [*fs.blocks.origin.list("datasets/me/set")] == [path]
         listed = fs.ukey(path)
         Hub.listings.clear()
         assert fs.cat_file(path, 0, 5 * BLOCK) == BODIES["one.bin"][: 5 * BLOCK]

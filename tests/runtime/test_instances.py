@@ -1,17 +1,20 @@
-"""Tests of objects that all their users in one process share."""
+"""Tests of objects that all their users in one process share, and of what these users ask for."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.instances import Instances
+from dataload.runtime.instances import Instances, Largest
 
 
 class Thing:
@@ -92,3 +95,40 @@ def test_the_hooks_of_other_objects_get_those_of_the_child_whatever_their_order(
     parents = users[0].thing
     assert exit_code_of_fork(lambda: any(user.thing is parents for user in users)) == 0
     assert exit_code_of_fork(lambda: len({id(user.thing) for user in users}) != 1) == 0
+
+
+def test_the_largest_numbers_of_all_users_apply_as_long_as_these_live() -> None:
+    largest, first, second = Largest(), Thing(), Thing()
+    assert largest.of(first, 3, 1) == (3, 1)
+    assert largest.of(second, 2, 5) == (3, 5)
+    assert largest.of(second, 2, 4) == (3, 4)
+    del first
+    gc.collect()
+    assert largest.of(second, 2, 4) == (2, 4)
+
+
+def test_users_of_other_threads_come_and_go_while_one_asks() -> None:
+    """At each instruction, one comes and the last one goes."""
+    largest, user, others = Largest(), Thing(), [Thing(), Thing()]
+    for other in others:
+        largest.of(other, 1)
+    came = 0
+
+    def meanwhile(frame: FrameType, event: str, _: object) -> Any:  # Python traces no calls that it makes.
+        nonlocal came
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            others.append(Thing())
+            largest.of(others[-1], 2)
+            del others[0]
+            came += 1
+        return meanwhile
+
+    before = sys.gettrace()
+    sys.settrace(meanwhile)
+    try:
+        found = largest.of(user, 3)
+    finally:
+        sys.settrace(before)
+    assert found == (3,)
+    assert came > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Self
@@ -13,6 +12,7 @@ from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.formats.range_stream import LARGEST_PIECE, fetched_buffers
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.instances import Largest
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.resource_limits import host_cores, usable_cores, usable_memory
 
@@ -88,7 +88,7 @@ class RowGroupMemory(ForkAware):
 
     def __init__(self, need: MemoryNeed, rank: RankShare | None = None) -> None:
         self._need = need
-        self._divisors: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._shares = Largest()
         whole = RankShare.of(1, 1)
         self.rank = rank or whole._replace(memory=min(UNSHARED_MEMORY, whole.memory))
         self.after_fork_in_child()
@@ -104,21 +104,14 @@ class RowGroupMemory(ForkAware):
     def share(self, loader: object, ranks: int, processes: int) -> None:
         """Divide the host's memory for row groups and its cores among its ranks.
 
-        With several loaders, the largest numbers apply. See `divide` for loaders that are gone.
+        With several loaders, the largest numbers apply. Each one counts until the first call after its end.
 
         Args:
             loader: Identifies the loader.
             ranks: Ranks of the host.
             processes: Processes of each rank: its own, which decodes on its share of the cores, and its workers.
         """
-        self._divisors[loader] = ranks, processes
-        self.divide()
-
-    def divide(self) -> None:
-        """Divide the host's memory and cores again, without the loaders that are gone."""
-        divisors = list(self._divisors.values())  # a copy: the loader of another thread may end meanwhile
-        if divisors:  # A copy in another process keeps its share.
-            self.use(RankShare.of(*map(max, zip(*divisors, strict=True))))
+        self.use(RankShare.of(*self._shares.of(loader, ranks, processes)))
 
     def use(self, rank: RankShare) -> None:
         """Set the share of this rank."""
