@@ -51,6 +51,7 @@ class Samples:
         name = f"rank-{rank}.jsonl" if process is None else f"rank-{rank}-process-{process}.jsonl"
         self._path = None if folder is None else folder / name
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
+        # `_key` knows the lines of a pass by their first value, and by "began" and what follows it.
         self._origin["process"] = rank if process is None else process
         self._owner = os.getpid()
         self._stats = stats

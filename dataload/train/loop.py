@@ -206,6 +206,7 @@ class TrainingLoop:
                 "checkpoint_dir of its own",
                 len(self.history),
             )
+        self._first_epoch = len(self.history)
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             _set_epoch(self.loader, number)
@@ -259,7 +260,7 @@ class TrainingLoop:
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device, self.stats_dir)
-        begin = partial(self._begin, resumed)
+        begin = partial(self._begin, resumed, number)
         for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
@@ -273,9 +274,9 @@ class TrainingLoop:
         self._waited += tally.counts["wait_seconds"]
         return tally
 
-    def _begin(self, resumed: Resumed) -> None:
-        """Check the state of the loader, which may have one only within its iteration. Then end the resume."""
-        if self._stateful and self.checkpoints.enabled:
+    def _begin(self, resumed: Resumed, number: int) -> None:
+        """End the resume. In the first epoch, check the loader's state, which it may have only within its iteration."""
+        if number == self._first_epoch and self._stateful and self.checkpoints.enabled:
             state = map_leaves({"loader": self.loader.state_dict()}, to_meta)
             on_first(lambda: check_plain(state))
         resumed.begin()

@@ -62,17 +62,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             reshard(model)
 
 
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Give the modules copies of their buffers, such as running statistics, for the block."""
-    # Copying values back into the buffers instead would fail a backward that needs them.
-    own = [(each, *named) for each in model.modules() for named in each.named_buffers(recurse=False)]
-    for module, name, buffer in own:
-        setattr(module, name, buffer.clone())
-    try:
-        yield
-    finally:
+class BuffersKept:
+    """A context in which modules have copies of their buffers, such as running statistics. It may be entered again.
+
+    Args:
+        model: The modules.
+        but: A class of modules whose buffers are not copied.
+    """
+
+    def __init__(self, model: nn.Module, but: type[nn.Module] | tuple[()] = ()) -> None:
+        self._model = model
+        self._but = but
+        self._own: list[list[tuple[nn.Module, str, torch.Tensor]]] = []
+
+    def __enter__(self) -> None:
+        # Copying values back into the buffers instead would fail a backward that needs them.
+        modules = [module for module in self._model.modules() if not isinstance(module, self._but)]
+        own = [(each, *named) for each in modules for named in each.named_buffers("", False, False)]
+        copies = {id(buffer): buffer.clone() for _, _, buffer in own}  # Modules may share a buffer.
         for module, name, buffer in own:
+            setattr(module, name, copies[id(buffer)])
+        self._own.append(own)
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, buffer in self._own.pop():
             setattr(module, name, buffer)
 
 
@@ -80,7 +93,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[None]:
     """Checkpoint the activations of the selected modules during the block.
 
-    Parameters, their names, the gradients and the buffers do not change.
+    Parameters, their names, the gradients and the buffers do not change. Only a module whose output depends on buffers
+    that its forward changes, such as one with `spectral_norm`, gets other gradients. A recomputation copies the buffers
+    of the module.
 
     Args:
         model: The model that trains.
@@ -112,8 +127,9 @@ def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[No
 
 def _checkpointed(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `forward`, whose activations the backward computes again without a change to the module's buffers."""
-    once: dict[str, Any] = {"context_fn": lambda: (nullcontext(), buffers_kept(module))}
-    if torch.compiler.is_compiling():  # A compiled forward changes them once anyway, and supports no such contexts.
+    # A graph that is differentiated twice enters its context twice.
+    once: dict[str, Any] = {"context_fn": lambda: (nullcontext(), BuffersKept(module))}
+    if torch.compiler.is_compiling():  # AOTAutograd changes them once anyway, and supports no such contexts.
         once = {}
     return checkpoint(forward, *args, use_reentrant=False, **once, **kwargs)
 

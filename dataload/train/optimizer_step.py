@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
-from dataload.train.modules import buffers_kept
+from dataload.train.modules import BuffersKept
 from dataload.train.ranks.exchange import Exchange, Sharded
 from dataload.train.ranks.sharded import clip_grad_norm, full_tensor
 
@@ -58,7 +58,7 @@ def _loss_and_scalars(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
 def _kind(result: Any) -> str:
     """Return the types of a result in words, such as "(dict, Tensor of shape (3,))"."""
     if isinstance(result, tuple):
-        return f"({', '.join(map(_kind, result))})"
+        return f"({', '.join(map(_kind, result))}{',' if len(result) == 1 else ''})"
     return type(result).__name__ + (f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else "")
 
 
@@ -110,7 +110,8 @@ class OptimizerStep:
 
         Args:
             batch: The batch, on the device.
-            rows: Rows that count in this batch; 0 if this rank has run out of batches: then no buffer changes, either.
+            rows: Rows that count in this batch; 0 if this rank has run out of batches: then no buffer changes
+                either, but for statistics that the ranks exchange, those of SyncBatchNorm.
             all_rows: Rows of the batches that all ranks add at this time.
             last: Whether this is the last batch of the epoch on all ranks.
 
@@ -124,7 +125,7 @@ class OptimizerStep:
         full = last or self.pending == self.accumulate
         # DDP and FSDP average gradients over ranks. Multiplying by the number of ranks makes it a sum.
         weight = rows * self.exchange.ranks / self._nominal_rows
-        with nullcontext() if rows else buffers_kept(self.exchange.model):  # type: ignore[arg-type]
+        with nullcontext() if rows else BuffersKept(self.exchange.model, nn.SyncBatchNorm):  # type: ignore[arg-type]
             loss, scalars = self._backward(batch, weight, full)
         if full:
             self._step(self._nominal_rows / self._rows)
@@ -135,8 +136,9 @@ class OptimizerStep:
         """Return the context in which the model computes in `precision`.
 
         Args:
-            cached: Keep the casts of parameters, which must not change before the context ends. A sharded model keeps
-                none, because the casts of its gathered parameters would be the whole model.
+            cached: Keep the casts of parameters, which must not change before the context ends; otherwise each use
+                casts again. A sharded model keeps none here, because those of its gathered parameters would be the
+                whole model. Without activation checkpointing, its backward keeps them all the same.
         """
         dtype, cached = PRECISIONS[self.precision], cached and not isinstance(self.exchange, Sharded)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None, cache_enabled=cached)

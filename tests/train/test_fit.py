@@ -697,7 +697,7 @@ def test_a_scalar_of_several_elements_is_refused_in_the_first_step():
         (lambda loss: [loss, {}], "list"),
         (lambda loss: ({"half": 0.5}, loss), "(dict, Tensor of shape ())"),
         (lambda loss: (loss, 0.5), "(Tensor of shape (), float)"),
-        (lambda loss: (loss,), "(Tensor of shape ())"),
+        (lambda loss: (loss,), "(Tensor of shape (),)"),
         (lambda loss: loss.expand(3), "Tensor of shape (3,)"),
     ],
 )

@@ -21,6 +21,7 @@ from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.telemetry.spans import stage
 from dataload.train import epoch_metrics, evaluate_over, fit, rank_batches, tensorboard
+from dataload.train.modules import BuffersKept
 from dataload.train.ranks.process_group import process_group
 from dataload.world import World
 
@@ -149,6 +150,53 @@ def test_activations_are_computed_twice(which):
     assert more == 2 * calls
     assert expected["0.layers.0.num_batches_tracked"] == 10
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def penalised(which):
+    """Return the weights after training with a penalty on the gradients of the inputs, and the batches counted."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(nn.BatchNorm1d(3)), nn.Linear(3, 1)).double().requires_grad_()
+    model[0].layers[3].p = 0.0
+
+    def loss(model, batch):
+        x = batch["x"].double().requires_grad_()
+        [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return squared_error(model, batch) + slope.square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    fit(model, optimizer, in_order(8), loss, epochs=1, precision="fp32", activation_checkpointing=which, progress=False)
+    return [p.detach().clone() for p in model.parameters()], int(model[0].layers[0].num_batches_tracked)
+
+
+def test_a_checkpointed_graph_may_be_differentiated_twice():
+    (weights, batches), (expected, same) = penalised(Block), penalised(None)
+    torch.testing.assert_close(weights, expected)
+    assert batches == same == 10
+
+
+def test_compiled_modules_count_each_batch_once():
+    """AOTAutograd sees to it."""
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    inner = model[0]
+    options = {
+        "activation_checkpointing": lambda module: module is inner,
+        "compile": {"backend": "aot_eager"},
+        "precision": "fp32",
+    }
+    fit(model, optimizer, in_order(8), squared_error, epochs=1, progress=False, **options)
+    assert int(inner[0].num_batches_tracked) == 5
+
+
+def test_a_buffer_of_two_names_has_one_copy():
+    model = nn.Module()
+    model.register_buffer("one", torch.zeros(1))
+    model.register_buffer("other", model.one)
+    with BuffersKept(model):
+        model.other += 1
+        assert model.one == 1
+    assert model.one is model.other
+    assert model.one == 0
 
 
 def test_activation_checkpointing_of_nothing_is_refused():
