@@ -158,7 +158,8 @@ class Origin(ForkAware):
                 whole = complete(filesystem)
                 found = (whole.glob if is_glob else whole.find)(path, detail=True)
             infos = [
-                self._served(info if info.get("size") is not None else filesystem.info(name))
+                # Before 2026, fsspec's wrapper of a folder leaves the whole names in the infos.
+                self._served({**(info if info.get("size") is not None else filesystem.info(name)), "name": name})
                 for name, info in found.items()
                 if info.get("type", "file") == "file" and not name.endswith("/")  # HTTP lists folders without a type
             ]
