@@ -6,6 +6,7 @@ import errno
 import re
 
 from dataload.errors import DataloadError
+from dataload.runtime.exhaustion import with_causes
 
 MISSING = (FileNotFoundError, NotADirectoryError)  # the latter for a path below a file
 LASTING = (*MISSING, IsADirectoryError, DataloadError)
@@ -91,8 +92,7 @@ def denied(error: BaseException) -> bool:
 
 def status(error: BaseException) -> int | None:
     """Return the HTTP status behind an error; None without one."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in with_causes(error):
         response = getattr(cause, "response", None)
         named = [
             (cause, "status"),
@@ -112,7 +112,6 @@ def status(error: BaseException) -> int | None:
                 return 301
         if isinstance(response, dict):  # botocore
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        cause = cause.__cause__
     return None
 
 

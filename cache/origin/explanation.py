@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataload.cache.origin.errors import MISSING, denied, is_store_error, status, underlying_error
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
+from dataload.runtime.exhaustion import with_causes
 from dataload.runtime.redact import cause_of, redacted, without_signature
 
 ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
@@ -87,7 +88,7 @@ def rejected_options(path: str, error: Exception) -> str:
 def fix_of(error: BaseException) -> str | None:
     """Return how to fix an error of S3; None if that is unknown."""
     code, _ = _answer(error)
-    for cause in _causes(error):
+    for cause in with_causes(error):
         if fix := TYPES.get(type(cause).__name__):
             return fix
         if "Invalid endpoint" in str(cause):
@@ -152,7 +153,7 @@ def explained(error: BaseException, *, in_s3: bool) -> str:
 
 def _answer(error: BaseException) -> tuple[str, str]:
     """Return the code and the text of S3's answer. An answer without a body has its HTTP status as the code."""
-    for cause in _causes(error):
+    for cause in with_causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict) and "Error" in response:
             return str(response["Error"].get("Code", "")), redacted(response["Error"].get("Message", ""))
@@ -164,10 +165,3 @@ def _answer(error: BaseException) -> tuple[str, str]:
 
 def _first_line(error: BaseException) -> str:
     return redacted(str(error).partition("\n")[0])
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__

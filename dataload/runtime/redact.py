@@ -44,13 +44,12 @@ def redacted(text: object) -> str:
 def cause_of(error: Exception) -> Exception | None:
     """Return `error` as the cause of another one; None if the traceback would show credentials of a URL."""
     shown: list[BaseException] = [error]
-    while shown:
-        seen = shown.pop()
+    for seen in shown:  # It grows. Causes may make a cycle.
         text = " ".join("".join(traceback.format_exception_only(seen)).split())
         if redacted(text) != text:
             return None
-        shown += seen.exceptions if isinstance(seen, BaseExceptionGroup) else ()
-        shown += filter(None, [seen.__cause__ or seen.__context__])
+        members = seen.exceptions if isinstance(seen, BaseExceptionGroup) else ()
+        shown += [each for each in (seen.__cause__ or seen.__context__, *members) if each and each not in shown]
     return error
 
 

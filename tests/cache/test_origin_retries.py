@@ -103,6 +103,15 @@ def test_an_error_of_any_client_is_retried_and_names_the_range(
     assert raised.value.__cause__ is error
 
 
+@pytest.mark.parametrize("protocol", ["memory", "s3"])
+def test_an_error_that_is_its_own_cause_is_raised(protocol: str) -> None:
+    """Some libraries raise an error from itself."""
+    error = OSError("the answer")
+    with pytest.raises(OriginError, match="the answer") as raised, Origin(fsspec.filesystem(protocol)).map_errors(PATH):
+        raise error from error
+    assert raised.value.__cause__ is error
+
+
 @pytest.mark.parametrize("error", [azure_error(400), ftplib.error_perm("550 no such file"), IsADirectoryError("x")])
 def test_an_error_that_lasts_is_raised_at_once(origin: Origin, error: Exception) -> None:
     fail(error, 2)
