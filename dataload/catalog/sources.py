@@ -76,7 +76,8 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def source_paths(source: Source) -> list[str]:
     """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
     # Others may also be iterable: a DataFrame has the names of its columns, a loader its batches.
-    is_list = isinstance(source, (Sequence, AbstractSet, Iterator, ValuesView)) or getattr(source, "ndim", None) == 1
+    is_column = len(getattr(source, "shape", ())) == 1
+    is_list = is_column or isinstance(source, (Sequence, AbstractSet, Iterator, ValuesView))
     if not (is_list or isinstance(source, os.PathLike)) or isinstance(source, bytes):
         raise ConfigError(f"the source is of type {type(source).__name__}: use a URL, a path, or a list of them")
     paths = []

@@ -52,7 +52,7 @@ class RowGroupScheduler:
         ledger: The accounts of the row groups.
         sizes: Bytes of the row groups that were loaded, by row group.
         decoder: The background decoder, once `start` was called for a large or mapped dataset.
-        is_cached: Whether the row group that was made last is in a cache on disk; at first, whether there is one.
+        is_cached: Whether the row group that was made last is in the cache, if processes share it.
 
     Notes:
         One thread at a time may call `start`, `request`, `opened` and `cancel`. Any thread may call the others.
@@ -70,7 +70,7 @@ class RowGroupScheduler:
         self.decoder: BackgroundDecoder | None = None
         self.ledger = Ledger()
         self.sizes: dict[int, int] = {}
-        self.is_cached = blobs.shared
+        self.is_cached = True
 
     def start(self) -> None:
         """Prepare for prefetches: keep the cached row groups. A background process makes those of a large dataset."""
@@ -210,7 +210,7 @@ class RowGroupScheduler:
         uncached = 0
         if not isinstance(found, BaseException):
             self.sizes[group] = sum(map(len, found))
-            if not life.is_hit:
+            if self._blobs.shared and not life.is_hit:
                 uncached = sum(len(content) for content in found if not is_file_map(content))
                 self.is_cached = not uncached
         life.uncached_bytes = uncached

@@ -131,7 +131,7 @@ def test_tables_and_datasets_of_others_are_no_lists_of_paths(source: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "of", [tuple, set, iter, np.array, pd.Series, pd.Index, lambda paths: dict.fromkeys(paths, 0).keys()]
+    "of", [tuple, set, iter, np.array, pd.Series, pd.Index, pl.Series, lambda paths: dict.fromkeys(paths, 0).keys()]
 )
 def test_lists_of_paths(of: Callable[..., Any], tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")

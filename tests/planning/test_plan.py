@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -485,18 +486,14 @@ def test_columns_that_are_left_out_are_not_fetched(origin: Origin, tmp_path: Pat
     assert found.first_epoch.bytes < 0.01 * whole.first_epoch.bytes
 
 
-def test_warming_keeps_as_many_requests_in_flight_as_training(tmp_path: Path) -> None:
-    folder = tmp_path / "data" / "bucket"
-    folder.mkdir(parents=True)
-    for number in range(IN_FLIGHT + 8):
-        pq.write_table(pa.table({"x": range(10)}), folder / f"{number}.parquet")
-    with Origin(tmp_path / "data") as origin:
-        cache = CacheConfig(str(tmp_path / "c"), "1GB")
-        blobs = make_dataset("s3://bucket/", storage_options=origin.storage_options, cache=cache).rowstore.blobs
-        origin.reset()
-        origin.behave(latency=1.0)
-        assert warm(blobs, range(IN_FLIGHT + 8)) == IN_FLIGHT + 8
-        assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
+def test_warming_makes_as_many_row_groups_at_once_as_training_has_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"x": range(2 * IN_FLIGHT)}), tmp_path / "x.parquet", row_group_size=2)
+    blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB")).rowstore.blobs
+    together, make = threading.Barrier(IN_FLIGHT, timeout=30), blobs.make
+    monkeypatch.setattr(blobs, "make", lambda group: [together.wait(), make(group)][1])
+    assert warm(blobs, range(IN_FLIGHT)) == IN_FLIGHT
 
 
 def test_ctrl_c_interrupts_the_wait_for_a_row_group_to_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
