@@ -9,9 +9,9 @@ import enum
 import fractions
 import functools
 import hashlib
-import inspect
 import json
 import logging
+import operator
 import pathlib
 import re
 import sys
@@ -25,7 +25,7 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
-from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, defaults_of, functions_of, is_made
+from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, defaults_of, is_made, parts_of
 from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
 
@@ -168,12 +168,11 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> Any:
         code, where = function.__code__, f"{function.__module__}.{function.__qualname__}"
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
         return [
             *("function", module_of(function), function.__qualname__, self._sources.of_function(code)),
             self.describe(function.__defaults__, f"a default of {where}"),
             self.describe(function.__kwdefaults__, f"a default of {where}"),
-            self.describe(attributes, f"an attribute of {where}"),
+            self.describe(vars(function), f"an attribute of {where}"),
             self._references(code, {name: cell for name, cell in cells if _is_set(cell)}, function.__globals__, where),
         ]
 
@@ -226,13 +225,15 @@ class _Walk:
         for name, member in sorted(vars(kind).items()):
             if name in OF_NAMED_TUPLES and hasattr(kind, "_fields"):
                 continue
-            functions = (each for each in functions_of(member) if not is_generated(inspect.unwrap(each)))
-            members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
-            if not is_made(name, member) and not isinstance(kind, enum.EnumMeta):
-                members.append([name, self.describe(member, f"{where}.{name}")])
+            for part in parts_of(member):
+                is_function = isinstance(part, types.FunctionType)
+                if is_generated(part) if is_function else part is member and is_made(kind, name, part):
+                    continue
+                members.append([name, self.describe(part, f"{where}.{name}")])
         members += [[name, self.describe(default, f"{where}.{name}")] for name, default in defaults_of(kind)]
         if isinstance(kind, enum.EnumMeta):
-            members += [[each.name, self.describe(each.value, where)] for each in kind]  # type: ignore[var-annotated]
+            named: Mapping[str, enum.Enum] = kind.__members__  # A member may have several names.
+            members += [[name, self.describe(each.value, where)] for name, each in named.items()]
         if package_of(type(kind).__module__) is None:
             members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
@@ -317,5 +318,9 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
     (types.MethodType, _method),
     (types.BuiltinFunctionType, _module_function),
     (functools._lru_cache_wrapper, lambda walk, value, where: walk.describe(value.__wrapped__, where)),  # noqa: SLF001
+    (
+        (operator.itemgetter, operator.attrgetter, operator.methodcaller),
+        lambda walk, value, where: walk.describe(value.__reduce__(), where),
+    ),
     (logging.Logger, lambda _, value, __: value.name),
 ]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import functools
+import re
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+
+from dataload.mapping.packages import is_own
 
 _WRAPPERS = (staticmethod, classmethod, functools.cached_property)
 OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "__orig_bases__"} - {"_field_defaults"}  # noqa: PYI024
@@ -21,25 +25,32 @@ _OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__p
 _OF_CLASSES |= {"__annotate_func__", "__annotations_cache__", "__qualname__", "__signature__", "__slotnames__"}
 _OF_CLASSES |= {"__slots__", "__static_attributes__", "__type_params__", "__weakref__", "_abc_impl"}
 _OF_LIBRARIES = ("__pydantic_", "__attrs_", "__private_attributes__", "__class_vars__")
+_OF_ENUMS = re.compile("_[^_].*[^_]_")  # Python reserves these names.
 _OF_FIELDS = ("__dataclass_fields__", "__pydantic_fields__", "__private_attributes__")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
 
-def functions_of(member: Any) -> list[types.FunctionType]:
-    """Return the functions of a member of a class."""
-    if isinstance(member, property):
-        found = [member.fget, member.fset, member.fdel]
+def parts_of(member: Any) -> Iterator[Any]:
+    """Yield the functions and objects inside of the wrappers of a member of a class; without one, the member."""
+    if isinstance(member, (property, types.DynamicClassAttribute)):
+        parts = [member.fget, member.fset, member.fdel]
     elif isinstance(member, _WRAPPERS):
-        found = [member.func if isinstance(member, functools.cached_property) else member.__func__]
+        parts = [member.func if isinstance(member, functools.cached_property) else member.__func__]
     else:
-        found = [member]
-    return [each for each in found if isinstance(each, types.FunctionType)]
+        yield member
+        return
+    if is_own(type(member)):
+        yield type(member)
+    for part in parts:
+        if part is not None:
+            yield from parts_of(part)
 
 
-def is_made(name: str, member: Any) -> bool:
-    """Return whether Python or a library makes a member of a class from its source, or it is a function."""
-    is_descriptor = isinstance(member, (types.FunctionType, property, *_WRAPPERS, *_DESCRIPTORS))
-    return is_descriptor or name in _OF_CLASSES or name.startswith(_OF_LIBRARIES)
+def is_made(kind: type, name: str, member: Any) -> bool:
+    """Return whether Python or a library makes a member of a class from its source, and it is no function."""
+    if isinstance(kind, enum.EnumMeta) and (name in kind.__members__ or _OF_ENUMS.fullmatch(name)):
+        return True
+    return isinstance(member, _DESCRIPTORS) or name in _OF_CLASSES or name.startswith(_OF_LIBRARIES)
 
 
 def defaults_of(kind: type) -> Iterator[tuple[str, Any]]:

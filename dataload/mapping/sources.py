@@ -11,12 +11,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from operator import or_
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from dataload.errors import ConfigError
 from dataload.mapping.large_values import LargeValues
-from dataload.mapping.packages import MAIN_PROGRAMS
+from dataload.mapping.packages import MAIN_PROGRAMS, package_of
 
 _FUTURE_FLAGS = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 _PYTEST = "@pytest_ar"  # the name that pytest adds to the functions whose assertions it rewrites
@@ -205,8 +205,13 @@ def _code_of(member: Any, kind: type) -> CodeType | None:
     return code
 
 
-def is_generated(function: Any) -> bool:
-    """Return whether `dataclass` made a function. Others of `exec` do not follow from the source of their class."""
+def is_generated(function: FunctionType) -> bool:
+    """Return whether `dataclass` made a function. Others of `exec` do not follow from the source of their class.
+
+    An installed package, such as `dataclasses` itself, may have wrapped it.
+    """
+    if package_of(function.__globals__.get("__name__")) is not None:
+        function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)  # An extension's function has none.
     return code is not None and code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__.")
 

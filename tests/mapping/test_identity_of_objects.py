@@ -82,6 +82,50 @@ OBJECTS = {
     ),
     "version of a class": "S = $\nclass D:\n    __version__ = S\ndef f(b): return D.__version__",
     "attribute of a metaclass": "class M(type):\n    k = $\nclass D(metaclass=M): pass\ndef f(b): return D.k",
+    "cached static method": (
+        "import functools\nS = $\ndef g(): return S\nclass D:\n    @staticmethod\n    @functools.cache\n"
+        "    def k(): return g()\ndef f(b): return D.k()"
+    ),
+    "cached property": (
+        "import functools\nS = $\ndef g(): return S\nclass D:\n    @property\n    @functools.cache\n"
+        "    def k(s): return g()\ndef f(b): return D().k"
+    ),
+    "partial as a static method": (
+        "import functools\ndef g(b, k): return k\nclass D: pass\nD.g = staticmethod(functools.partial(g, k=$))\n"
+        "def f(b): return D.g(b)"
+    ),
+    "class as a static method": (
+        "class C:\n    def __init__(s, b): s.k = $\nclass D: pass\nD.g = staticmethod(C)\ndef f(b): return D.g(b).k"
+    ),
+    "object as a property": (
+        "class C:\n    def __init__(s, k): s.k = k\n    def __call__(s, d): return s.k\nclass D: pass\n"
+        "D.k = property(C($))\ndef f(b): return D().k"
+    ),
+    "item getter as a property": (
+        "import operator\nclass D(tuple): pass\nD.k = property(operator.itemgetter($))\ndef f(b): return D(b).k"
+    ),
+    "property of a kind of one's own": (
+        "class P(property):\n    def __get__(s, d, kind=None): return $\nclass D:\n    @P\n    def k(s): pass\n"
+        "def f(b): return D().k"
+    ),
+    "class method that is a property": (
+        "S = $\ndef g(): return S\nclass D:\n    @classmethod\n    @property\n    def k(c): return g()\n"
+        "def f(b): return D.k"
+    ),
+    "attribute of an enum that is no member": (
+        "import enum\nclass M(enum.Enum):\n    A = 1\nM.k = $\ndef f(b): return M.k"
+    ),
+    "property of an enum": (
+        "import enum\nS = $\ndef g(): return S\nclass M(enum.Enum):\n    A = 1\n    @enum.property\n"
+        "    def k(s): return g()\ndef f(b): return M.A.k"
+    ),
+    "other name of a member of an enum": (
+        "import enum\nS = $\nclass M(enum.Enum):\n    A = 1\n    C = 2\n    B = S\ndef f(b): return M.B"
+    ),
+    "function that its wrapper finds by an attribute": (
+        "import functools\ndef twice(g):\n    @functools.wraps(g)\n    def w(b): return 2 * w.__wrapped__(b)\n"
+        "    return w\n@twice\ndef f(b): return $"
+    ),
 }
 MEMBERS = {
     "version of a module": ("__version__ = $", "helpers.__version__"),
@@ -137,7 +181,18 @@ def test_a_class_of_a_script_has_the_same_identity_after_its_journey(tmp_path: P
         cloudpickle.unregister_pickle_by_value(script)
 
 
+def test_a_flag_that_makes_a_value_when_it_is_called_stays_the_same(tmp_path: Path) -> None:
+    made = module(tmp_path, "import enum\nclass M(enum.Flag):\n    A = 1\n    B = 2\ndef f(b): return M(b)")
+    before = identity(made.f)
+    made.f(3)
+    assert identity(made.f) == before
+
+
 WITHOUT_SOURCE = {
+    "__init__ has no source": (
+        "import dataclasses, functools\n@dataclasses.dataclass\nclass D: pass\ninit = D.__init__\n"
+        "@functools.wraps(init)\ndef wrapped(s): s.k = 1\nD.__init__ = wrapped\ndef f(b): return D().k"
+    ),
     "enc has no source": (
         "names = {}\nexec('def enc(s): return 1', names)\nclass D:\n    enc = names['enc']\nd = D()\n"
         "def f(b): return d.enc()"
