@@ -25,6 +25,7 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
+from dataload.mapping.large_values import flat_digest
 from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, defaults_of, is_made, parts_of
 from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
@@ -111,17 +112,20 @@ class _Walk:
             return ["above", len(self._open) - self._open[id(value)]]
         if id(value) not in self._digests:
             self._kept.append(value)
-            self._open[id(value)] = len(self._open)
-            described = None
-            try:
-                described = self._object(value, where)
-            finally:
-                del self._open[id(value)]
-                self._digests[id(value)] = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+            self._digests[id(value)] = ""  # An object that cannot be described is not tried again.
+            self._digests[id(value)] = self._sources.large.digest(value, lambda: self._digest(value, where))
         return self._digests[id(value)]
 
+    def _digest(self, value: Any, where: str) -> str:
+        self._open[id(value)] = len(self._open)
+        try:
+            described = self._object(value, where)
+        finally:
+            del self._open[id(value)]
+        return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+
     def _object(self, value: Any, where: str) -> Any:
-        if (digest := self._sources.large.digest(value)) is not None:
+        if (digest := flat_digest(value)) is not None:
             return [type(value).__qualname__, digest]
         if isinstance(value, (type, types.FunctionType)) and package_of(value.__module__) is None:
             return self._class(value) if isinstance(value, type) else self._function(value)

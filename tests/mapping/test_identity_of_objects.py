@@ -12,10 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
 from dataload.errors import ConfigError
-from dataload.mapping.identity import identity
+from dataload.mapping.identity import _Walk, identity
 from dataload.mapping.sources import Sources
 from dataload.mapping.stage import UserFunction
 
@@ -252,6 +253,11 @@ def test_a_change_of_a_member_with_underscores_is_noticed(tmp_path: Path, name: 
     assert found[0] == found[1] != found[2]
 
 
+def merges() -> dict[tuple[str, str], int]:
+    """Return a table of pairs like that of a byte pair encoding."""
+    return {(str(n), "b"): n for n in range(2000)}
+
+
 @pytest.mark.parametrize(
     ("make", "change"),
     [
@@ -260,6 +266,15 @@ def test_a_change_of_a_member_with_underscores_is_noticed(tmp_path: Path, name: 
         (lambda: [float(n) for n in range(2000)], lambda value: value.__setitem__(1, 1)),
         (lambda: {f"w{n}" for n in range(2000)}, lambda value: value.add("new")),
         (lambda: [[n] for n in range(2000)], lambda value: value[5].append(6)),
+        (merges, lambda value: value.update({("5", "b"): True})),
+        (merges, lambda value: value.update({("6", "b"): value.pop(("6", "b"))})),
+        (lambda: {str(n): [1, 2] for n in range(2000)}, lambda value: value["5"].__setitem__(0, 1.0)),
+        (lambda: [(0.0, n) for n in range(2000)], lambda value: value.__setitem__(5, (-0.0, 5))),
+        (lambda: [(b"a", n) for n in range(2000)], lambda value: value.__setitem__(5, (bytearray(b"a"), 5))),
+        (lambda: [[n] for n in range(2000)], lambda value: value.__setitem__(5, (5,))),
+        (lambda: [{n} for n in range(2000)], lambda value: value[5].add("new")),
+        (lambda: [np.zeros(1), *range(2000)], lambda value: value[0].fill(1)),
+        (lambda: [1.5, *range(2000)], lambda value: value.__setitem__(0, np.float64(1.5))),
     ],
 )
 def test_a_change_of_a_large_collection_is_noticed(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
@@ -275,6 +290,21 @@ def test_a_change_of_a_large_collection_is_noticed(make: Callable[[], Any], chan
     changed = identity(function, None, kept)
     value = other
     assert identity(function, None, kept) == before != changed == identity_of_changed(other, change, function)
+
+
+@pytest.mark.parametrize(
+    "make", [merges, lambda: [*merges()], lambda: {str(n): [n, {n: None}] for n in range(2000)}, lambda: {*merges()}]
+)
+def test_a_large_collection_is_described_once(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    value, kept, described, describe = make(), Sources(), list[Any](), _Walk.describe
+    monkeypatch.setattr(_Walk, "describe", lambda walk, each, at: (described.append(each), describe(walk, each, at))[1])
+
+    def function(batch: Any) -> Any:
+        return value
+
+    before, first = identity(function, None, kept), len(described)
+    assert identity(function, None, kept) == before
+    assert len(described) - first < 50 < first
 
 
 def identity_of_changed(value: Any, change: Callable[[Any], Any], function: Any) -> str:
