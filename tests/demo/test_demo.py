@@ -72,15 +72,17 @@ def test_serving_the_data_of_the_first_program(monkeypatch: pytest.MonkeyPatch) 
         assert serving.stdout is not None
         word, *settings = serving.stdout.readline().split()
         assert word == "export"
-        for setting in settings:
-            monkeypatch.setenv(*setting.split("="))
-        dataset = make_dataset("s3://bucket/train/", cache=False)
-        batches = list(make_loader(dataset, 100, row_ids=True))  # as in the guide to bad rows
+        try:
+            for setting in settings:
+                monkeypatch.setenv(*setting.split("="))
+            dataset = make_dataset("s3://bucket/train/", cache=False)
+            batches = list(make_loader(dataset, 100, row_ids=True))  # as in the guide to bad rows
+        finally:
+            serving.send_signal(signal.SIGINT)
         assert [batch["image"].shape for batch in batches] == [(100, 784)] * 10
         assert all(torch.equal(batch["row_id"], batch["number"]) for batch in batches)
         assert {int(label) for batch in batches for label in batch["label"]} == set(range(10))
         assert max(int(batch["image"].max()) for batch in batches) > 200
-        serving.send_signal(signal.SIGINT)
         assert serving.wait(60) == 0
 
 
