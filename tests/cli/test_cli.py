@@ -24,7 +24,7 @@ from rich.console import Console
 import dataload
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
-from dataload.cache.blocks.reader import Object
+from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
 from dataload.cli import app, console
@@ -333,7 +333,8 @@ def test_a_server_without_an_answer_is_not_a_missing_dataset(run: Run, tmp_path:
 def test_warm_fetches_nothing_in_vain(
     at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, cached: bool
 ) -> None:
-    url = dataset_of([[20_000]] * 60)
+    """At most the requests in flight when the cache is full, a third of the row groups, are fetched in vain."""
+    url = dataset_of([[10_000]] * 3 * IN_FLIGHT)
     cache = ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "3MB")
     if cached:
         at_bucket("warm", url, *cache)
@@ -344,6 +345,20 @@ def test_warm_fetches_nothing_in_vain(
     assert 0 < figures["row_groups_kept"] < 10
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
     assert bucket.server.stats()["get_bytes"] - before < size / 2, "fetched row groups that do not fit into the cache"
+
+
+def test_a_store_of_two_addresses_is_warmed_once(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
+    """A loader with the origin_id of `warm` finds the rows under another address."""
+    url, name = dataset_of([[300]]), ("--origin-id", "our store")
+    assert at_bucket("warm", url, *name).returncode == 0
+    sent = bucket.server.stats()["get_bytes"]
+    other = {**bucket.options, "endpoint_url": bucket.server.endpoint_url.replace("127.0.0.1", "localhost")}
+    dataset = make_dataset(url, storage_options=other, cache=CacheConfig(origin_id="our store"))
+    assert len(dataset.__getitems__(list(range(300)))) == 300
+    for command in ("plan", "warm"):
+        assert at_bucket(command, url, *name, "--engine", "fsspec").returncode == 0
+    assert bucket.server.stats()["get_bytes"] == sent
+    assert at_bucket("head", url, *name).returncode == 0
 
 
 def test_warm_says_what_its_part_is(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def doctor(
     from dataload.doctor.finding import PROBLEM, Case
     from dataload.doctor.registry import examine
 
-    cache_config = config(cache_dir, cache_bytes)
+    cache_config = config(cache_dir, cache_bytes=cache_bytes)
     store = None if url is None else _store(url, storage_options)
     chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
     nodes = num_streams or _num_streams()

@@ -13,7 +13,9 @@ from dataload.cli.commands.options import (
     AllowNetworkFilesystem,
     CacheDir,
     Columns,
+    Engine,
     Json,
+    OriginId,
     StorageOptions,
     Url,
     config,
@@ -37,12 +39,16 @@ def head(
     cache_dir: CacheDir = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
     storage_options: StorageOptions = None,
+    engine: Engine = "auto",
+    origin_id: OriginId = None,
     as_json: Json = False,
 ) -> None:
     """Show columns, their form in batches and nulls, and the first rows."""
     from dataload.catalog.preview import first_rows, preview_columns
 
-    cache_config = config(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    cache_config = config(
+        cache_dir, allow_network_filesystem=allow_network_filesystem, engine=engine, origin_id=origin_id
+    )
     manifest, blocks, objects = open_manifest(url, storage_options, cache_config, quiet=as_json)
     chosen = manifest.select(names(columns))
     files = len({group.file for group in manifest.row_groups})

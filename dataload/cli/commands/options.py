@@ -31,6 +31,7 @@ Cluster = Annotated[
     str | None, typer.Option(help="URL of the Valkey or Redis that hosts share: valkey://host:port,host:port.")
 ]
 Columns = Annotated[str | None, typer.Option(help="Names of columns, comma-separated or as a JSON list; default: all.")]
+Engine = Annotated[str, typer.Option(help="The client that fetches bytes: auto, fsspec or obstore.")]
 FillNull = Annotated[
     str | None,
     typer.Option(help='The loader\'s fill_null, as JSON: 0, or {"age": 0, "name": "-"}; default: none.'),
@@ -43,6 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 NullMasks = Annotated[bool, typer.Option("--null-masks", help="As for the loader: rows with masks of nulls.")]
 NODES = "Number of nodes: the loader's num_streams, unless that is a multiple of the nodes."
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
+OriginId = Annotated[str | None, typer.Option(help="Name of the store in cache keys; default: its address.")]
 Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a glob.")]
 Weights = Annotated[
     str | None,
@@ -112,22 +114,11 @@ def mapping(text: str | None) -> dict[str, Any]:
     return options
 
 
-def config(
-    cache_dir: Path | None,
-    cache_bytes: str | None = None,
-    cluster: str | None = None,
-    *,
-    allow_network_filesystem: bool = False,
-) -> CacheConfig:
-    """Return the cache configuration of the options."""
+def config(cache_dir: Path | None, **arguments: Any) -> CacheConfig:
+    """Return the cache configuration of the options; they have the names of its arguments."""
     from dataload.cache.config import CacheConfig
 
-    return CacheConfig(
-        cache_dir=str(cache_dir) if cache_dir else None,
-        cache_bytes=cache_bytes,
-        cluster=cluster,
-        allow_network_filesystem=allow_network_filesystem,
-    )
+    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, **arguments)
 
 
 def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:

@@ -17,10 +17,12 @@ from dataload.cli.commands.options import (
     CacheBytes,
     CacheDir,
     Columns,
+    Engine,
     FillNull,
     FilterLists,
     Json,
     NullMasks,
+    OriginId,
     Seed,
     ShuffleName,
     StorageOptions,
@@ -75,6 +77,8 @@ def plan(
     cache_bytes: CacheBytes = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
     storage_options: StorageOptions = None,
+    engine: Engine = "auto",
+    origin_id: OriginId = None,
     as_json: Json = False,
 ) -> None:
     """Estimate bytes, requests and time before reading a dataset."""
@@ -92,7 +96,9 @@ def plan(
     rate = parse_bytes("bandwidth", bandwidth)
     limit = None if cache_bytes is None else parse_bytes("cache_bytes", cache_bytes)
     # Without the limit: a cache that is opened with one evicts what exceeds it.
-    cache_config = config(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    cache_config = config(
+        cache_dir, allow_network_filesystem=allow_network_filesystem, engine=engine, origin_id=origin_id
+    )
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     sources = [
         open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)

@@ -13,11 +13,13 @@ from dataload.cli.commands.options import (
     CacheDir,
     Cluster,
     Columns,
+    Engine,
     FillNull,
     FilterLists,
     Json,
     NullMasks,
     NumStreams,
+    OriginId,
     Seed,
     StorageOptions,
     Url,
@@ -52,6 +54,8 @@ def warm(
     allow_network_filesystem: AllowNetworkFilesystem = False,
     cluster: Cluster = None,
     storage_options: StorageOptions = None,
+    engine: Engine = "auto",
+    origin_id: OriginId = None,
     as_json: Json = False,
 ) -> None:
     """Fetch a dataset, or a node's part, into the cache.
@@ -61,7 +65,14 @@ def warm(
     from dataload.planning.orders import part_of
 
     node, nodes = node_of(shard)
-    cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
+    cache_config = config(
+        cache_dir,
+        cache_bytes=cache_bytes,
+        cluster=cluster,
+        allow_network_filesystem=allow_network_filesystem,
+        engine=engine,
+        origin_id=origin_id,
+    )
     _must_answer(cache_config)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     blobs = open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
