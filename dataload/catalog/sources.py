@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ TABLE_FORMATS = {
     ),
 }
 IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
+FOLDERS_PER_LEVEL = 8  # below the fixed part of a glob, in which to look for a table; each takes a few requests
 SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d])")
 
@@ -136,7 +138,7 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str]]:
         infos = origin.list(root, is_glob=True)
         if infos:
             folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
-            unlisted = [folder, *_folders_above(folder)]
+            unlisted = [*_folders_below(folder, infos), *_folders_above(folder)]
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
         unlisted = [] if root in infos else _folders_above(root)
@@ -158,6 +160,19 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str]]:
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
     return found, [place for place in unlisted if place and not has_wildcard(place)]
+
+
+def _folders_below(folder: str, names: Iterable[str]) -> list[str]:
+    """Return a folder and, of each level below it, evenly spaced folders whose table may have some of these files."""
+    inner = {name.rpartition("/")[0].removeprefix(folder) for name in names}
+    found = {path[: end.start()] for path in inner for end in re.finditer("/|$", path)}
+    tables = sorted(path for path in found if "=" not in path.rpartition("/")[2])  # A partition key names no table.
+    levels = (list(level) for _, level in groupby(sorted(tables, key=_depth), _depth))
+    return [folder + path for level in levels for path in level[:: -(-len(level) // FOLDERS_PER_LEVEL)]]
+
+
+def _depth(path: str) -> int:
+    return path.count("/")
 
 
 def _folders_above(folder: str) -> list[str]:

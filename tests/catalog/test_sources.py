@@ -159,6 +159,42 @@ def test_a_part_of_a_table_with_deleted_rows_is_not_read(tmp_path: Path, name: s
     assert read(write(tmp_path / "t.parquet" / "data" / "day=1.parquet", 2)) == [2]
 
 
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize("below", ["", "data/", "data/day=1/"])
+@pytest.mark.parametrize("pattern", ["*/{}*.parquet", "*/{}0.parquet", "t*/{}*.parquet", "**/*.parquet"])
+def test_a_glob_above_a_table_with_deleted_rows_is_not_read(
+    tmp_path: Path, name: str, below: str, pattern: str
+) -> None:
+    pattern = f"{tmp_path}/lake/{pattern.format(below)}"
+    for folder in ("other", "t"):
+        write(tmp_path / "lake" / folder / below / "0.parquet", 1)
+    (tmp_path / "lake" / "t" / name).parent.mkdir(parents=True)
+    assert set(read(pattern)) == {1}
+    (tmp_path / "lake" / "t" / name).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/lake/t is an? \w+ table, .* also has files"):
+        make_dataset(pattern, cache=False)
+
+
+def test_a_glob_of_many_folders_looks_for_tables_in_few_of_each_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        write(tmp_path / "lake" / f"{number:02}" / "new" / "day=1" / "0.parquet", number)
+    patterns, whole = [], Origin.list
+
+    def listing(self: Origin, path: str, **options: Any) -> Any:
+        patterns.append(path.removeprefix(f"{tmp_path}/"))
+        return whole(self, path, **options)
+
+    monkeypatch.setattr(Origin, "list", listing)
+    assert len(make_dataset(f"{tmp_path}/lake/**/*.parquet", cache=False)) == 20
+    first = [f"lake/{number:02}" for number in (0, 3, 6, 9, 12, 15, 18)]
+    checked = sorted(["lake", *first, *(f"{folder}/new" for folder in first)])
+    assert patterns[0] == "lake/**/*.parquet"
+    assert [path.rsplit("/", 2)[0] for path in patterns[1::3]] == checked
+    assert len(patterns) == 1 + 3 * len(checked)
+
+
 OLD_S3FS = pytest.mark.skipif(not _lists_prefixes(), reason="this s3fs lists all folders below that of the glob")
 
 
@@ -180,7 +216,7 @@ def test_looking_for_a_table_in_s3_takes_few_requests(bucket: Any, cache: CacheC
     assert requests("t/day=1", "t/day=2") == 2 * folder - each
     for name in SIGNS:
         bucket.put(f"t/{name}", b"{}")
-        for source in ("t/*/*.parquet", "t/day=1", "t/day=1/*.parquet"):
+        for source in ("t/*/*.parquet", "t/day=1", "t/day=1/*.parquet", "*/day=1/*.parquet", "**/0.parquet"):
             with pytest.raises(ConfigError, match=rf"^{bucket.name}/t is an? \w+ table"):
                 requests(source)
         assert requests("t/day=1/0.parquet", "t/day=2/0.parquet")
