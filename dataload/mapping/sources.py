@@ -104,7 +104,8 @@ class Sources:
         return self._classes[id(kind)][1]
 
     def _of_class(self, kind: type) -> str:
-        code = next((code for member in vars(kind).values() if (code := _code_of(member, kind)) is not None), None)
+        members = [*vars(kind).values()]  # Reading one may complete a pydantic model, and add others.
+        code = next((code for member in members if (code := _code_of(member, kind)) is not None), None)
         if code is None:
             try:
                 node: ast.AST = ast.parse(textwrap.dedent(inspect.getsource(kind)))

@@ -182,6 +182,16 @@ def test_a_class_of_a_script_has_the_same_identity_after_its_journey(tmp_path: P
         cloudpickle.unregister_pickle_by_value(script)
 
 
+def test_a_model_that_is_complete_when_it_is_used_stays_the_same(tmp_path: Path) -> None:
+    """Its members change when the class of a forward reference exists."""
+    pytest.importorskip("pydantic")
+    text = "import pydantic\nclass C(pydantic.BaseModel):\n    d: 'D'\nclass D(pydantic.BaseModel):\n    k: int = 1\n"
+    made = module(tmp_path, f"{text}def f(b): return C(d=D()).d.k")
+    before = identity(made.f)
+    assert made.f(0) == 1
+    assert identity(made.f) == before
+
+
 def test_a_flag_that_makes_a_value_when_it_is_called_stays_the_same(tmp_path: Path) -> None:
     made = module(tmp_path, "import enum\nclass M(enum.Flag):\n    A = 1\n    B = 2\ndef f(b): return M(b)")
     before = identity(made.f)
