@@ -203,7 +203,7 @@ class CacheFolder:
             draft: The file that the caller writes the blob to. It leads a later sweep to the row after a kill.
             limit: Most bytes on disk.
             division: How loaders share the cache. A blob that cannot be pinned replaces the oldest of its need.
-            pin: Evict only blobs that no running process has used since it started, and those that need not stay.
+            pin: Evict only blobs that no running process has used since it started, and those above their share.
         """
         index, allow_transient = self.index, False
         missing = partial(index.shortage, row.size, limit=limit, region=division.region)
@@ -257,10 +257,7 @@ class CacheFolder:
 
         if release_if_enough(size, self.index.pinned(before), self.remove):
             return True
-        stays = division.stays(row.group)
-        if row.is_of_row_group and not stays:
-            return False
-        return self._surplus.release(division, size, self.index.pinned, self.remove, unneeded=not stays)
+        return division.stays(row.group) and self._surplus.release(division, size, self.index.pinned, self.remove)
 
     def _evict_for_transient(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
         """Evict transient blobs, then those last used before a time (ns), until a row fits as a transient one."""

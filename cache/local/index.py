@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataload.cache.local.lmdb_file import LOCK_SECONDS, LmdbFile
-from dataload.cache.tier import RECORDS, group_number
+from dataload.cache.tier import group_number
 
 BATCH_ROWS = 256  # most rows of one transaction
 SUM_ATTEMPTS = 3
@@ -48,11 +48,6 @@ class Row:
     def group(self) -> int:
         """Number of the blob's group, see `group_number`."""
         return group_number(self.digest)
-
-    @property
-    def is_of_row_group(self) -> bool:
-        """Whether the blob holds rows of a row group. Others are blocks of files, footers and the like."""
-        return self.name.rpartition("#")[2].startswith(RECORDS)
 
     @property
     def stamp(self) -> int:

@@ -13,8 +13,9 @@ from itertools import accumulate, chain, islice
 
 from dataload.cache.division import Division
 from dataload.cache.local.index import Index, Row
+from dataload.cache.tier import RECORDS
 
-_BLOCK = re.compile(r"#\d+-\d+$")  # in the name of a block of a file
+_NAME = re.compile(rf"#({RECORDS}[^#]*|\d+-\d+)$")  # of a blob of records, or of a block of a file
 EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
 PAUSES = 20  # times the duration of a scan, until the next one
 
@@ -60,8 +61,7 @@ class Surplus:
     """The pinned blobs that may be evicted for a blob that stays.
 
     First those of row groups that no loader needs, then those above the share of their dataset, then blocks of files
-    if the datasets do not fit. Of each kind, the least recently used come first. Footers and blocks replace only the
-    first kind, so they never evict each other.
+    if the datasets do not fit. Of each kind, the least recently used come first.
 
     Notes:
         A scan of the index finds all of them, for one division. Once they are used up, the index is scanned again after
@@ -72,41 +72,30 @@ class Surplus:
         self._mutex = threading.Lock()
         self._found: weakref.WeakKeyDictionary[Division, _Found] = weakref.WeakKeyDictionary()
 
-    def release(
-        self,
-        division: Division,
-        missing: Missing,
-        scan: Callable[[], Iterable[Row]],
-        remove: Remove,
-        *,
-        unneeded: bool = False,
-    ) -> bool:
+    def release(self, division: Division, missing: Missing, scan: Callable[[], Iterable[Row]], remove: Remove) -> bool:
         """Remove blobs that need not stay until nothing is missing. Return whether it succeeded; see `take`."""
         size = missing()
-        while size > 0 and (surplus := self.take(division, size, scan, unneeded=unneeded)):
+        while size > 0 and (surplus := self.take(division, size, scan)):
             size = release(missing, iter(surplus), remove)
         return size <= 0
 
-    def take(
-        self, division: Division, size: int, scan: Callable[[], Iterable[Row]], *, unneeded: bool = False
-    ) -> list[Row]:
+    def take(self, division: Division, size: int, scan: Callable[[], Iterable[Row]]) -> list[Row]:
         """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.
 
         Args:
             division: How loaders share the cache.
             size: Bytes to free.
             scan: Yields the pinned rows, the least recently used first.
-            unneeded: Return only rows of row groups that no loader needs.
         """
         with self._mutex:
             found, started = self._found.setdefault(division, _Found()), time.monotonic()
-            if started >= found.scan_at and not found.has(size, unneeded=unneeded):
-                found.unneeded, found.others = _surplus(division, scan())
+            if started >= found.scan_at and not found.has(size):
+                found.rows = _surplus(division, scan())
                 now = time.monotonic()
                 found.scan_at = now + PAUSES * (now - started)
             taken: list[Row] = []
-            while size > 0 and found.has(size, unneeded=unneeded):
-                taken.append((found.unneeded or found.others).popleft())
+            while size > 0 and found.has(size):
+                taken.append(found.rows.popleft())
                 size -= taken[-1].size
             return taken
 
@@ -115,27 +104,24 @@ class Surplus:
 class _Found:
     """The surplus of one division: tiers of several limits in one folder have a division each."""
 
-    unneeded: deque[Row] = field(default_factory=deque)
-    others: deque[Row] = field(default_factory=deque)
+    rows: deque[Row] = field(default_factory=deque)
     scan_at: float = 0.0
 
-    def has(self, size: int, *, unneeded: bool) -> bool:
-        rows = self.unneeded if unneeded else chain(self.unneeded, self.others)
-        return any(total >= size for total in accumulate(row.size for row in rows))
+    def has(self, size: int) -> bool:
+        return any(total >= size for total in accumulate(row.size for row in self.rows))
 
 
-def _surplus(division: Division, rows: Iterable[Row]) -> tuple[deque[Row], deque[Row]]:
-    """Return the rows of row groups that no loader needs, and the other rows that need not stay."""
-    unneeded, above_share, blocks = deque[Row](), deque[Row](), deque[Row]()
+def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
+    kinds: tuple[list[Row], ...] = [], [], []
     for row in rows:
-        if row.is_of_row_group:
-            if not division.is_needed(row.group):
-                unneeded.append(row)
-            elif not division.stays(row.group):
-                above_share.append(row)
-        elif division.region and _BLOCK.search(row.name):  # Without a region, row groups are made of blocks.
-            blocks.append(row)
-    return unneeded, above_share + blocks
+        found = _NAME.search(row.name)
+        if found is None or division.stays(row.group):
+            continue
+        if found[1].startswith(RECORDS):
+            kinds[division.is_needed(row.group)].append(row)
+        elif division.region:  # Without a region, row groups are made of blocks.
+            kinds[2].append(row)
+    return deque(row for kind in kinds for row in kind)
 
 
 class TransientRows:

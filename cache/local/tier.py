@@ -49,8 +49,8 @@ class LocalTier(ForkAware, Tier):
     Args:
         path: The cache folder.
         limit: Most bytes on disk. None: the default limit of the folder, which is fixed when the cache is created.
-        policy: "pin" evicts blobs that no running process has used since it started, and row groups that no loader
-            needs. Then it admits no more. "lru" evicts the least recently used blobs.
+        policy: "pin" admits blobs until the cache is full and evicts only blobs that no running process has used
+            since it started. "lru" evicts the least recently used blobs.
         clock: Monotonic time in seconds; it schedules the retries of a failing disk.
         allow_network_filesystem: Open the folder on any filesystem; see `CacheConfig`.
 

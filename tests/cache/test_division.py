@@ -264,42 +264,6 @@ def test_blocks_make_room_for_rows_if_not_all_rows_fit(tmp_path: Path) -> None:
     del lease
 
 
-def test_footers_and_blocks_replace_row_groups_that_no_loader_needs(tmp_path: Path) -> None:
-    """They evict neither row groups that a loader needs nor each other."""
-    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
-    lease = tier.lease(need_of("a", 20))
-    read(tier, "a", range(20))
-    read(tier, "b", range(30))
-    unneeded = kept(tier, "b")
-
-    def fill(allocate: Allocate) -> None:
-        allocate(SIZE)[:] = bytes(SIZE)
-
-    others = [BlobKey("origin", "bucket/c", "version", what) for what in ("footers", "0-10000", "10000-20000")]
-    others += [BlobKey("origin", f"bucket/{number}", "version", "0-10000") for number in range(40)]
-    for other in others[:3]:
-        tier.get_or_fill(other, fill)
-    assert all(tier.get(other) is not None for other in others[:3])
-    assert len(unneeded) - 3 <= len(kept(tier, "b")) < len(unneeded)  # no more than it takes
-    for other in others:
-        tier.get_or_fill(other, fill)
-        assert tier.folder.index.used_bytes() <= tier.limit
-    assert kept(tier, "a") == set(range(20))
-    assert not kept(tier, "b")
-    found = [tier.get(other) is not None for other in others]
-    assert found == sorted(found, reverse=True)  # The first ones stay.
-    assert len(unneeded) <= sum(found) < len(others)
-    del lease
-
-
-def test_row_groups_that_no_loader_needs_do_not_replace_each_other(tmp_path: Path) -> None:
-    tier = LocalTier(tmp_path / "cache", 20 * ON_DISK)
-    read(tier, "a", range(20))
-    before = kept(tier, "a")
-    read(tier, "a", range(20, 40))
-    assert kept(tier, "a") == before
-
-
 def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     lease = tier.lease(need_of("a"))
