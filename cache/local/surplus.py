@@ -94,7 +94,8 @@ class Surplus:
                 now = time.monotonic()
                 found.scan_at = now + PAUSES * (now - started)
             taken: list[Row] = []
-            while size > 0 and found.has(size):
+            has_enough = found.has(size)
+            while has_enough and size > 0:
                 taken.append(found.rows.popleft())
                 size -= taken[-1].size
             return taken

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import groupby
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ TABLE_FORMATS = {
     ),
 }
 IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
-FOLDERS_PER_LEVEL = 8  # below the fixed part of a glob, in which to look for a table; each takes a few requests
+FOLDERS_PER_LEVEL = 4  # below the fixed parts of globs, in which to look for a table; each takes a few requests
 SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d])")
 
@@ -108,19 +109,23 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     found: dict[str, tuple[Object, Keys]] = {}
     again: list[str] = []
     folders: set[str] = set()
+    below: set[str] = set()
     paths = source_paths(source)
     # Other stores list one path at a time. A listing by fsspec drops cached listings that other threads use. Threads
     # cannot share a connection of FTP.
     concurrent = all(split_chain(path)[1].startswith(("http://", "https://", "s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if concurrent else map
-    for listed, unlisted in every(partial(_list, blocks=blocks), paths):
+    for listed, unlisted, matched in every(partial(_list, blocks=blocks), paths):
         folders.update(unlisted)
+        below |= matched
         again += [obj.name for obj in listed if obj.path in found]
         for obj, keys in listed.items():
             # The source may name an object by itself and by a folder above it, which yields more keys.
             if obj.path not in found or len(keys) > len(found[obj.path][1]):
                 found[obj.path] = obj, keys
-    signs = [f"{folder}/{table.sign}" for folder in sorted(folders) for table in TABLE_FORMATS.values()]
+    folders.update(_some_of_each_level(below))
+    searched = sorted(folder for folder in folders if folder and not has_wildcard(folder))
+    signs = [f"{folder}/{table.sign}" for folder in searched for table in TABLE_FORMATS.values()]
     for sign, names in zip(signs, every(partial(_names, blocks.origin), signs), strict=True):
         _check_listing(redacted(sign.rsplit("/", 2)[0]), names)
     if again:
@@ -128,17 +133,21 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     return dict(found[path] for path in sorted(found))
 
 
-def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str]]:
-    """Return the objects of a path, and the folders whose table may have them but whose listing it does not include."""
+def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set[str]]:
+    """Return the objects of a path, and two kinds of folders that may be tables of theirs and were not listed.
+
+    The second kind are the folders of a glob's files, and those between them and the fixed part of the glob.
+    """
     origin = blocks.origin
     root = folder = origin.path_of(split_chain(path)[1])
     infos: dict[str, Any] = {}
     unlisted: list[str] = []
+    below: set[str] = set()
     if has_wildcard(root) and not (origin.is_local and Path(root).exists()):
         infos = origin.list(root, is_glob=True)
         if infos:
             folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
-            unlisted = [*_folders_below(folder, infos), *_folders_above(folder)]
+            unlisted, below = [folder, *_folders_above(folder)], _folders_below(folder, infos)
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
         unlisted = [] if root in infos else _folders_above(root)
@@ -159,20 +168,23 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str]]:
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
-    return found, [place for place in unlisted if place and not has_wildcard(place)]
+    return found, unlisted, below
 
 
-def _folders_below(folder: str, names: Iterable[str]) -> list[str]:
-    """Return a folder and, of each level below it, evenly spaced folders whose table may have some of these files."""
+def _folders_below(folder: str, names: Iterable[str]) -> set[str]:
+    """Return the folders of files, and those between them and a folder above, except folders of partition keys."""
     inner = {name.rpartition("/")[0].removeprefix(folder) for name in names}
-    found = {path[: end.start()] for path in inner for end in re.finditer("/|$", path)}
-    tables = sorted(path for path in found if "=" not in path.rpartition("/")[2])  # A partition key names no table.
-    levels = (list(level) for _, level in groupby(sorted(tables, key=_depth), _depth))
-    return [folder + path for level in levels for path in level[:: -(-len(level) // FOLDERS_PER_LEVEL)]]
+    found = {path[: end.start()] for path in inner for end in re.finditer(r"(?<=[^/])(/|$)", path)}
+    return {folder + path for path in found if "=" not in path.rpartition("/")[2]}
 
 
-def _depth(path: str) -> int:
-    return path.count("/")
+def _some_of_each_level(folders: Iterable[str]) -> Iterator[str]:
+    """Yield folders of each depth, evenly spaced by name."""
+    depth = methodcaller("count", "/")
+    for _, level in groupby(sorted(sorted(folders), key=depth), depth):
+        names = list(level)
+        count = min(len(names), FOLDERS_PER_LEVEL)
+        yield from (names[number * len(names) // count] for number in range(count))
 
 
 def _folders_above(folder: str) -> list[str]:

@@ -104,7 +104,7 @@ class Sources:
         return self._classes[id(kind)][1]
 
     def _of_class(self, kind: type) -> str:
-        members = [*vars(kind).values()]  # Reading one may complete a pydantic model, and add others.
+        members = [*vars(kind).values()]  # A copy: reading one may complete a pydantic model, which adds more.
         code = next((code for member in members if (code := _code_of(member, kind)) is not None), None)
         if code is None:
             try:

@@ -115,7 +115,7 @@ def mapping(text: str | None) -> dict[str, Any]:
 
 
 def config(cache_dir: Path | None, **arguments: Any) -> CacheConfig:
-    """Return the cache configuration of the options; they have the names of its arguments."""
+    """Return the cache configuration of these options. `arguments` are other arguments of `CacheConfig`."""
     from dataload.cache.config import CacheConfig
 
     return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, **arguments)
