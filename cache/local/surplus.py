@@ -93,9 +93,10 @@ class Surplus:
                 found.rows = _surplus(division, scan())
                 now = time.monotonic()
                 found.scan_at = now + PAUSES * (now - started)
+            if not found.has(size):
+                return []
             taken: list[Row] = []
-            has_enough = found.has(size)
-            while has_enough and size > 0:
+            while size > 0:
                 taken.append(found.rows.popleft())
                 size -= taken[-1].size
             return taken

@@ -65,8 +65,8 @@ def warm(
     from dataload.planning.orders import part_of
 
     node, nodes = node_of(shard)
-    limits = {"cache_bytes": cache_bytes, "allow_network_filesystem": allow_network_filesystem}
-    cache_config = config(cache_dir, **limits, cluster=cluster, engine=engine, origin_id=origin_id)
+    local = {"cache_bytes": cache_bytes, "allow_network_filesystem": allow_network_filesystem}
+    cache_config = config(cache_dir, **local, cluster=cluster, engine=engine, origin_id=origin_id)
     _must_answer(cache_config)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     blobs = open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
