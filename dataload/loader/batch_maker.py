@@ -23,7 +23,7 @@ from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import check_sendable, pack
 from dataload.map_style import MapStyle
-from dataload.rows.collate import Batch, Empty
+from dataload.rows.collate import Batch, Empty, make_strings
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
@@ -79,6 +79,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self.made_together = MAX_BATCHES_PER_GATHER if layout.ragged else max(1, MOST_COLUMNS // max(1, len(columns)))
         self._collate = collate_fn
         self._transform = Transform(transform)
+        self._strings_are_late = self.only_gathers and any(field.kind == "string" for field in layout.fields)
         self._skip = on_error == "skip"
         self._skipped = 0  # rows in this process
 
@@ -113,6 +114,17 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             for group, account in answer.row_groups.items()
         }
         return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
+
+    def handed_out(self, answers: list[Answer], making: Timeline) -> Iterator[Answer]:
+        """Yield answers in order, and take them out of their list. Make the strings of each as it is handed out.
+
+        A thread ahead of the loop would hold the interpreter lock, which the loop needs, for the strings of all.
+        """
+        for answer in taken(answers):
+            if self._strings_are_late:
+                with making.doing("collate"):
+                    make_strings(answer.batch)
+            yield answer
 
     def calls(
         self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
@@ -180,7 +192,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop, left = start + sum(together), len(together)
             if self._collate is None:
                 with suppress(Exception):  # The batch that has the wrong value raises this again.
-                    for columns in rows.part(slice(start, stop)).batches(together, empty):
+                    some = rows.part(slice(start, stop))
+                    for columns in some.batches(together, empty, makes_strings=not self.only_gathers):
                         left -= 1
                         yield columns
             yield from repeat(None, left)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from dataload.errors import ConfigError
-from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead, taken
+from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead
 from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_workers, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
@@ -290,7 +290,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         made = run_ahead(calls(), threads, depth, stop, waiting, begin=current_gpu(), timeout=self.timeout)
         with closing(made) as chunks:
             for answers in chunks:
-                yield from taken(answers)
+                yield from self.maker.handed_out(answers, waiting)
 
 
 def _from_workers(

@@ -78,7 +78,7 @@ def columns_of(
     empty: Empty | None = None,
     columns: Collection[str] | None = None,
 ) -> Batch:
-    """Return what `to_batch` returns, but with nested columns as Arrow arrays, which `cut` makes Python objects of."""
+    """Return what `to_batch` returns, but with strings and nested columns as Arrow arrays, which `cut` converts."""
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields if columns is None or field.name in columns}
     if clash := groups.keys() & fields.keys():
@@ -90,22 +90,28 @@ def columns_of(
     return batch
 
 
-def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
+def cut(
+    batch: Batch, sizes: Sequence[int], empty: Empty | None = None, *, makes_strings: bool = True
+) -> Iterator[Batch]:
     """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
 
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
         empty: Allocates the offsets of `Flat` columns, which cannot be views.
+        makes_strings: Whether arrays of strings become lists, too. Otherwise `make_strings` makes them.
     """
-    parts: list[Iterable[Any]]
-    if len(sizes) == 1:
-        parts = [
-            [_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()
-        ]
-    else:
-        parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
-    return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
+    parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
+    batches = (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
+    return map(make_strings, batches) if makes_strings else batches
+
+
+def make_strings(batch: Batch) -> Batch:
+    """Make lists of a batch's arrays of strings, in place. Return the batch."""
+    for name, column in batch.items():
+        if isinstance(column, pa.LargeStringArray):
+            batch[name] = column.to_pylist()
+    return batch
 
 
 def spans(sizes: Sequence[int]) -> list[slice]:
@@ -115,11 +121,15 @@ def spans(sizes: Sequence[int]) -> list[slice]:
 
 
 def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+    if isinstance(column, pa.LargeStringArray):
+        return (column[span] for span in spans(sizes))
+    if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
+        return (_pylist(column[span], name) for span in spans(sizes))
+    if len(sizes) == 1:
+        return [column]
     if isinstance(column, torch.Tensor):
         # torch.split takes longer: it also keeps autograd's record of views.
         return torch.unsafe_split_with_sizes(column, list(sizes))
-    if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
-        return (_pylist(column[span], name) for span in spans(sizes))
     return [_part(column, span, empty) for span in spans(sizes)]
 
 
@@ -260,7 +270,7 @@ def _numbers_of_one_dtype(name: str, members: Sequence[str], fields: Mapping[str
 
 
 def _stack(records: Records, scalars: Sequence[Field], empty: Empty | None) -> torch.Tensor:
-    neighbours = records.neighbours(scalars)
+    neighbours = _neighbours(records, scalars)
     if neighbours is not None:
         return _copied(neighbours, empty)
     columns = [records.dense(member) for member in scalars]
@@ -269,3 +279,13 @@ def _stack(records: Records, scalars: Sequence[Field], empty: Empty | None) -> t
     stacked = empty((len(records), len(columns)), torch.from_numpy(columns[0]).dtype)
     np.stack(columns, axis=1, out=stacked.numpy())
     return stacked
+
+
+def _neighbours(records: Records, scalars: Sequence[Field]) -> Array | None:
+    """Return columns of one dtype as a strided view [n, len(scalars)]; None if they are not adjacent in the records."""
+    dtype, layout = np.dtype(scalars[0].dtype), records.layout
+    first = layout.offset(scalars[0])
+    if [layout.offset(field) for field in scalars] != [first + dtype.itemsize * n for n in range(len(scalars))]:
+        return None
+    as_bytes = records.rows.view(np.uint8).reshape(len(records), layout.dtype.itemsize)
+    return as_bytes[:, first : first + dtype.itemsize * len(scalars)].view(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataload.formats.arrow_arrays import indices
 from dataload.formats.schema import NULL, SPAN
 
 Array = npt.NDArray[Any]
-FEW_STRINGS = 32
+LONG_STRINGS = 1024  # bytes of a string on average, from which on Arrow's copies take longer than a loop
 
 
 @dataclass(frozen=True)
@@ -150,37 +148,16 @@ def strings_of(heaps: Iterable[memoryview], spans: Array) -> list[str | None]:
     return with_nulls(strings, spans)
 
 
-def string_array(heap: memoryview, spans: Array) -> pa.Array | None:
-    """Return all strings of a heap as an Arrow array over it; None if they are not in order, or take 2 GiB or more."""
+def string_array(heap: memoryview, spans: Array) -> pa.LargeStringArray | None:
+    """Return all strings of a heap as an Arrow array over it; None if they are long, or not in order."""
+    if len(heap) >= LONG_STRINGS * len(spans):
+        return None
     lengths, valid = lengths_of(spans)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    if offsets[-1] > np.iinfo(np.int32).max or not np.array_equal(offsets[:-1], spans[:, 0]):
+    if not np.array_equal(offsets[:-1], spans[:, 0]):
         return None
     bitmap = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
-    return pa.StringArray.from_buffers(len(spans), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(heap), bitmap)
-
-
-def strings_in(array: pa.Array | None, heap: memoryview, spans: Array, codes: Array) -> Array:
-    """Return some strings of a heap; None for a null.
-
-    Arrow takes half as long for each, but some time for each call.
-
-    Args:
-        array: As `string_array` returns it.
-        heap: The bytes of the strings.
-        spans: The `SPAN` of each string.
-        codes: The numbers of the strings to return, int64 [n].
-
-    Returns:
-        The strings, object [n].
-
-    Raises:
-        UnicodeDecodeError: A string is not UTF-8.
-    """
-    if array is not None and len(codes) >= FEW_STRINGS:
-        with suppress(pa.ArrowException):  # not UTF-8: the error below says where
-            return np.array(array.take(indices(codes)).to_pylist(), np.object_)
-    return np.array(strings_of([heap] * len(codes), spans[codes]), np.object_)
+    return pa.LargeStringArray.from_buffers(len(spans), pa.py_buffer(offsets), pa.py_buffer(heap), bitmap)
 
 
 def bounds_of(heaps: Iterable[memoryview], spans: Array, itemsize: int) -> Iterable[tuple[memoryview, int, int]]:

@@ -108,8 +108,13 @@ class NumberedRows(Sequence[dict[str, Any]]):
             return True
         return False
 
-    def batches(self, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
-        """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken."""
+    def batches(
+        self, sizes: Sequence[int], empty: Empty | None = None, *, makes_strings: bool = True
+    ) -> Iterator[Batch]:
+        """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken.
+
+        makes_strings: as in `cut`.
+        """
         batch = columns_of(self._records, **self._shape, empty=empty)
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
@@ -117,7 +122,7 @@ class NumberedRows(Sequence[dict[str, Any]]):
             column = torch.empty(size, dtype=dtype, device="cpu") if empty is None else empty(size, dtype)
             column.numpy()[...] = values(self.numbers)
             batch[name] = column
-        return cut(batch, sizes, empty)
+        return cut(batch, sizes, empty, makes_strings=makes_strings)
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
         """Return the same rows with other computed columns and other arguments of `to_batch`."""

@@ -9,6 +9,7 @@ heap of a nested column is an Arrow stream of one array.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,6 @@ from dataload.rows.columns import (
     lengths_of,
     spans_of,
     string_array,
-    strings_in,
     strings_of,
     with_nulls,
 )
@@ -39,6 +39,7 @@ from dataload.runtime.cached_property import cached_property
 
 VERSION = 5
 KEPT_USES = 8  # of a string, from which on it is kept in memory as a Python object
+FEW_STRINGS = 32  # of a blob, below which Arrow takes longer than a loop over them
 _ALIGN = 64
 _HEAP_START = np.dtype((np.int64, (2,)))  # its offset, and the bytes of its table
 _HEAP_ELEMENTS = NULL  # The offsets and lengths in a record have 32 bits.
@@ -142,6 +143,12 @@ class Blob:
         """Return whether `strings` makes each distinct string of a column once, because many rows share it."""
         return len(self.spans(field)) * KEPT_USES <= self.rows
 
+    def string_array(self, field: Field) -> pa.LargeStringArray | None:
+        """Return the distinct strings as a view of the blob; None if they are long, or not in order."""
+        if field.name not in self._strings:
+            self._strings[field.name] = string_array(self._heaps[field.name], self.spans(field))
+        return self._strings[field.name]
+
     def strings(self, field: Field, codes: Array) -> Array:
         """Return the strings of some rows, object [n]; None for a null.
 
@@ -154,9 +161,7 @@ class Blob:
         """
         spans, heap = self.spans(field), self._heaps[field.name]
         if not self.keeps_strings(field):
-            if field.name not in self._strings:
-                self._strings[field.name] = string_array(heap, spans)
-            return strings_in(self._strings[field.name], heap, spans, codes)
+            return np.array(strings_of([heap] * len(codes), spans[codes]), np.object_)
         empty = np.empty(len(spans), np.object_), np.zeros(len(spans), np.bool_)
         texts, is_made = self._texts.setdefault(field.name, empty)
         new = np.unique(codes[~is_made[codes]])
@@ -215,19 +220,6 @@ class Records:
         values: Array = self.rows[field.name]
         return values
 
-    def neighbours(self, fields: Sequence[Field]) -> Array | None:
-        """Return scalar columns of one dtype as a strided view [n, len(fields)].
-
-        Returns:
-            None if the columns are not adjacent in the records.
-        """
-        dtype = np.dtype(fields[0].dtype)
-        first = self.layout.offset(fields[0])
-        if [self.layout.offset(field) for field in fields] != [first + dtype.itemsize * n for n in range(len(fields))]:
-            return None
-        as_bytes = self.rows.view(np.uint8).reshape(len(self), self.layout.dtype.itemsize)
-        return as_bytes[:, first : first + dtype.itemsize * len(fields)].view(dtype)
-
     def spans(self, field: Field) -> Array:
         """Return the `SPAN` of each value of a ragged column that is not nested, uint32 [n, 2]."""
         if not field.is_bytes:
@@ -261,22 +253,33 @@ class Records:
         views = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, 1)]
         return with_nulls(views, spans)
 
-    def strings(self, field: Field) -> list[str | None]:
-        """Return the values of a string column; None for a null.
+    def strings(self, field: Field) -> list[str | None] | pa.LargeStringArray:
+        """Return the values of a string column, as an Arrow array or, if they are few, long or shared, as a list.
 
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
+        if len(self) >= FEW_STRINGS * len(self.blobs) and not all(blob.keeps_strings(field) for blob in self.blobs):
+            arrays = [blob.string_array(field) for blob in self.blobs]
+            if all(array is not None for array in arrays):
+                array = self._taken(field, arrays)
+                with suppress(pa.ArrowInvalid):  # not UTF-8: the error below says where
+                    array.validate(full=True)
+                    return array
         strings = self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes))
-        return strings.tolist()  # type: ignore[no-any-return]
+        return strings.tolist()
 
     def nested(self, field: Field) -> pa.Array:
         """Return a nested column as an Arrow array."""
         if not self.blobs:
             return plain(pa.nulls(0, field.type))
+        return self._taken(field, [blob.nested(field) for blob in self.blobs])
+
+    def _taken(self, field: Field, arrays: Sequence[pa.Array]) -> pa.Array:
+        """Return the values of a column, [n]. arrays: its values in each blob."""
         order, parts = self._by_blob
-        rows, places = self.rows[field.name][order], np.empty(len(self), np.int64)
-        taken = [blob.nested(field).take(indices(rows[part].astype(np.int64))) for blob, part in parts]
+        codes, places = self.rows[field.name][order].astype(np.int64), np.empty(len(self), np.int64)
+        taken = [array.take(indices(codes[part])) for array, (_, part) in zip(arrays, parts, strict=True)]
         places[order] = np.arange(len(self))
         return pa.concat_arrays(taken).take(indices(places))
 

@@ -20,6 +20,8 @@ from timed_epoch import timed_epoch
 from dataload import make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
+from dataload.loader import batch_maker
+from dataload.rows.collate import make_strings
 
 N, BATCH = 200, 8
 SECONDS = 60  # a deadline that a busy machine does not reach
@@ -287,3 +289,19 @@ def test_arguments_that_exclude_each_other(dataset: Dataset) -> None:
         make_loader(dataset, BATCH, num_threads=0, timeout=5)
     with pytest.raises(ConfigError, match="num_threads=-1 must be at least 0"):
         make_loader(dataset, BATCH, num_threads=-1)
+
+
+def test_strings_are_made_by_the_loop_not_ahead_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread ahead would hold the interpreter lock for the strings of many batches at once."""
+    texts = [f"text {row}" for row in range(N)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    seen = []
+
+    def recorded(batch: Batch) -> Batch:
+        seen.append((threading.get_ident(), type(batch["text"])))
+        return make_strings(batch)
+
+    monkeypatch.setattr(batch_maker, "make_strings", recorded)
+    loader = make_loader(tmp_path / "a.parquet", 50, cache=False, shuffle=False)
+    assert [text for batch in loader for text in batch["text"]] == texts
+    assert seen == [(threading.get_ident(), pa.LargeStringArray)] * 4

@@ -21,8 +21,8 @@ from dataload.formats import parquet
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_group_plan
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import FEW_STRINGS, Coded, Ragged, codes_of, concatenate, string_array, strings_in
-from dataload.rows.row_block import Blob, pack, packed_bytes
+from dataload.rows.columns import Coded, Ragged, codes_of, concatenate, string_array, strings_of
+from dataload.rows.row_block import FEW_STRINGS, Blob, pack, packed_bytes
 
 LONG = [f"{number:03d} é " * 12 for number in range(20)]
 
@@ -155,7 +155,7 @@ def test_a_dictionary_with_more_values_than_rows_is_stored_plain() -> None:
     column = blob.column(field)
     assert isinstance(column, Ragged)
     assert bytes(column.values).decode() == "".join(LONG[:2] * 20)
-    assert records.strings(field) == LONG[:2] * 20
+    assert list(records.strings(field)) == LONG[:2] * 20
 
 
 def test_blobs_that_share_values_and_others_become_one_blob() -> None:
@@ -185,23 +185,25 @@ def test_a_dictionary_of_several_blobs_stays_one() -> None:
     assert joined.codes.tolist() == list(range(len(LONG))) * 9
 
 
-@pytest.mark.parametrize("rows", [FEW_STRINGS - 1, FEW_STRINGS, 1000])
+@pytest.mark.parametrize(("rows", "times"), [(FEW_STRINGS, 1), (2 * FEW_STRINGS, 1), (1000, 1), (1000, 400)])
 @pytest.mark.parametrize("nulls", [False, True])
-def test_few_strings_and_many_are_those_of_arrow(rows: int, nulls: bool) -> None:
-    """Of two blobs; Arrow takes many strings at once. Each is empty, null, of one byte or of several characters."""
-    values = [None if nulls and not row % 7 else f"{row} é" * (row % 4) for row in range(500)]
+def test_few_many_and_long_strings_are_those_of_arrow(rows: int, times: int, nulls: bool) -> None:
+    """Of two blobs; Arrow takes many short strings at once. Each is empty, null, of one byte or more characters."""
+    values = [None if nulls and not row % 7 else f"{row} é" * (row % 4) * times for row in range(500)]
     tables = [pa.table({"c": pa.array(part, pa.string())}) for part in (values, values[::-1])]
     which, chosen = np.arange(rows) % 2, np.random.default_rng(0).integers(0, 500, rows)
     expected = [(values, values[::-1])[blob][row] for blob, row in zip(which, chosen, strict=True)]
-    assert to_batch(gather(tables, which, chosen))["c"] == expected
+    records = gather(tables, which, chosen)
+    assert to_batch(records)["c"] == expected
+    by_arrow = isinstance(records.strings(records.layout.fields[0]), pa.LargeStringArray)
+    assert by_arrow is (rows >= 2 * FEW_STRINGS and times == 1)
 
 
-def test_strings_that_are_not_in_order_in_their_heap_are_made_one_by_one() -> None:
+def test_strings_that_are_not_in_order_in_their_heap_are_not_those_of_arrow() -> None:
     heap, spans = memoryview(b"abcd"), np.array([[2, 2], [0, 2]], np.uint32)
-    array = string_array(heap, spans)
-    assert array is None
-    codes = np.arange(2 * FEW_STRINGS) % 2
-    assert strings_in(array, heap, spans, codes).tolist() == ["cd", "ab"] * FEW_STRINGS
+    assert string_array(heap, spans) is None
+    assert string_array(heap, spans[::-1]).to_pylist() == ["ab", "cd"]
+    assert strings_of([heap] * 2, spans) == ["cd", "ab"]
 
 
 def test_one_string_of_many_that_is_not_utf8_raises() -> None:
