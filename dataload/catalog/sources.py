@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import groupby
+from itertools import filterfalse, groupby
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
             # The source may name an object by itself and by a folder above it, which yields more keys.
             if obj.path not in found or len(keys) > len(found[obj.path][1]):
                 found[obj.path] = obj, keys
-    folders.update(_some_of_each_level(below))
+    folders.update(_some_of_each_level(filterfalse(has_wildcard, below)))
     searched = sorted(folder for folder in folders if folder and not has_wildcard(folder))
     signs = [f"{folder}/{table.sign}" for folder in searched for table in TABLE_FORMATS.values()]
     for sign, names in zip(signs, every(partial(_names, blocks.origin), signs), strict=True):
@@ -142,12 +142,11 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     root = folder = origin.path_of(split_chain(path)[1])
     infos: dict[str, Any] = {}
     unlisted: list[str] = []
-    below: set[str] = set()
     if has_wildcard(root) and not (origin.is_local and Path(root).exists()):
         infos = origin.list(root, is_glob=True)
         if infos:
             folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
-            unlisted, below = [folder, *_folders_above(folder)], _folders_below(folder, infos)
+            unlisted = [folder, *_folders_above(folder)]
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
         unlisted = [] if root in infos else _folders_above(root)
@@ -168,6 +167,7 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
+    below = set() if folder == root else _folders_below(folder, (obj.path for obj in found))
     return found, unlisted, below
 
 

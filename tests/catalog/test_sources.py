@@ -196,6 +196,17 @@ def test_a_glob_of_many_folders_looks_for_tables_in_few_of_each_level(
     assert len(patterns) == len(globs) + 3 * len(checked)
 
 
+@pytest.mark.parametrize("others", [["_a", "_c", "_tmp", ".b"], ["[a]", "[b]", "[c]", "[d]"]], ids=str)
+def test_folders_that_are_skipped_do_not_count_among_those_searched_for_tables(
+    tmp_path: Path, others: list[str]
+) -> None:
+    for folder in (*others, "t"):
+        write(tmp_path / "lake" / folder / "0.parquet", 1)
+    write(tmp_path / "lake" / "t" / "_delta_log" / "0.checkpoint.parquet", 1)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/lake/t is a Delta table"):
+        make_dataset(f"{tmp_path}/lake/*/*.parquet", cache=False)
+
+
 OLD_S3FS = pytest.mark.skipif(not _lists_prefixes(), reason="this s3fs lists all folders below that of the glob")
 
 
