@@ -134,9 +134,9 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
 
 
 def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set[str]]:
-    """Return the objects of a path, and two kinds of folders that may be tables of theirs and were not listed.
+    """Return the objects of a path, the folders above it, and the folders between a glob's fixed part and its files.
 
-    The second kind are the folders of a glob's files, and those between them and the fixed part of the glob.
+    A table may be at any of these folders: their own files are not listed yet.
     """
     origin = blocks.origin
     root = folder = origin.path_of(split_chain(path)[1])
@@ -200,7 +200,7 @@ def _folders_above(folder: str) -> list[str]:
 
 
 def _names(origin: Origin, pattern: str) -> list[str]:
-    """Return the names of the objects that match; none if the store does not allow to list the folder."""
+    """Return the names of the objects that match; none after any error of the store, so a table is not found then."""
     try:
         return list(origin.list(pattern, is_glob=True))
     except OriginError:
