@@ -114,11 +114,26 @@ def mapping(text: str | None) -> dict[str, Any]:
     return options
 
 
-def config(cache_dir: Path | None, **arguments: Any) -> CacheConfig:
-    """Return the cache configuration of these options. `arguments` are other arguments of `CacheConfig`."""
+def config(
+    cache_dir: Path | None,
+    *,
+    cache_bytes: str | None = None,
+    allow_network_filesystem: bool = False,
+    cluster: str | None = None,
+    engine: str = "auto",
+    origin_id: str | None = None,
+) -> CacheConfig:
+    """Return the cache configuration of these options."""
     from dataload.cache.config import CacheConfig
 
-    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, **arguments)
+    return CacheConfig(
+        cache_dir=str(cache_dir) if cache_dir else None,
+        cache_bytes=cache_bytes,
+        allow_network_filesystem=allow_network_filesystem,
+        cluster=cluster,
+        engine=engine,
+        origin_id=origin_id,
+    )
 
 
 def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:

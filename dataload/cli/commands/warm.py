@@ -65,8 +65,14 @@ def warm(
     from dataload.planning.orders import part_of
 
     node, nodes = node_of(shard)
-    local = {"cache_bytes": cache_bytes, "allow_network_filesystem": allow_network_filesystem}
-    cache_config = config(cache_dir, **local, cluster=cluster, engine=engine, origin_id=origin_id)
+    cache_config = config(
+        cache_dir,
+        cache_bytes=cache_bytes,
+        allow_network_filesystem=allow_network_filesystem,
+        cluster=cluster,
+        engine=engine,
+        origin_id=origin_id,
+    )
     _must_answer(cache_config)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     blobs = open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
@@ -93,10 +99,8 @@ def warm(
     )
     if kept < len(groups):
         raise DataloadError(f"{kept:,} of {len(groups):,} row groups are cached: {_reason(stats)}")
-    if cluster is not None and stats["cluster"]["unkept"]:
-        raise DataloadError(
-            f"{stats['cluster']['unkept']} blobs did not reach the cluster: check that it runs and has free memory"
-        )
+    if cluster is not None:
+        _check_cluster(stats["cluster"]["unkept"])
 
 
 def _fetch(blobs: RowGroupCache, groups: list[int], *, quiet: bool) -> int:
@@ -121,6 +125,11 @@ def _reason(stats: dict[str, Any]) -> str:
     if stats["health"]["state"] != "normal":
         return "the cache cannot be written (see the log above): fix that, or choose another --cache-dir"
     return "waiting for another process timed out: run the same command again"
+
+
+def _check_cluster(unkept: int) -> None:
+    if unkept:
+        raise DataloadError(f"{unkept} blobs did not reach the cluster: check that it runs and has free memory")
 
 
 def _must_answer(cache_config: CacheConfig) -> None:
