@@ -234,6 +234,9 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["head", "{bucket}/nothing"], "no objects at"),
         (["head", "{bucket}/differ/0.parquet", "--columns", "b"], "column 'b' is not in the dataset"),
         (["head", "{bucket}/differ/0.parquet", "--rows", "-1"], "--rows"),
+        (["head", "{bucket}/differ/0.parquet", "--engine", "nonsense"], "use one of auto, fsspec, obstore"),
+        (["plan", "{bucket}/differ/0.parquet", "--engine", "nonsense"], "use one of auto, fsspec, obstore"),
+        (["warm", "{bucket}/differ/0.parquet", "--engine", "nonsense"], "use one of auto, fsspec, obstore"),
         (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
         (["warm", "a", "--shard", "first"], "--shard=first"),
         (["warm", "{bucket}/differ/0.parquet", "--shard", "4/4"], "node 4 of 4: nodes count from 0"),
@@ -358,7 +361,12 @@ def test_a_store_of_two_addresses_is_warmed_once(at_bucket: Run, bucket: Any, da
     for command in ("plan", "warm"):
         assert at_bucket(command, url, *name, "--engine", "fsspec").returncode == 0
     assert bucket.server.stats()["get_bytes"] == sent
-    assert at_bucket("head", url, *name).returncode == 0
+    fetched = []
+    for options in (name, ()):
+        bucket.server.reset()
+        assert at_bucket("head", url, *options).returncode == 0
+        fetched.append(bucket.server.stats()["get_bytes"])
+    assert fetched[0] < fetched[1], "head did not find the footers under the name"
 
 
 def test_warm_says_what_its_part_is(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
