@@ -23,7 +23,7 @@ from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import check_sendable, pack
 from dataload.map_style import MapStyle
-from dataload.rows.collate import Batch, Empty, make_strings
+from dataload.rows.collate import Batch, Empty, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
@@ -123,7 +123,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         for answer in taken(answers):
             if self._strings_are_late:
                 with making.doing("collate"):
-                    make_strings(answer.batch)
+                    with_strings(answer.batch)
             yield answer
 
     def calls(
@@ -192,8 +192,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop, left = start + sum(together), len(together)
             if self._collate is None:
                 with suppress(Exception):  # The batch that has the wrong value raises this again.
-                    some = rows.part(slice(start, stop))
-                    for columns in some.batches(together, empty, makes_strings=not self.only_gathers):
+                    for columns in rows.part(slice(start, stop)).batches(together, empty):
                         left -= 1
                         yield columns
             yield from repeat(None, left)
@@ -260,7 +259,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         if self._collate is not None:
             batch = _returned("collate_fn", self._collate(rows))
         else:
-            batch = rows.batch(empty) if columns is None else columns
+            batch = rows.batch(empty) if columns is None else with_strings(columns)
         return _returned("transform", self._transform(batch, stream, cursor))
 
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:

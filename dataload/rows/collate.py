@@ -67,7 +67,7 @@ def to_batch(
         gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
     whole = columns_of(records, ragged=ragged, group=group, empty=empty, columns=columns)
-    return next(cut(whole, [len(records)], empty))
+    return with_strings(next(cut(whole, [len(records)], empty)))
 
 
 def columns_of(
@@ -78,7 +78,7 @@ def columns_of(
     empty: Empty | None = None,
     columns: Collection[str] | None = None,
 ) -> Batch:
-    """Return what `to_batch` returns, but with strings and nested columns as Arrow arrays, which `cut` converts."""
+    """Return what `to_batch` returns, but with Arrow arrays, which `cut` and `with_strings` make Python objects of."""
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields if columns is None or field.name in columns}
     if clash := groups.keys() & fields.keys():
@@ -90,24 +90,20 @@ def columns_of(
     return batch
 
 
-def cut(
-    batch: Batch, sizes: Sequence[int], empty: Empty | None = None, *, makes_strings: bool = True
-) -> Iterator[Batch]:
-    """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
+def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
+    """Split a batch into smaller ones, as views of it. Arrow arrays, but those of strings, become lists.
 
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
         empty: Allocates the offsets of `Flat` columns, which cannot be views.
-        makes_strings: Whether arrays of strings become lists, too. Otherwise `make_strings` makes them.
     """
     parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
-    batches = (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
-    return map(make_strings, batches) if makes_strings else batches
+    return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
-def make_strings(batch: Batch) -> Batch:
-    """Make lists of a batch's arrays of strings, in place. Return the batch."""
+def with_strings(batch: Batch) -> Batch:
+    """Replace the Arrow arrays of a batch by lists of strings, in place. Return the batch."""
     for name, column in batch.items():
         if isinstance(column, pa.LargeStringArray):
             batch[name] = column.to_pylist()

@@ -10,7 +10,7 @@ import torch
 
 from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.rows.collate import Batch, Empty, columns_of, cut, row_value
+from dataload.rows.collate import Batch, Empty, columns_of, cut, row_value, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.bisection import bisected
@@ -91,7 +91,7 @@ class NumberedRows(Sequence[dict[str, Any]]):
             DataError: A batch cannot hold a value. It names the file, the row group and the column.
         """
         try:
-            return next(self.batches([len(self)], empty))
+            return with_strings(next(self.batches([len(self)], empty)))
         except DataError as error:
             row = bisected(len(self), self._fails)
             if not self._fails(slice(row, row + 1)):
@@ -108,12 +108,10 @@ class NumberedRows(Sequence[dict[str, Any]]):
             return True
         return False
 
-    def batches(
-        self, sizes: Sequence[int], empty: Empty | None = None, *, makes_strings: bool = True
-    ) -> Iterator[Batch]:
-        """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken.
+    def batches(self, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
+        """Return consecutive batches of these sizes, whose strings `with_strings` makes.
 
-        makes_strings: as in `cut`.
+        The other Python objects of a batch are made when it is taken.
         """
         batch = columns_of(self._records, **self._shape, empty=empty)
         for name, values in self._computed.items():
@@ -122,7 +120,7 @@ class NumberedRows(Sequence[dict[str, Any]]):
             column = torch.empty(size, dtype=dtype, device="cpu") if empty is None else empty(size, dtype)
             column.numpy()[...] = values(self.numbers)
             batch[name] = column
-        return cut(batch, sizes, empty, makes_strings=makes_strings)
+        return cut(batch, sizes, empty)
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
         """Return the same rows with other computed columns and other arguments of `to_batch`."""

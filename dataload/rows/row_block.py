@@ -144,7 +144,7 @@ class Blob:
         return len(self.spans(field)) * KEPT_USES <= self.rows
 
     def string_array(self, field: Field) -> pa.LargeStringArray | None:
-        """Return the distinct strings as a view of the blob; None if they are long, or not in order."""
+        """Return the distinct strings as a view of the blob, or None, as `columns.string_array` does."""
         if field.name not in self._strings:
             self._strings[field.name] = string_array(self._heaps[field.name], self.spans(field))
         return self._strings[field.name]
@@ -245,7 +245,8 @@ class Records:
         """The rows of the first blob, then those of the second, and so on, int64 [n]; and the part of each blob."""
         order = np.argsort(self.which.astype(np.min_scalar_type(len(self.blobs))), kind="stable")  # a radix sort
         stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs))).tolist()
-        return order, list(zip(self.blobs, map(slice, [0, *stops], stops), strict=True))
+        parts = zip(self.blobs, [0, *stops], stops, strict=False)
+        return order, [(blob, slice(start, stop)) for blob, start, stop in parts if start < stop]
 
     def views(self, field: Field) -> list[memoryview | None]:
         """Return the values of a ragged column as views of their bytes; None for a null. Nothing is copied."""
@@ -254,13 +255,15 @@ class Records:
         return with_nulls(views, spans)
 
     def strings(self, field: Field) -> list[str | None] | pa.LargeStringArray:
-        """Return the values of a string column, as an Arrow array or, if they are few, long or shared, as a list.
+        """Return the values of a string column, as an Arrow array or, if many are few, long or shared, as a list.
 
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
-        if len(self) >= FEW_STRINGS * len(self.blobs) and not all(blob.keeps_strings(field) for blob in self.blobs):
-            arrays = [blob.string_array(field) for blob in self.blobs]
+        _, parts = self._by_blob
+        shared = sum(part.stop - part.start for blob, part in parts if blob.keeps_strings(field))
+        if len(self) >= FEW_STRINGS * len(parts) and 2 * shared < len(self):
+            arrays = [blob.string_array(field) for blob, _ in parts]
             if all(array is not None for array in arrays):
                 array = self._taken(field, arrays)
                 with suppress(pa.ArrowInvalid):  # not UTF-8: the error below says where
@@ -271,12 +274,11 @@ class Records:
 
     def nested(self, field: Field) -> pa.Array:
         """Return a nested column as an Arrow array."""
-        if not self.blobs:
-            return plain(pa.nulls(0, field.type))
-        return self._taken(field, [blob.nested(field) for blob in self.blobs])
+        arrays = [blob.nested(field) for blob, _ in self._by_blob[1]]
+        return self._taken(field, arrays) if arrays else plain(pa.nulls(0, field.type))
 
     def _taken(self, field: Field, arrays: Sequence[pa.Array]) -> pa.Array:
-        """Return the values of a column, [n]. arrays: its values in each blob."""
+        """Return the values of a column, [n]. arrays: its values in each blob of `_by_blob`."""
         order, parts = self._by_blob
         codes, places = self.rows[field.name][order].astype(np.int64), np.empty(len(self), np.int64)
         taken = [array.take(indices(codes[part])) for array, (_, part) in zip(arrays, parts, strict=True)]

@@ -21,7 +21,7 @@ from dataload import make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.loader import batch_maker
-from dataload.rows.collate import make_strings
+from dataload.rows.collate import with_strings
 
 N, BATCH = 200, 8
 SECONDS = 60  # a deadline that a busy machine does not reach
@@ -299,9 +299,9 @@ def test_strings_are_made_by_the_loop_not_ahead_of_it(tmp_path: Path, monkeypatc
 
     def recorded(batch: Batch) -> Batch:
         seen.append((threading.get_ident(), type(batch["text"])))
-        return make_strings(batch)
+        return with_strings(batch)
 
-    monkeypatch.setattr(batch_maker, "make_strings", recorded)
+    monkeypatch.setattr(batch_maker, "with_strings", recorded)
     loader = make_loader(tmp_path / "a.parquet", 50, cache=False, shuffle=False)
     assert [text for batch in loader for text in batch["text"]] == texts
     assert seen == [(threading.get_ident(), pa.LargeStringArray)] * 4

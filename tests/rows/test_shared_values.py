@@ -199,6 +199,18 @@ def test_few_many_and_long_strings_are_those_of_arrow(rows: int, times: int, nul
     assert by_arrow is (rows >= 2 * FEW_STRINGS and times == 1)
 
 
+@pytest.mark.parametrize("shared", [100, 20])
+def test_strings_that_most_rows_share_are_kept_although_others_are_not(shared: int) -> None:
+    """Arrow would make a string of its own for each row."""
+    own = [f"own {row}" for row in range(50)]
+    tables = [pa.table({"c": pa.array(LONG[:2] * 50).dictionary_encode()}), pa.table({"c": own})]
+    which, rows = np.repeat([0, 1], [shared, 50]), np.concatenate([np.arange(shared), np.arange(50)])
+    records = gather(tables, which, rows)
+    found = records.strings(records.layout.fields[0])
+    assert isinstance(found, list) is (shared == 100)
+    assert to_batch(records)["c"] == (LONG[:2] * 50)[:shared] + own
+
+
 def test_strings_that_are_not_in_order_in_their_heap_are_not_those_of_arrow() -> None:
     heap, spans = memoryview(b"abcd"), np.array([[2, 2], [0, 2]], np.uint32)
     assert string_array(heap, spans) is None
