@@ -180,8 +180,8 @@ def _epochs_of(figures: Figures, dataset: str, entry: Entry, ranks: int) -> list
 
 def _ten_epochs(figures: Figures, entry: Entry, most: int) -> list[str]:
     seconds = [_with_conversion(figures, dataset, entry) for dataset in figures.datasets]
-    sent = [figures.cost(dataset, entry.name, most, EPOCHS, "origin_bytes") for dataset in figures.datasets]
-    memory = [figures.memory(dataset, entry.name, most) for dataset in figures.datasets]
+    sent = {name: figures.cost(name, entry.name, most, EPOCHS, "origin_bytes") for name in figures.datasets}
+    memory = {name: figures.memory(name, entry.name, most) for name in figures.datasets}
     return [_name(entry), *seconds, _range(sent, _times), _range(memory, _bytes)]
 
 
@@ -296,13 +296,14 @@ def _spread(spread: Spread | None, shape: Callable[[float], str]) -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def _range(spreads: list[Spread | None], shape: Callable[[float], str]) -> str:
-    """Return the range of the medians over the datasets."""
-    values = [spread.median for spread in spreads if spread is not None]
-    if not values:
+def _range(spreads: dict[str, Spread | None], shape: Callable[[float], str]) -> str:
+    """Return the range of the medians over the datasets. Name them if they are not all."""
+    medians = {dataset: spread.median for dataset, spread in spreads.items() if spread is not None}
+    if not medians:
         return "–"
-    low, high = shape(min(values)), shape(max(values))
-    return low if low == high else f"{low}–{high}"
+    low, high = shape(min(medians.values())), shape(max(medians.values()))
+    some = f" ({', '.join(medians)})" if len(medians) < len(spreads) else ""
+    return (low if low == high else f"{low}–{high}") + some
 
 
 def _count(value: float) -> str:

@@ -256,3 +256,13 @@ def test_stored_pixels_are_explained_only_beside_that_workload() -> None:
     assert "stored pixels" not in report.markdown(results)
     results["datasets"]["images"]["workload"] = "pixels"
     assert "stored pixels" in report.markdown(results)
+
+
+def test_a_figure_of_some_datasets_names_them() -> None:
+    """Otherwise systems that were measured with fewer datasets would look better or worse than they are."""
+    results = results_of()
+    both = results["datasets"] | {"tokens": results["datasets"]["images"] | {"workload": "tokens"}}
+    tokens = run_of("dataload", [4.0, 2.0, 2.0], ranks=4, megabytes=200) | {"dataset": "tokens"}
+    text = report.headline(results | {"datasets": both, "runs": [*results["runs"], tokens]})
+    assert line_of(text, "| **dataload**").endswith("| 1.0 ×–2.0 × | 1.2 GB |")
+    assert line_of(text, "| LitData").endswith("| 2.5 × (images) | 1.2 GB (images) |")
