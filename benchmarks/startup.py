@@ -34,7 +34,7 @@ imported = perf_counter()
 loader = make_loader(
     arguments["url"],
     arguments["batch_size"],
-    cache=CacheConfig(arguments["cache_dir"]),
+    cache=CacheConfig(arguments["cache_dir"], engine=arguments["engine"]),
     storage_options=arguments["storage_options"],
 )
 made = perf_counter()
@@ -57,10 +57,13 @@ print(json.dumps({
 def main(
     workload: Annotated[str, typer.Option(help="The dataset: images, tokens, table or text.")] = "table",
     size: Annotated[str, typer.Option(help='Its size: "tiny", "small", "middle" or "full".')] = "middle",
+    engine: Annotated[str, typer.Option(help='"auto", "obstore" or "fsspec".')] = "auto",
     rounds: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 7,
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
 ) -> None:
     """Measure the time until the first batch in processes over a warm cache. Print a Markdown table."""
+    if workload not in workloads(size):
+        raise typer.BadParameter(f"there is no workload {workload!r}: there are {', '.join(workloads(size))}")
     data, prefix, chosen = folder.absolute() / "data", f"startup/{size}/{workload}", workloads(size)[workload]
     write(chosen, data / BUCKET / prefix)
     with Origin(data, behaviour=Behaviour(latency=LATENCY)) as origin, TemporaryDirectory() as cache_dir:
@@ -68,11 +71,12 @@ def main(
             "url": f"s3://{BUCKET}/{prefix}/",
             "batch_size": chosen.batch_size,
             "cache_dir": cache_dir,
+            "engine": engine,
             "storage_options": origin.storage_options,
         }
         _seconds({**arguments, "whole": True})  # fills the cache
         found = [_seconds({**arguments, "whole": False}) for _ in range(rounds)]
-    typer.echo(f"Seconds, medians of {rounds} processes (lowest–highest): {workload}, {size}.\n")
+    typer.echo(f"Seconds, medians of {rounds} processes (lowest–highest): {workload}, {size}, engine {engine}.\n")
     typer.echo("| part | seconds |\n| --- | --: |")
     for part in found[0]:
         seconds = [each[part] for each in found]

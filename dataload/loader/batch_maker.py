@@ -79,7 +79,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self.made_together = MAX_BATCHES_PER_GATHER if layout.ragged else max(1, MOST_COLUMNS // max(1, len(columns)))
         self._collate = collate_fn
         self._transform = Transform(transform)
-        self._strings_are_late = self.only_gathers and any(field.kind == "string" for field in layout.fields)
+        self._leaves_strings = self.only_gathers and any(field.kind == "string" for field in layout.fields)
         self._skip = on_error == "skip"
         self._skipped = 0  # rows in this process
 
@@ -121,7 +121,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         A thread ahead of the loop would hold the interpreter lock, which the loop needs, for the strings of all.
         """
         for answer in taken(answers):
-            if self._strings_are_late:
+            if self._leaves_strings:
                 with making.doing("collate"):
                     with_strings(answer.batch)
             yield answer

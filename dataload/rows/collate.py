@@ -78,7 +78,7 @@ def columns_of(
     empty: Empty | None = None,
     columns: Collection[str] | None = None,
 ) -> Batch:
-    """Return what `to_batch` returns, but with Arrow arrays, which `cut` and `with_strings` make Python objects of."""
+    """Return what `to_batch` returns, but with Arrow arrays, which `cut` and, for strings, `with_strings` convert."""
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields if columns is None or field.name in columns}
     if clash := groups.keys() & fields.keys():
@@ -91,7 +91,7 @@ def columns_of(
 
 
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
-    """Split a batch into smaller ones, as views of it. Arrow arrays, but those of strings, become lists.
+    """Split a batch into smaller ones, as views of it. Arrow arrays become lists, except those of strings.
 
     Args:
         batch: The batch.

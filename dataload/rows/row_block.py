@@ -39,7 +39,7 @@ from dataload.runtime.cached_property import cached_property
 
 VERSION = 5
 KEPT_USES = 8  # of a string, from which on it is kept in memory as a Python object
-FEW_STRINGS = 32  # of a blob, below which Arrow takes longer than a loop over them
+FEW_STRINGS = 32  # rows of each blob on average; with fewer, a loop is faster than Arrow
 _ALIGN = 64
 _HEAP_START = np.dtype((np.int64, (2,)))  # its offset, and the bytes of its table
 _HEAP_ELEMENTS = NULL  # The offsets and lengths in a record have 32 bits.
@@ -255,7 +255,7 @@ class Records:
         return with_nulls(views, spans)
 
     def strings(self, field: Field) -> list[str | None] | pa.LargeStringArray:
-        """Return the values of a string column, as an Arrow array or, if many are few, long or shared, as a list.
+        """Return the values of a string column: an Arrow array, or a list if that is faster. A null is None.
 
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
