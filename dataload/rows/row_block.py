@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -245,8 +246,8 @@ class Records:
         """The rows of the first blob, then those of the second, and so on, int64 [n]; and the part of each blob."""
         order = np.argsort(self.which.astype(np.min_scalar_type(len(self.blobs))), kind="stable")  # a radix sort
         stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs))).tolist()
-        parts = zip(self.blobs, [0, *stops], stops, strict=False)
-        return order, [(blob, slice(start, stop)) for blob, start, stop in parts if start < stop]
+        parts = zip(self.blobs, pairwise([0, *stops]), strict=True)
+        return order, [(blob, slice(start, stop)) for blob, (start, stop) in parts if start < stop]
 
     def views(self, field: Field) -> list[memoryview | None]:
         """Return the values of a ragged column as views of their bytes; None for a null. Nothing is copied."""
@@ -269,8 +270,7 @@ class Records:
                 with suppress(pa.ArrowInvalid):  # not UTF-8: the error below says where
                     array.validate(full=True)
                     return array
-        strings = self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes))
-        return strings.tolist()
+        return self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes)).tolist()
 
     def nested(self, field: Field) -> pa.Array:
         """Return a nested column as an Arrow array."""

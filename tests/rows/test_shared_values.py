@@ -21,8 +21,8 @@ from dataload.formats import parquet
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_group_plan
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import Coded, Ragged, codes_of, concatenate, string_array, strings_of
-from dataload.rows.row_block import FEW_STRINGS, Blob, pack, packed_bytes
+from dataload.rows.columns import Coded, Ragged, codes_of, concatenate, string_array
+from dataload.rows.row_block import FEW_STRINGS, Blob, Records, pack, packed_bytes
 
 LONG = [f"{number:03d} é " * 12 for number in range(20)]
 
@@ -185,7 +185,9 @@ def test_a_dictionary_of_several_blobs_stays_one() -> None:
     assert joined.codes.tolist() == list(range(len(LONG))) * 9
 
 
-@pytest.mark.parametrize(("rows", "times"), [(FEW_STRINGS, 1), (2 * FEW_STRINGS, 1), (1000, 1), (1000, 400)])
+@pytest.mark.parametrize(
+    ("rows", "times"), [(FEW_STRINGS - 1, 1), (2 * FEW_STRINGS - 1, 1), (2 * FEW_STRINGS, 1), (1000, 1), (1000, 400)]
+)
 @pytest.mark.parametrize("nulls", [False, True])
 def test_few_many_and_long_strings_are_those_of_arrow(rows: int, times: int, nulls: bool) -> None:
     """Of two blobs; Arrow takes many short strings at once. Each is empty, null, of one byte or more characters."""
@@ -211,11 +213,19 @@ def test_strings_that_most_rows_share_are_kept_although_others_are_not(shared: i
     assert to_batch(records)["c"] == (LONG[:2] * 50)[:shared] + own
 
 
-def test_strings_that_are_not_in_order_in_their_heap_are_not_those_of_arrow() -> None:
+def test_strings_that_are_not_in_order_in_their_heap_are_made_one_by_one() -> None:
     heap, spans = memoryview(b"abcd"), np.array([[2, 2], [0, 2]], np.uint32)
     assert string_array(heap, spans) is None
     assert string_array(heap, spans[::-1]).to_pylist() == ["ab", "cd"]
-    assert strings_of([heap] * 2, spans) == ["cd", "ab"]
+    [field] = fields_of(pa.schema({"c": pa.string()}))
+    layout, codes = Layout((field,)), np.arange(2 * FEW_STRINGS) % 2
+    spans = np.tile(spans, (FEW_STRINGS, 1))  # more of them, so that they are not kept
+    joined = Coded(np.frombuffer(heap, np.uint8), spans, codes)
+    memory = memoryview(bytearray(packed_bytes(len(codes), [len(heap) + spans.nbytes], layout)))
+    pack({"c": joined}, len(codes), layout, "here", lambda _: memory)
+    blob = Blob(memory, len(codes), layout)
+    records = Records(layout, np.frombuffer(blob.records, layout.dtype), [blob], np.zeros(len(codes), np.int64))
+    assert to_batch(records)["c"] == ["cd", "ab"] * FEW_STRINGS
 
 
 def test_one_string_of_many_that_is_not_utf8_raises() -> None:
