@@ -138,11 +138,10 @@ def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
 
 
 def _named_workloads(text: str, size: str) -> tuple[str, ...]:
-    from dataload.benchmarks.workloads import workloads
+    from dataload.benchmarks.workloads import check_names
 
-    known, names = workloads(size), tuple(_parts(text))
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"no workload is called {', '.join(unknown)}; there are: {', '.join(known)}")
+    names = tuple(_parts(text))
+    check_names(names, size)
     return names
 
 

@@ -11,15 +11,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from dataload.benchmarks.origin import Behaviour, Origin
+from dataload.benchmarks.summary import ranged
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.benchmarks.workloads import workloads, write
+from dataload.benchmarks.workloads import check_names, workloads, write
 
 LATENCY = 0.03  # seconds
 PROGRAM = """
@@ -62,8 +62,7 @@ def main(
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
 ) -> None:
     """Measure the time until the first batch in processes over a warm cache. Print a Markdown table."""
-    if workload not in workloads(size):
-        raise typer.BadParameter(f"there is no workload {workload!r}: there are {', '.join(workloads(size))}")
+    check_names([workload], size)
     data, prefix, chosen = folder.absolute() / "data", f"startup/{size}/{workload}", workloads(size)[workload]
     write(chosen, data / BUCKET / prefix)
     with Origin(data, behaviour=Behaviour(latency=LATENCY)) as origin, TemporaryDirectory() as cache_dir:
@@ -79,15 +78,15 @@ def main(
     typer.echo(f"Seconds, medians of {rounds} processes (lowest–highest): {workload}, {size}, engine {engine}.\n")
     typer.echo("| part | seconds |\n| --- | --: |")
     for part in found[0]:
-        seconds = [each[part] for each in found]
-        typer.echo(f"| {part} | {median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f}) |")
+        typer.echo(f"| {part} | {ranged([each[part] for each in found], '{:.2f}')} |")
 
 
 def _seconds(arguments: dict[str, Any]) -> dict[str, float]:
     """Return the seconds of each part of the program in a new process."""
-    compiles = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # With this variable, each process would compile dataload again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
-    done = subprocess.run(command, env=compiles, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

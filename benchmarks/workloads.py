@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -163,6 +163,13 @@ def decode_and_crop(row: Row) -> Row:
 
 def _both(prepare: Callable[[Row], Row], transform: Callable[[Row], Row], row: Row) -> Row:
     return transform(prepare(row))
+
+
+def check_names(names: Iterable[str], size: str) -> None:
+    """Raise ConfigError if there is no workload of one of the names, or if the size is unknown."""
+    known = workloads(size)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no workload is called {', '.join(unknown)}; there are: {', '.join(known)}")
 
 
 def workloads(size: str, group_megabytes: float = GROUP_MEGABYTES) -> dict[str, Workload]:
