@@ -116,15 +116,14 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     concurrent = all(split_chain(path)[1].startswith(("http://", "https://", "s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if concurrent else map
     for listed, unlisted, matched in every(partial(_list, blocks=blocks), paths):
-        folders.update(unlisted)
-        below |= matched
+        folders.update(filterfalse(has_wildcard, unlisted))
+        below.update(filterfalse(has_wildcard, matched))
         again += [obj.name for obj in listed if obj.path in found]
         for obj, keys in listed.items():
             # The source may name an object by itself and by a folder above it, which yields more keys.
             if obj.path not in found or len(keys) > len(found[obj.path][1]):
                 found[obj.path] = obj, keys
-    folders.update(_some_of_each_level(filterfalse(has_wildcard, below)))
-    searched = sorted(folder for folder in folders if folder and not has_wildcard(folder))
+    searched = sorted(filter(None, folders.union(_some_of_each_level(below))))
     signs = [f"{folder}/{table.sign}" for folder in searched for table in TABLE_FORMATS.values()]
     for sign, names in zip(signs, every(partial(_names, blocks.origin), signs), strict=True):
         _check_listing(redacted(sign.rsplit("/", 2)[0]), names)
