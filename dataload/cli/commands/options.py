@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import typer
 
@@ -114,26 +114,21 @@ def mapping(text: str | None) -> dict[str, Any]:
     return options
 
 
-def config(
-    cache_dir: Path | None,
-    *,
-    cache_bytes: str | None = None,
-    allow_network_filesystem: bool = False,
-    cluster: str | None = None,
-    engine: str = "auto",
-    origin_id: str | None = None,
-) -> CacheConfig:
+class CacheOptions(TypedDict, total=False):
+    """Arguments of `CacheConfig` that commands take. It has their defaults."""
+
+    cache_bytes: str | None
+    allow_network_filesystem: bool
+    cluster: str | None
+    engine: str
+    origin_id: str | None
+
+
+def config(cache_dir: Path | None, **options: Unpack[CacheOptions]) -> CacheConfig:
     """Return the cache configuration of these options."""
     from dataload.cache.config import CacheConfig
 
-    return CacheConfig(
-        cache_dir=str(cache_dir) if cache_dir else None,
-        cache_bytes=cache_bytes,
-        allow_network_filesystem=allow_network_filesystem,
-        cluster=cluster,
-        engine=engine,
-        origin_id=origin_id,
-    )
+    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, **options)
 
 
 def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:
