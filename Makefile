@@ -23,8 +23,6 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tests/support/plain_english.py
-	$(BIN)/python tests/support/limits.py
 
 # Test samplers, row store and cache on the oldest dependencies of pyproject.toml; torch stays at the pinned release.
 LOWEST := .venv-lowest/bin/python -m
