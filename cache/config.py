@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from dataload.errors import ConfigError
 POLICIES = ("pin", "lru")
 CONSISTENCIES = ("generation", "open", "immutable")
 ENGINES = ("auto", "fsspec", "obstore")
+DEFAULT_DIR = "DATALOAD_CACHE_DIR"  # the environment variable that names the default folder
 NEAR = 0.73  # "cache_size" is as near to a setting, "user" and "region" are less near
 # Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
 OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
@@ -28,7 +30,8 @@ class CacheConfig:
     """The settings of a host's cache.
 
     Args:
-        cache_dir: Folder on a local disk, shared by all processes of the host. Default: the user's cache folder.
+        cache_dir: Folder on a local disk, shared by all processes of the host; `~` and `$NAME` are expanded. Default:
+            DATALOAD_CACHE_DIR, else the user's cache folder.
         cache_bytes: Capacity in bytes, or as text ("500GB"). Default: half of the cache's size plus the free space of
             its disk, fixed when the cache is created.
         block_bytes: Size of the blocks in which objects are fetched and cached, in bytes or as text.
@@ -84,8 +87,20 @@ class CacheConfig:
 
     @property
     def folder(self) -> Path:
-        """The absolute path of the cache folder."""
-        return local_folder("cache_dir", self.cache_dir or platformdirs.user_cache_path("dataload")).absolute()
+        """The absolute path of the cache folder.
+
+        Raises:
+            ConfigError: It is in the home of a user who has none, or names a variable that is not set.
+        """
+        if self.cache_dir:
+            return local_folder("cache_dir", self.cache_dir).absolute()
+        if default := os.environ.get(DEFAULT_DIR):
+            return local_folder(DEFAULT_DIR, default).absolute()
+        try:
+            return platformdirs.user_cache_path("dataload").expanduser().absolute()
+        except RuntimeError as error:
+            way = f"set {DEFAULT_DIR} or HOME, pass cache_dir=, or read without a cache by cache=False"
+            raise ConfigError(f"user {os.geteuid()} has no home folder for the cache: {way}") from error
 
     @property
     def limit(self) -> int | None:

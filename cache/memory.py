@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from dataload.cache.local.key_locks import ThreadLocks
 from dataload.cache.tier import MAKE_SECONDS, BlobKey, Draft, Fill, Span, Tier, Waited, cut
@@ -43,7 +44,7 @@ class MemoryTier(ForkAware, Tier):
     def location(self) -> str:
         return str(id(self))
 
-    def __reduce__(self) -> tuple[type[MemoryTier], tuple[int]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return MemoryTier, (self.limit,)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:

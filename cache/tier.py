@@ -115,6 +115,11 @@ class Tier(Protocol):
         return False
 
     @property
+    def read_only(self) -> bool:
+        """Whether this tier serves the blobs of a folder that this process cannot write."""
+        return False
+
+    @property
     def bulk(self) -> BulkTier | None:
         """This tier for many blobs at a time; None: it has no faster way for these."""
         return None

@@ -93,20 +93,24 @@ def is_url(path: object) -> bool:
 
 
 def local_folder(name: str, path: Any) -> Path:
-    """Return a folder to write to. `~` is the home of the user.
+    """Return a folder to write to. `~` is the home of the user, `$NAME` a variable of the environment.
 
     Args:
         name: The argument, for errors.
         path: Its value.
 
     Raises:
-        ConfigError: The value is no path, or a URL, which pathlib would take for a folder of that name.
+        ConfigError: The value is no path, names a variable that is not set, or is a URL, which pathlib would take for a
+            folder of that name.
     """
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
         raise ConfigError(f"{name}={path!r} must be a path")
     if is_url(path):
         raise ConfigError(f"{name}={redacted(str(path))!r} is a URL: name a folder of this machine, or a mounted one")
+    expanded = os.path.expandvars(path)
+    if unset := re.search(r"\$(\w+|\{[^}]*\})", str(expanded)):
+        raise ConfigError(f"{name}={str(path)!r}: {unset[0]} is not set in the environment: name the folder in full")
     try:
-        return Path(path).expanduser()
+        return Path(expanded).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{name}={str(path)!r}: this user has no home folder: name it in full") from error

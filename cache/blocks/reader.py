@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.config import CacheConfig
+from dataload.cache.local.read_only import ReadOnlyTier, is_read_only
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.limiter import limiter_of
@@ -101,7 +102,12 @@ class Blocks(ForkAware):
         if config is None:
             return cls.uncached(Origin(filesystem))
         folder = config.folder
-        local = LocalTier(folder, config.limit, config.policy, allow_network_filesystem=config.allow_network_filesystem)
+        local: Tier
+        if is_read_only(folder):
+            local = ReadOnlyTier(folder, UNCACHED_BYTES)
+        else:
+            network = config.allow_network_filesystem
+            local = LocalTier(folder, config.limit, config.policy, allow_network_filesystem=network)
         tier = local if config.cluster is None else ClusterTier.of(local, config.cluster)
         limiter = limiter_of(str(folder), config.in_flight)
         return cls(Origin(filesystem, config.origin_id, config.engine, limiter), tier, config.block)

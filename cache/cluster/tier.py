@@ -23,7 +23,6 @@ class ClusterTier(Tier):
         Errors of the cluster are never raised; `stats()["cluster"]` counts them.
     """
 
-    shared = True
     clustered = True
 
     def __init__(self, local: Tier, cluster: Cluster) -> None:
@@ -41,6 +40,14 @@ class ClusterTier(Tier):
 
     def __reduce__(self) -> tuple[Any, tuple[Tier, str]]:
         return ClusterTier.of, (self.local, self.cluster.url)
+
+    @property
+    def shared(self) -> bool:
+        return self.local.shared
+
+    @property
+    def read_only(self) -> bool:
+        return self.local.read_only
 
     @property
     def limit(self) -> int:

@@ -108,7 +108,7 @@ class CacheFolder:
             if error.errno not in _WRONG_FOLDER:
                 raise
             cause = error.strerror or error
-            way = "name a folder you may write to, or read without a cache by cache=False"
+            way = "name one you may write to by cache_dir or DATALOAD_CACHE_DIR, or read without a cache by cache=False"
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): {way}") from error
         self._surplus, self._transient, self.uses = Surplus(), TransientRows(self.index), RecentUses(self.index)
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder

@@ -15,6 +15,7 @@ from fsspec.utils import glob_translate
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.index import Row
+from dataload.cache.local.read_only import is_read_only
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.setup.preflight import check_owner
 from dataload.errors import ConfigError
@@ -50,6 +51,8 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
         ConfigError: It cannot be opened.
     """
     try:
+        if is_read_only(path):
+            raise ConfigError(f"the cache at {path} is read-only: run this command where it can be written")
         if path.exists():
             check_owner(path)  # first: others may not even see whether a cache has a FORMAT
         if (path / "FORMAT").exists():

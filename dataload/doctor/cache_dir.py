@@ -36,6 +36,11 @@ def filesystem(case: Case) -> Finding:
     return ok(f"{case.folder} is on {kind}")
 
 
+def read_only(case: Case) -> Finding:
+    """Say what a cache that only others may write does."""
+    return ok(f"{case.folder} is a read-only cache: it serves what it holds, and what it lacks is fetched each time")
+
+
 def usable(case: Case) -> Finding:
     """Check that the folder is a cache, or is empty and writable."""
     try:

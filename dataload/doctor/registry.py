@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from dataload.cache.local.read_only import is_read_only
 from dataload.doctor import cache_dir, cluster, limits, object_store, processes
 from dataload.doctor.finding import PROBLEM, Case, Finding, problem, reason
 from dataload.doctor.object_store import Store
 
-MACHINE: dict[str, Callable[[Case], Finding]] = {
+CACHE: dict[str, Callable[[Case], Finding]] = {
     "cache filesystem": cache_dir.filesystem,
     "cache folder": cache_dir.usable,
     "cache capacity": cache_dir.capacity,
     "cache size": cache_dir.size,
     "locks": cache_dir.locks,
+}
+MACHINE: dict[str, Callable[[Case], Finding]] = CACHE | {
     "shared memory": limits.shared_memory,
     "open files": limits.descriptors,
     "locked memory": limits.locked_memory,
@@ -46,7 +49,11 @@ def examine(case: Case, store: Store | None) -> Iterator[tuple[str, Finding]]:
     Yields:
         The name of a check and its finding.
     """
-    for name, check in MACHINE.items():
+    checks = MACHINE
+    if is_read_only(case.folder):
+        others = {name: check for name, check in MACHINE.items() if name not in CACHE}
+        checks = {"cache folder": cache_dir.read_only, **others}
+    for name, check in checks.items():
         yield name, _run(partial(check, case))
     for name, probe in ORIGIN.items() if store else ():
         assert store is not None

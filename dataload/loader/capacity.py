@@ -168,7 +168,8 @@ def check_workers(dataset: MapStyle, workers: int, rows: int) -> None:
         rows: Rows of all batches that the workers of this host hold.
     """
     check_shared_memory(dataset.rowstore.row_bytes * rows)
-    if workers > 1 and not dataset.rowstore.blobs.shared:
+    blobs = dataset.rowstore.blobs
+    if workers > 1 and not blobs.shared and not any(each.tier.read_only for each in blobs.by_dataset):
         log.warning(
             "without a cache, each of the %d workers fetches and decodes every row group: give the loader a cache, or "
             "use num_threads instead of num_workers",

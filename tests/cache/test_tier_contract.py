@@ -15,6 +15,7 @@ from tiers import Filler
 
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local.read_only import ReadOnlyTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.tier import Allocate, BlobKey, Tier
@@ -24,8 +25,14 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
     "local-pin": lambda path: LocalTier(path, LIMIT, "pin"),
     "local-lru": lambda path: LocalTier(path, LIMIT, "lru"),
     "memory": lambda _: MemoryTier(LIMIT),
+    "read-only": lambda path: read_only(path),
     "cluster-gone": lambda path: ClusterTier(LocalTier(path, LIMIT), Cluster("valkey://127.0.0.1:1")),
 }
+
+
+def read_only(path: Path) -> ReadOnlyTier:
+    assert not LocalTier(path, LIMIT).folder.closed  # creates the cache
+    return ReadOnlyTier(path, LIMIT)
 
 
 @pytest.fixture(params=TIERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
@@ -245,6 +246,44 @@ def test_a_tilde_is_the_home_of_the_user(folder: Path, monkeypatch: pytest.Monke
     assert make_loader(str(folder), 2, stats_dir="~/stats", cache=False).stats_dir == folder / "stats"
     with pytest.raises(ConfigError, match="cache_dir='~no-such-user/x': this user has no home folder"):
         make_loader(str(folder), 2, cache_dir="~no-such-user/x")
+
+
+def test_a_variable_in_the_name_of_a_folder_is_expanded(
+    folder: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv("SCRATCH", str(scratch))
+    monkeypatch.chdir(scratch)
+    for name in ("$SCRATCH/cache", "${SCRATCH}/cache"):
+        assert repr(make_dataset(folder, cache_dir=name)).endswith(f"; cache {scratch}/cache)")
+    with pytest.raises(ConfigError, match=r"cache_dir='\$NO_SUCH/x': \$NO_SUCH is not set in the environment"):
+        make_loader(str(folder), 2, cache_dir="$NO_SUCH/x")
+
+
+def test_the_environment_names_the_default_cache(
+    folder: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = tmp_path_factory.mktemp("caches")
+    monkeypatch.setenv("DATALOAD_CACHE_DIR", str(caches / "default"))
+    assert repr(make_dataset(folder)).endswith(f"; cache {caches}/default)")
+    assert repr(make_dataset(folder, cache_dir=str(caches / "named"))).endswith(f"; cache {caches}/named)")
+    monkeypatch.setenv("DATALOAD_CACHE_DIR", "s3://bucket/cache")
+    with pytest.raises(ConfigError, match="DATALOAD_CACHE_DIR='s3://bucket/cache' is a URL"):
+        make_dataset(folder)
+
+
+def test_a_user_without_a_home_is_told_how_to_name_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as in a container that runs under a number that no file lists."""
+
+    def unlisted(user: int) -> object:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unlisted)
+    for name in ("HOME", "XDG_CACHE_HOME", "DATALOAD_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="has no home folder for the cache: set DATALOAD_CACHE_DIR or HOME"):
+        make_dataset(folder)
+    assert len(make_dataset(folder, cache=False)) == 10
 
 
 def test_the_settings_that_only_a_cache_config_takes_are_known() -> None:

@@ -26,7 +26,9 @@ AllowNetworkFilesystem = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows of one rank's batch.")]
 CacheBytes = Annotated[str | None, typer.Option(help='Limit of the cache in bytes, such as "500GB".')]
-CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
+CacheDir = Annotated[
+    Path | None, typer.Option(help="Folder of the cache; default: $DATALOAD_CACHE_DIR or ~/.cache/dataload.")
+]
 Cluster = Annotated[
     str | None, typer.Option(help="URL of the Valkey or Redis that hosts share: valkey://host:port,host:port.")
 ]

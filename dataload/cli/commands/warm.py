@@ -29,7 +29,7 @@ from dataload.cli.commands.options import (
     open_row_groups,
 )
 from dataload.cli.console import progress, show
-from dataload.errors import DataloadError
+from dataload.errors import ConfigError, DataloadError
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def warm(
 
     The cache holds the decoded rows. After an interrupt, the same command continues.
     """
+    from dataload.cache.local.read_only import is_read_only
     from dataload.planning.orders import part_of
 
     node, nodes = node_of(shard)
@@ -73,6 +74,8 @@ def warm(
         engine=engine,
         origin_id=origin_id,
     )
+    if is_read_only(cache_config.folder):
+        raise ConfigError(f"cache_dir {cache_config.folder} is read-only: warm it where it can be written")
     _must_answer(cache_config)
     reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     blobs = open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
