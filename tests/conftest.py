@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import botocore.session
 import nightly  # noqa: F401 (sets the profile of hypothesis)
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,9 @@ import s3fs
 from moto_server import S3Server
 
 from dataload.cache.config import CacheConfig
+
+# Else each client of boto3 and s3fs parses the description of S3's API again, and keeps 30,000 objects of it.
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
@@ -39,6 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def server() -> Iterator[S3Server]:
     with S3Server() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def s3_client(server: S3Server) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint_url,
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+        region_name="us-east-1",
+    )
 
 
 @dataclass
@@ -68,18 +84,11 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(server: S3Server, request: pytest.FixtureRequest) -> Bucket:
-    client = boto3.client(
-        "s3",
-        endpoint_url=server.endpoint_url,
-        aws_access_key_id="testing",
-        aws_secret_access_key="testing",
-        region_name="us-east-1",
-    )
+def bucket(server: S3Server, s3_client: Any, request: pytest.FixtureRequest) -> Bucket:
     name = f"bucket-{abs(hash(request.node.nodeid)):x}"
-    client.create_bucket(Bucket=name)
+    s3_client.create_bucket(Bucket=name)
     server.reset()
-    return Bucket(name, server, client)
+    return Bucket(name, server, s3_client)
 
 
 @pytest.fixture
@@ -145,7 +154,7 @@ def nothing_left_behind() -> Iterator[None]:
     """Check that no thread and no child process of a test outlives it."""
     before = set(threading.enumerate())
     yield
-    s3fs.S3FileSystem.clear_instance_cache()  # Each keeps 24,000 objects of botocore, which slow every collection down.
+    s3fs.S3FileSystem.clear_instance_cache()  # Their clients have credentials and settings of this test.
     gc.collect()
     ours = [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
     for thread in ours:
