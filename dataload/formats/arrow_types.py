@@ -33,8 +33,10 @@ def children(kind: pa.DataType) -> list[pa.Field]:
 
 
 def leaf_count(kind: pa.DataType) -> int:
-    """Return the number of columns in which Parquet stores values of a type."""
-    return sum(leaf_count(part.type) for part in children(storage(kind))) or 1
+    """Return the number of columns in which Parquet stores values of a type: none for a struct without members."""
+    parts = children(storage(kind))
+    is_leaf = not parts and not pa.types.is_struct(storage(kind))
+    return int(is_leaf) + sum(leaf_count(part.type) for part in parts)
 
 
 def has_part(kind: pa.DataType, is_it: Callable[[pa.DataType], bool]) -> bool:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
-from dataload.formats.arrow_types import has_part
+from dataload.formats.arrow_types import has_part, leaf_count
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
 from dataload.formats.parquet_columns import columns_of
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
@@ -54,7 +54,8 @@ class ParquetFooter:
         self._data = data
         self._metadata = metadata
         self._size = size
-        self.schema = schema.remove_metadata()
+        # Arrow's reader leaves out structs without members: Parquet stores no values of them.
+        self.schema = pa.schema([field for field in schema if leaf_count(field.type)])
         self._columns = columns_of(self.schema)
 
     @classmethod

@@ -61,18 +61,28 @@ class ParquetColumns:
 
     def likely_cause(self, columns: Collection[str]) -> str:
         """Return what is likely to be wrong if these columns cannot be decoded, for errors; "" in most cases."""
-        name = next((name for name in self._without_length if name in columns), None)
-        if name is None:
-            return ""
-        return (
-            f": column {name!r} has lists of the fixed length 0, which Arrow writes to Parquet but cannot read: leave "
-            "it out with columns=, or write lists of varying length. It"
-        )
+        if name := next((name for name in self._without_length if name in columns), None):
+            return (
+                f": column {name!r} has lists of the fixed length 0, which Arrow writes to Parquet but cannot read: "
+                "leave it out with columns=, or write lists of varying length. It"
+            )
+        if name := next((name for name in columns if name.partition(".")[0] in self._with_empty_structs), None):
+            own = name.partition(".")[0]
+            return (
+                f": column {own!r} holds structs without members, which Arrow cannot read: leave it out with columns=, "
+                "or write it without them. It"
+            )
+        return ""
 
     @cached_property
     def _without_length(self) -> tuple[str, ...]:
         """The columns with lists of the fixed length 0."""
         return tuple(field.name for field in flatten(self._schema) if has_part(field.type, _is_without_length))
+
+    @cached_property
+    def _with_empty_structs(self) -> frozenset[str]:
+        """The file's own columns that hold structs without members."""
+        return frozenset(field.name for field in self._schema if has_part(field.type, _is_without_members))
 
     def own(self, columns: Iterable[str]) -> list[str]:
         """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""
@@ -113,6 +123,10 @@ def _extensions(field: pa.Field) -> Iterator[pa.Field]:
         return
     for member in storage(field.type):
         yield from _extensions(member.with_name(f"{field.name}.{member.name}"))
+
+
+def _is_without_members(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(storage(kind)) and not storage(kind).num_fields)
 
 
 def _is_without_length(kind: pa.DataType) -> bool:

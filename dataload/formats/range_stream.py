@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Self
 
@@ -186,7 +186,7 @@ class HeldBeginning:
     Args:
         fetch: As for `RangeStream`.
         obj: The object.
-        ranges: Byte ranges, in the order of the object. Memory between them is undefined.
+        ranges: Byte ranges, in the order of the object. The bytes between them are zeros, which no decoder accepts.
 
     Attributes:
         source: The buffer, as Arrow takes it.
@@ -195,8 +195,7 @@ class HeldBeginning:
 
     def __init__(self, fetch: Callable[[int, memoryview], Future[None]], obj: Object, ranges: Sequence[Span]) -> None:
         _check_end(obj, ranges)
-        buffer = pa.allocate_buffer(ranges[-1][1])
-        memory = memoryview(buffer).cast("B")
+        buffer, memory = zeros_around(ranges, ranges[-1][1])
         self.fetches = [fetch(start, memory[start:stop]) for start, stop in ranges if start < stop]
         self.source = pa.BufferReader(buffer)
 
@@ -210,6 +209,26 @@ class HeldBeginning:
     def wait(self) -> None:
         """Block until the ranges are fetched. Raise the exception of the first that failed."""
         wait_for_origin(self.fetches)
+
+
+def zeros_around(ranges: Iterable[Span], size: int) -> tuple[pa.Buffer, memoryview]:
+    """Return `size` bytes of memory for these sorted ranges, zero outside of them. What is inside is undefined.
+
+    No decoder gets to see bytes that nobody fetched, whatever a damaged file makes it read.
+    """
+    gaps, position = [], 0
+    for start, stop in ranges:
+        gaps.append((position, start))
+        position = max(position, stop)
+    gaps = _without_empty([*gaps, (position, size)])
+    if sum(stop - start for start, stop in gaps) >= LEAST_POOLED:
+        buffer = pa.py_buffer(mmap.mmap(-1, size))  # The kernel's zeros take no memory until they are read.
+        return buffer, memoryview(buffer).cast("B")
+    buffer = pa.allocate_buffer(size)
+    memory = memoryview(buffer).cast("B")
+    for start, stop in gaps:
+        memory[start:stop] = bytes(stop - start)
+    return buffer, memory
 
 
 def _check_end(obj: Object, ranges: Sequence[Span]) -> None:

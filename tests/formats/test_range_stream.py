@@ -20,7 +20,7 @@ from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.origin import Origin
 from dataload.errors import DataError
 from dataload.formats import range_stream
-from dataload.formats.range_stream import RangeStream
+from dataload.formats.range_stream import HeldBeginning, RangeStream
 
 SIZE = 10_000
 CONTENT = np.random.default_rng(0).bytes(SIZE)
@@ -206,3 +206,20 @@ def test_the_memory_of_held_ranges_is_used_again_unless_a_table_or_a_request_has
         stream.wait()
         assert memory_of(stream) != written, "the request would overwrite another row group"
     under_way.clear()
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_bytes_that_nobody_fetched_are_zeros(size: int) -> None:
+    """Memory is used again: a damaged footer must not make a decoder read what an earlier file left there."""
+    for _ in range(8):
+        memoryview(pa.allocate_buffer(size)).cast("B")[:] = b"\xaa" * size
+
+    def fetch(_start: int, memory: memoryview) -> Future[None]:
+        memory[:] = b"\x01" * len(memory)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    with HeldBeginning(fetch, Object("x", size, "1"), [(100, 200), (size - 10, size)]) as beginning:
+        found = beginning.source.read()
+    assert found == bytes(100) + b"\x01" * 100 + bytes(size - 210) + b"\x01" * 10

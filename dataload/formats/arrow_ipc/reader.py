@@ -16,7 +16,7 @@ from dataload.cache.tier import Span
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
 from dataload.formats.arrow_types import children
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
-from dataload.formats.range_stream import pieces
+from dataload.formats.range_stream import pieces, zeros_around
 from dataload.formats.schema import structs_of
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
@@ -130,11 +130,14 @@ class ArrowFooter:
         return table
 
     def _stream(self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Buffer:
-        """Return a stream of one record batch in which only the bytes of these columns are filled."""
+        """Return a stream of one record batch in which the bytes of other columns are zeros."""
         needed = self._needed(number, columns)
         starts = list(accumulate((message.stop - message.start for message, _ in needed), initial=0))
-        buffer = pa.allocate_buffer(starts[-1] + len(END_OF_STREAM))
-        target = memoryview(buffer).cast("B")
+        filled: list[Span] = []
+        for (message, spans), offset in zip(needed, starts, strict=False):
+            filled.append((offset, offset + len(message.metadata)))
+            filled += [(offset + start - message.start, offset + stop - message.start) for start, stop in spans]
+        buffer, target = zeros_around(filled, starts[-1] + len(END_OF_STREAM))
 
         pending = []
         for (message, spans), offset in zip(needed, starts, strict=False):

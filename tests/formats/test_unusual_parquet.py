@@ -1,0 +1,56 @@
+"""Parquet files that Arrow does not write: each gives the rows that pyarrow gives, or one error that names the file."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from decoded import plain
+
+from dataload import make_dataset
+from dataload.errors import DataError
+
+
+def written(table: pa.Table, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, store_schema=False, **options)
+    return sink.getvalue()
+
+
+def with_empty_group(data: bytes, parent: bytes) -> bytes:
+    """Return a Parquet file with a group "empty" without members, as the first member of a group of its schema."""
+    size = int.from_bytes(data[-8:-4], "little")
+    body, footer = data[: -8 - size], data[-8 - size : -8]
+    elements = footer[3] >> 4  # of the list of schema elements, in Thrift's compact protocol
+    children = footer.index(bytes([len(parent)]) + parent + b"\x15") + len(parent) + 2
+    group = b"\x35\x02\x18\x05empty\x15\x00\x00"  # optional, its name, no children
+    changed = bytes([*footer[:3], (elements + 1) << 4 | 0xC, *footer[4:children], footer[children] + 2, 0])
+    changed += group + footer[children + 2 :]
+    return body + changed + struct.pack("<I", len(changed)) + b"PAR1"
+
+
+def rows_of(path: Path, **options: Any) -> list[dict[str, Any]]:
+    dataset = make_dataset(str(path), cache=False, **options)
+    return [{name: plain(value) for name, value in row.items()} for row in dataset.__getitems__(range(len(dataset)))]
+
+
+@pytest.mark.parametrize("columns", [None, ["c", "a"]])
+def test_columns_after_a_struct_without_members_keep_their_values(columns: list[str] | None, tmp_path: Path) -> None:
+    table = pa.table({"a": [1, 2], "b": ["x", "y"], "c": [1.5, 2.5]})
+    (tmp_path / "x.parquet").write_bytes(with_empty_group(written(table), b"schema"))
+    expected = pq.ParquetFile(tmp_path / "x.parquet").read(columns=columns)
+    assert rows_of(tmp_path / "x.parquet", columns=columns) == table.select(expected.column_names).to_pylist()
+
+
+def test_a_struct_without_members_inside_another_is_an_error_that_names_its_column(tmp_path: Path) -> None:
+    """Arrow cannot read it. Columns beside it keep their values."""
+    table = pa.table({"s": [{"a": 1}, {"a": 2}], "c": [1.5, 2.5]})
+    (tmp_path / "x.parquet").write_bytes(with_empty_group(written(table), b"s"))
+    with pytest.raises(DataError, match=r"x\.parquet row group 0: column 's' holds structs without members"):
+        rows_of(tmp_path / "x.parquet")
+    assert rows_of(tmp_path / "x.parquet", columns=["c"]) == [{"c": 1.5}, {"c": 2.5}]
