@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
+from time import monotonic
 
 import numpy as np
 import torch
@@ -15,22 +16,31 @@ from dataload.runtime.exhaustion import is_exhaustion, with_causes
 
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
+SEARCH_SECONDS = 10.0  # for the row that raised, before its exception goes on
 
 Works = Callable[[list[int]], bool]
 
 
 @contextmanager
-def naming_rows(numbers: Array, name: str) -> Iterator[None]:
-    """Add a note with the rows of a batch to each exception of the block.
+def naming_rows(
+    numbers: Array, name: str, text_of: Callable[[int], str], works: Callable[[Array], bool] | None = None
+) -> Iterator[None]:
+    """Add a note with the rows of a batch, and the one that raised, to each exception of the block.
 
     Args:
         numbers: Row numbers, int64 [B].
         name: Names the batch.
+        text_of: Returns the file, row group and row of a row number.
+        works: Returns whether a batch of some of these rows can be made; None: don't search for the row that raised.
     """
     try:
         yield
     except Exception as error:
-        error.add_note(_note(error, numbers, name))
+        position = _position_in(error, numbers)
+        if position is None and works is not None and is_of_a_row(error):
+            with suppress(Exception):  # The first error matters more.
+                position = _first_bad(numbers, works)
+        error.add_note(_note(numbers, name, position, text_of))
         raise
 
 
@@ -44,15 +54,33 @@ def is_of_a_row(error: Exception) -> bool:
     return not (is_exhaustion(error) or any(isinstance(each, failed) for each in with_causes(error)))
 
 
-def _note(error: Exception, numbers: Array, name: str) -> str:
-    row, lines = 0, [f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}"]
+def _position_in(error: Exception, numbers: Array) -> int | None:
+    """Return the position in its batch of the row that an error names, if it names one."""
     # The user's function may have made a column with other rows, such as all images of several columns.
-    if isinstance(error, RowError) and error.row is not None and error.rows == len(numbers):
-        row = error.row
-        lines.append(f"row {row} of the batch is row {numbers[row]} of the dataset")
+    return error.row if isinstance(error, RowError) and error.rows == len(numbers) else None
+
+
+def _first_bad(numbers: Array, works: Callable[[Array], bool]) -> int | None:
+    """Return the position of the first row that raises by itself; None if no row does, or the search takes too long.
+
+    It takes log2(n) calls, which together have about as many rows as the batch.
+    """
+    start, stop, deadline = 0, len(numbers), monotonic() + SEARCH_SECONDS
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        start, stop = (middle, stop) if works(numbers[start:middle]) else (start, middle)
+        if monotonic() > deadline:
+            return None
+    return start if len(numbers) == 1 or not works(numbers[start:stop]) else None
+
+
+def _note(numbers: Array, name: str, position: int | None, text_of: Callable[[int], str]) -> str:
+    lines, row = [f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}"], int(numbers[position or 0])
+    if position is not None:
+        lines.append(f"row {position} of the batch is the first that raises: row {row} of the dataset ({text_of(row)})")
     lines.append(
-        f"To look at them: loader.dataset.locate({numbers[row]}) returns the file and row group of a row, "
-        f"loader.dataset[{numbers[row]}] reads it"
+        f"To look at them: loader.dataset.locate({row}) returns the file and row group of a row, "
+        f"loader.dataset[{row}] reads it"
     )
     return "\n".join(lines)
 

@@ -233,7 +233,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             return True
 
         try:
-            with naming_rows(rows.numbers, name):
+            with naming_rows(rows.numbers, name, self._text_of, None if self._skip else works):
                 return make(rows, columns), ()
         except Exception as error:
             if not (self._skip and is_of_a_row(error)):
@@ -243,8 +243,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 raise
             skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())
             self._warn(skipped, error)
-        with naming_rows(numbers, name):
+        with naming_rows(numbers, name, self._text_of):
             return make(gathered(numbers), None), skipped
+
+    def _text_of(self, row: int) -> str:
+        return self._dataset.locate(row).text
 
     def _made(
         self,
@@ -272,7 +275,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             log.warning(
                 'on_error="skip": row %d (%s) raised %s; it is replaced, and %d rows of this process so far',
                 skipped[0],
-                self._dataset.locate(skipped[0]).text,
+                self._text_of(skipped[0]),
                 reason,
                 self._skipped,
             )

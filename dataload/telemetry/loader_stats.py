@@ -23,6 +23,7 @@ MOST_SOURCES = 4  # named in one line
 TIERS = ("local", "cluster", "origin")
 MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics
 MIN_STALL = 0.05  # stall fraction below which no advice is given
+MIN_WAIT = 0.5  # seconds of waits below which no advice is given
 WARM_MAPPED = "warm with dataload.planning.warm.warm"  # `dataload warm` cannot call the function of map
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",
@@ -208,7 +209,7 @@ class LoaderStats:
     def _advice(self) -> str:
         """Return the main cause of the waits and a remedy, or nothing if the loop barely waited."""
         cause = max(self.waits, key=self.waits.__getitem__)
-        if self.stall_fraction < MIN_STALL:
+        if self.stall_fraction < MIN_STALL or self.wait_seconds < MIN_WAIT:
             return ""
         rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
         return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {self.advice(cause)}"

@@ -93,6 +93,29 @@ def test_a_value_that_no_batch_can_hold_names_its_file_and_row_group(tmp_path: P
 # Rows in real batches
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_threads": 2}, {"shuffle": True}], ids=str)
+def test_an_exception_of_the_transform_names_the_row_that_raised(numbers: Dataset, options: Any) -> None:
+    loader = loader_of(numbers, 120, 131, on_error="raise", **options)
+    with pytest.raises(LookupError) as caught:
+        list(loader)
+    position = r"row \d+" if "shuffle" in options else "row 20"
+    row = r"row 1[23][01] of the dataset \(\S+/a\.parquet row group 1 row \d+\)"
+    place = f"{position} of the batch is the first that raises: {row}"
+    assert re.search(place, noted(caught.value)), noted(caught.value)
+
+
+def test_an_exception_that_no_single_row_causes_names_the_batch_only(numbers: Dataset) -> None:
+    def fails_together(batch: dict[str, Any]) -> dict[str, Any]:
+        if len(batch["x"]) > 1:
+            raise LookupError("needs single rows")
+        return batch
+
+    with pytest.raises(LookupError) as caught:
+        list(make_loader(numbers, 50, shuffle=False, transform=fails_together))
+    assert "batch 0 has 50 rows of the dataset: 0-49" in noted(caught.value)
+    assert "the first that raises" not in noted(caught.value)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_rows_are_replaced_by_good_ones_of_their_batch(numbers: Dataset, workers: int) -> None:
     loader = loader_of(numbers, 7, 8, 9, 120, num_workers=workers)

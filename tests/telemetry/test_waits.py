@@ -165,6 +165,14 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
     assert ADVICE[cause] not in str(stats)
 
 
+def test_a_loop_that_hardly_waited_gets_no_advice(dataset: Any) -> None:
+    stats = epoch(make_loader(dataset, 4))
+    waits = dict.fromkeys(CAUSES, 0.0) | {"collate": 0.004}
+    short = replace(stats, seconds=0.004, wait_seconds=0.004, waits=waits)
+    assert "100% of it waiting;" in str(short)
+    assert not any(advice in str(short) for advice in ADVICE.values())
+
+
 @pytest.mark.parametrize(
     ("cause", "options", "says", "says_not"),
     [
