@@ -20,6 +20,7 @@ from dataload.runtime.forks import ForkAware, close_copies
 
 _SWEPT = "-swept"
 _ANNOUNCED, _DRAFT = "announced", "announced-draft"  # what this process needs of the cache
+_LIMIT = "limit-"  # begins the name of an empty file, which ends with a limit that this process gives the cache
 LOOK_SECONDS = 1.0  # within which a process that looks for running ones gives a lock back
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
 
@@ -110,6 +111,19 @@ class StagingFolder(ForkAware):
                     os.close(descriptor)
         return found
 
+    def give_limit(self, limit: int) -> tuple[int, str] | None:
+        """Show other processes a limit of the cache in bytes. Return a running process's other limit, and its name."""
+        with suppress(OSError):  # A full disk
+            (self._path / f"{_LIMIT}{limit}").touch(mode=0o600)
+        for folder in _listed(self._path.parent):
+            others = {int(file.name.removeprefix(_LIMIT)) for file in _listed(folder) if file.name.startswith(_LIMIT)}
+            if others := others - {limit}:
+                with _locked(folder) as dead:
+                    if dead is False:
+                        pid, host = _owner(folder)
+                        return min(others), f"process {pid} of {host}"
+        return None
+
     def draft(self, digest: bytes) -> str:
         """Return a new path for writing the blob `digest`."""
         return f"{self._path}/{digest.hex()}-{secrets.token_hex(4)}"
@@ -159,11 +173,17 @@ def users(cache: Path) -> str:
     found, host = [], socket.gethostname()
     for folder in _listed(cache / "tmp"):
         with _locked(folder) as dead:
-            pid, _, its_host = folder.name.partition("-")[2].rpartition("-")[0].partition("@")
+            pid, its_host = _owner(folder)
             if dead is False and (pid, its_host) != (str(os.getpid()), host):
                 found.append((not (its_host == host and _is_stopped(pid)), f"process {pid} of {its_host}"))
     names = [f"{name}{'' if runs else ' (stopped)'}" for runs, name in sorted(found)]
     return f"the cache is open in {', '.join(names) or 'no other process'}"
+
+
+def _owner(folder: Path) -> tuple[str, str]:
+    """Return the process number and the host of a staging folder's owner."""
+    pid, _, host = folder.name.partition("-")[2].rpartition("-")[0].partition("@")
+    return pid, host
 
 
 def _is_stopped(pid: str) -> bool:
@@ -241,8 +261,8 @@ def _close(owner: int, path: Path, descriptor: int, announced: list[int]) -> Non
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        for file in (_ANNOUNCED, _DRAFT):
-            (path / file).unlink(missing_ok=True)
+        for file in (path / _ANNOUNCED, path / _DRAFT, *path.glob(f"{_LIMIT}*")):
+            file.unlink(missing_ok=True)
     while announced:
         os.close(announced.pop())
     with suppress(OSError):

@@ -36,7 +36,19 @@ FULL = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
 )
+LIMITS = (
+    "cache %s: this process limits it to %d bytes, and %s to %d: the smaller limit evicts what the larger one keeps; "
+    "give both the same cache_bytes"
+)
+_told: set[tuple[str, Path, int]] = set()  # what this process has logged of which cache and limit
 log = logging.getLogger(__name__)
+
+
+def _warn_once(message: str, path: Path, limit: int, *more: object) -> None:
+    """Log a message on a cache and its limit. A process that makes many loaders logs it once."""
+    if (told := (message, path, limit)) not in _told:
+        _told.add(told)
+        log.warning(message, path, limit, *more)
 
 
 class LocalTier(ForkAware, Tier):
@@ -112,6 +124,8 @@ class LocalTier(ForkAware, Tier):
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
         if self._given_limit:  # A process without one makes no cache smaller.
+            if other := folder.staging.give_limit(self._given_limit):
+                _warn_once(LIMITS, self.path, self._given_limit, other[1], other[0])
             with suppress(OSError, lmdb.Error):  # Cached blobs are readable without it. A fill meets the error, too.
                 folder.evict(self._given_limit, pin=self.policy == "pin")
         self._folder = folder  # Last: other threads use it from here on.
@@ -218,8 +232,7 @@ class LocalTier(ForkAware, Tier):
         if limit < own:  # The caller reports the full disk.
             return False
         self.counters.add(refused=1)
-        if self.health.is_new("full"):
-            log.warning(FULL, self.path, limit, key.name, size)
+        _warn_once(FULL, self.path, limit, key.name, size)
         return False
 
     @contextmanager

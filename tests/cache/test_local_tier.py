@@ -780,6 +780,55 @@ def test_a_full_cache_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert tier.stats()["refused"] == 3
 
 
+def test_a_process_that_opens_a_full_cache_again_tells_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = LocalTier(tmp_path / "c", ROW)
+    put(kept, "a")
+    with caplog.at_level(logging.WARNING):
+        for name in "bcd":  # as each new loader does
+            put(LocalTier(tmp_path / "c", ROW), name)
+    assert len([record for record in caplog.records if "is full" in record.getMessage()]) == 1
+
+
+def hold_open(path: Path, limit: int, is_open: Any, done: Any) -> None:
+    tier = LocalTier(path, limit)
+    put(tier, "a")
+    is_open.set()
+    done.wait()
+
+
+@pytest.mark.parametrize("limit", [5 * ROW, 3 * ROW, None])
+def test_two_jobs_that_limit_one_cache_differently_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int | None
+) -> None:
+    is_open, done = SPAWN.Event(), SPAWN.Event()
+    job = SPAWN.Process(target=hold_open, args=(tmp_path / "c", 5 * ROW, is_open, done))
+    job.start()
+    try:
+        assert is_open.wait(60)
+        with caplog.at_level(logging.WARNING):
+            for name in "bc":
+                put(LocalTier(tmp_path / "c", limit), name)
+        told = [record.getMessage() for record in caplog.records if "limits it to" in record.getMessage()]
+        if limit == 3 * ROW:
+            [message] = told
+            assert f"to {3 * ROW} bytes, and process {job.pid} of " in message
+            assert f" to {5 * ROW}: " in message
+        else:
+            assert not told
+    finally:
+        done.set()
+        job.join()
+
+
+def test_the_limit_of_a_job_that_has_ended_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fill_elsewhere(tmp_path / "c", "a")
+    with caplog.at_level(logging.WARNING):
+        put(LocalTier(tmp_path / "c", 5 * ROW), "b")
+    assert not caplog.records
+
+
 def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = LocalTier(small_disk / "c", 1 << 30)
     with caplog.at_level(logging.WARNING):
