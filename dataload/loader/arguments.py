@@ -95,6 +95,11 @@ def _check_for_torch(workers: int, dataloader_kwargs: Mapping[str, Any], own_nam
         if name not in known:
             otherwise = "it is an argument of neither make_loader nor DataLoader"
             raise unknown_keyword(name, [*own_names, *known], otherwise)
+    if dataloader_kwargs.get("generator") is not None:
+        raise ConfigError(
+            "generator= would not change the order, which seed= and the epoch determine: pass seed=, and draw in "
+            "transform(batch, rng)"
+        )
     if not dataloader_kwargs.get("in_order", True):
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
     try:

@@ -145,6 +145,11 @@ def make_loader(
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if sampler.num_rows and sampler.finished_at(0):
+        raise ConfigError(
+            f"drop_last=True drops all {sampler.num_rows} rows, which are less than a global batch of "
+            f"{sampler.global_batch_size}: lower batch_size={batch_size}, or leave out drop_last"
+        )
     return Loader(
         dataset,
         maker=maker,

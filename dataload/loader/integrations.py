@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from dataload.errors import ConfigError
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.samplers.row_iterator import RowIterator
@@ -93,6 +94,17 @@ class TrainerEpochs(RankSampler):
         After a restart, accelerate and the Hugging Face Trainer skip the batches that the epoch had before.
         """
         return RowIterator(lambda: (self.epoch, 0), self._rows_from)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Of those who get a loader, only `accelerate.data_loader.prepare_data_loader` asks its sampler for one.
+
+        It does so before it shards the sampler among the ranks, for a second time.
+        """
+        raise ConfigError(
+            "prepare_data_loader would shard this loader among the ranks a second time: use the loader as it is, or "
+            "accelerator.prepare(loader), which does not shard it"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, as in `RankSampler`."""

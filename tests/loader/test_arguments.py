@@ -64,6 +64,7 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"sampler": [0]}, "sampler= is not an argument"),
         ({"batch_sampler": [[0]]}, "batch_sampler= is not an argument"),
         ({"in_order": False}, "cannot be resumed"),
+        ({"generator": torch.Generator()}, r"generator= would not change the order.*: pass seed="),
         ({"persistent_workers": True}, "num_workers > 0"),
         ({"timeout": -1}, "timeout"),
         ({"world": 3}, "world=3 must be a World"),

@@ -62,7 +62,7 @@ def run_two_ranks(program: str, folder: Path, out: Path, *more: str, number: int
         for rank in range(number)
     ]
     try:
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -99,6 +99,11 @@ def once(ranks: list[list[int]]) -> bool:
 
 
 # accelerate
+
+
+def test_accelerate_cannot_shard_a_loader_a_second_time(accelerated: Seen) -> None:
+    for rank in accelerated:
+        assert "a second time: use the loader as it is, or accelerator.prepare(loader)" in rank["sharded again"]
 
 
 def test_prepare_returns_the_loader_itself(accelerated: Seen) -> None:

@@ -68,6 +68,14 @@ def test_each_row_once_an_epoch_over_all_ranks(dataset: Any, world_size: int, sh
     assert (epochs[0] == epochs[1]) == (shuffle is False)
 
 
+@pytest.mark.parametrize("size", [N, N + 1])
+def test_drop_last_that_would_drop_all_rows_is_refused(dataset: Any, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"drops all {N} rows.* global batch of {2 * size}: lower batch_size={size}"):
+        make_loader(dataset, size, drop_last=True, world=World(0, 2))
+    assert len(make_loader(dataset, size, world=World(0, 2))) == 1
+    assert len(make_loader(dataset, N, drop_last=True)) == 1
+
+
 def test_drop_last_leaves_out_less_than_a_global_batch(dataset: Any) -> None:
     loaders = ranks(dataset, 2, 16, drop_last=True)
     batches = [[ids([batch]) for batch in loader] for loader in loaders]

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 from dataload import World, make_dataset, make_loader, mix
+from dataload.errors import ConfigError
 
 folder, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -44,6 +46,11 @@ for split, even, stateful in itertools.product([False, True], repeat=3):
     for batch in prepared:
         gathered += accelerator.gather_for_metrics(batch[COLUMN]).tolist()
     seen["once"][f"split={split} even={even} stateful={stateful}"] = gathered
+
+try:
+    seen["sharded again"] = rows_of(prepare_data_loader(make_loader(dataset, 16)))
+except ConfigError as error:
+    seen["sharded again"] = str(error)
 
 # A resumed epoch and one that drops its tail have a different padding from a whole epoch.
 loader = accelerator.prepare(make_loader(dataset, 16))
