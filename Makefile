@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Else each of the thousands of processes that the tests start compiles dataload again.
 unexport PYTHONDONTWRITEBYTECODE
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup test check lowest slow chaos format demo bench gpu peers trainers docs browser wheel constraints clean
 
@@ -16,7 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: setup
 	$(BIN)/ruff check .
@@ -42,9 +43,9 @@ lowest: .venv-lowest/.ready
 	$(LOWEST) pip install --quiet --constraint .venv-lowest/constraints.txt --editable ".[cluster]" --group lowest
 	touch $@
 
-# Whole programs and further variants of tests: the demo after a kill, benchmarks, start methods, launchers, meshes.
+# Whole programs and further variants of tests: examples, the demo, benchmarks, start methods, meshes, more seeds.
 slow: setup
-	$(BIN)/python -m pytest -m slow --timeout 280
+	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
 # Long tests: a thousand kills of the tier, 200 of training, ten thousand fuzzing steps, columns of more than 2 GiB.
 chaos: setup
@@ -78,7 +79,7 @@ COMPILE := from deepspeed.accelerator import get_accelerator as get; get().creat
 trainers: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE)"
-	$(BIN)/python -m pytest -m "slow or not slow" --timeout 300 tests/test_examples.py tests/loader/test_integrations.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_examples.py tests/loader/test_integrations.py
 
 # Look at the page of `dataload report` and at the documentation in Chromium; skipped if Chromium is not installed.
 browser: docs

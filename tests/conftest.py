@@ -158,9 +158,9 @@ def nothing_left_behind() -> Iterator[None]:
     gc.collect()
     ours = [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
     for thread in ours:
-        thread.join(10)
+        thread.join(60)
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := processes()) and time.monotonic() < until:
         time.sleep(0.05)  # Some have been told to end.
     assert not left, f"processes left behind: {left}"

@@ -391,6 +391,7 @@ def test_the_picture_of_the_order_is_of_this_order():
     assert names["picture"]() == (ROOT / "docs/pictures/order.svg").read_text()
 
 
+@pytest.mark.slow
 def test_the_pages_build_and_fetch_nothing(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)

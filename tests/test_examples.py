@@ -103,12 +103,13 @@ def test_ddp_on_two_nodes(folder, tmp_path):
     assert (tmp_path / "checkpoints" / "checkpoint-000006").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("train_plain_ddp.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
-        pytest.param("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows", marks=pytest.mark.slow),
-        pytest.param("train_lightning.py", r"accuracy \d+\.\d% of 101 rows", marks=pytest.mark.slow),
+        ("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
+        ("train_lightning.py", r"accuracy \d+\.\d% of 101 rows"),
     ],
 )
 def test_two_ranks_of_other_trainers(folder, tmp_path, name, expected):
@@ -143,6 +144,7 @@ def stand_in(folder, tmp_path, environ_of):
     assert re.search(r"epoch 1: accuracy \d+\.\d% of 101 rows", output)
 
 
+@pytest.mark.slow
 def test_deepspeed(folder, tmp_path):
     if installed("deepspeed"):
         two = [
@@ -163,6 +165,7 @@ def test_deepspeed(folder, tmp_path):
     check_rows(folder, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer(folder, tmp_path):
     if installed("transformers"):
         two = ["--standalone", "--nproc-per-node", "2"]

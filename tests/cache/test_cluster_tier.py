@@ -406,7 +406,6 @@ def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch
     assert cluster_server.ask("DBSIZE") == 4
 
 
-@pytest.mark.timeout(20)
 def test_what_will_never_have_room_does_not_wait_for_it(
     cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -588,7 +588,7 @@ class Held:
         def held(path: str, start: int, *rest: Any) -> Any:
             self.starts.append(start)
             begins(start)
-            self._release.wait(10)
+            self._release.wait(60)
             return parts(path, start, *rest)
 
         monkeypatch.setattr(engine, "parts", held)

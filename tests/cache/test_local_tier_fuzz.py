@@ -257,7 +257,7 @@ def _fork_server() -> Iterator[None]:
         yield
 
 
-@pytest.mark.timeout(3600 if NIGHTLY else 120)
+@pytest.mark.timeout(3600 if NIGHTLY else 300)
 @pytest.mark.parametrize("policy", ["pin", "lru"])
 def test_any_order_of_operations_keeps_the_promises(policy: str) -> None:
     if not SPANS:

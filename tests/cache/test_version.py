@@ -86,7 +86,6 @@ def test_a_read_makes_no_new_version(info: dict[str, Any], read: dict[str, Any],
     assert version_of({**info, "size": 4}) != version_of(info)
 
 
-@pytest.mark.timeout(60)
 def test_a_listing_and_a_read_of_memory_have_one_version(cache: dataload.CacheConfig) -> None:
     """The listing of fsspec's memory filesystem has the time of a file in another form."""
     memory = MemoryFileSystem()

@@ -230,7 +230,8 @@ def test_every_type_by_every_operator(kind: pa.DataType, stored: Stored) -> None
             assert kept(manifest, blocks, [said]) == np.flatnonzero(np.concatenate(holds(said, groups))).tolist()
 
 
-def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path, number: int) -> None:
     dice, rows = random.Random(0), 4000
     integers = pa.array([None if dice.random() < 0.05 else dice.randrange(40) for _ in range(rows)])
     words = pa.array([None if dice.random() < 0.05 else dice.choice("abcdefgh") for _ in range(rows)])
@@ -270,7 +271,7 @@ def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
         return dice.choice([operator.and_, operator.or_])(tree(depth - 1), tree(depth - 1))
 
     counts = []
-    for _ in range(200):
+    for _ in range(number):
         expression = tree(3)
         expected = reference.to_table(filter=expression, columns=["id"])["id"].to_numpy()
         if not len(expected):
@@ -283,7 +284,7 @@ def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
             dataset.__getitems__(range(len(dataset))).columns["id"].numpy(), np.sort(expected), str(expression)
         )
         counts.append(len(expected))
-    assert len(counts) > 150
+    assert len(counts) > 0.7 * number
     assert min(counts) < rows // 20
     assert max(counts) > rows // 2
 
@@ -636,7 +637,7 @@ def test_an_error_ends_the_scan(stored: Stored, monkeypatch: pytest.MonkeyPatch)
     released.set()
     for thread in threading.enumerate():
         if thread.name.startswith("dataload-filter"):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
     assert len(read) <= 1 + ROW_GROUPS_AT_ONCE
 

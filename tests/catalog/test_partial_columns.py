@@ -146,7 +146,6 @@ def test_a_column_that_is_a_key_of_folders_elsewhere(tmp_path: Path) -> None:
         rows(tmp_path, columns=["day"])
 
 
-@pytest.mark.timeout(60)
 def test_a_file_without_rows_has_no_say_in_the_columns(tmp_path: Path) -> None:
     other_type = pa.table({"x": pa.array([], pa.float64()), "y": pa.array([], pa.string())})
     for number, table in enumerate([other_type, pa.table({}), pa.table({"x": [1, 2]}), other_type]):
@@ -159,7 +158,6 @@ def test_a_file_without_rows_has_no_say_in_the_columns(tmp_path: Path) -> None:
         make_dataset(tmp_path, cache=False)
 
 
-@pytest.mark.timeout(60)
 def test_an_index_of_pandas_that_some_files_have(tmp_path: Path) -> None:
     write(tmp_path, {"x": [1]}, {"x": [2], "__index_level_0__": [7]})
     with pytest.raises(DataError, match=r"lacks column '__index_level_0__'.*it is an index of pandas.*index=False"):

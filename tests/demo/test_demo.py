@@ -18,8 +18,6 @@ import torch
 from dataload import make_dataset, make_loader
 from dataload.cache.local import fsck
 
-pytestmark = pytest.mark.timeout(280)
-
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "dataload", "demo", "--json", *words]
@@ -86,6 +84,7 @@ def test_serving_the_data_of_the_first_program(monkeypatch: pytest.MonkeyPatch) 
         assert serving.wait(60) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_ends_the_server() -> None:
     """The fixture `nothing_left_running` finds the files that a killed process would leave."""
@@ -97,6 +96,7 @@ def test_a_closed_terminal_ends_the_server() -> None:
         assert serving.wait(60) == 128 + signal.SIGHUP
 
 
+@pytest.mark.slow
 def test_every_promise() -> None:
     found = demo()
     assert found["problems"] == []

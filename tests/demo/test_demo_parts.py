@@ -101,6 +101,7 @@ def test_images_are_shifted_a_few_pixels_each_way():
     assert len(np.unique(outside.reshape(400, -1), axis=0)) > 100
 
 
+@pytest.mark.slow
 def test_model_learns_from_a_part_of_the_data():
     torch.manual_seed(0)
     train, held_out = dataset.load_split()
@@ -187,6 +188,7 @@ def test_report_fits_a_terminal_and_names_what_broke():
 # ---- processes
 
 
+@pytest.mark.slow
 def test_failing_ranks_are_named_and_gone(tmp_path, monkeypatch):
     """Kubeflow sets options of torchrun for a job of several nodes, which are not for these ranks."""
     monkeypatch.setenv("PET_NNODES", "2")

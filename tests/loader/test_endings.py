@@ -92,13 +92,20 @@ def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool
         assert trainer.stdout.readline() == "looping\n", trainer.stderr.read()
         if end == "interrupted":
             trainer.send_signal(signal.SIGINT)
-        stderr = trainer.communicate(timeout=15)[1]
+        stderr = trainer.communicate(timeout=60)[1]
     assert trainer.returncode == {"error": 1, "interrupted": -signal.SIGINT}.get(end, 0)
     assert stderr.count("Error") + stderr.count("Interrupt") == (trainer.returncode != 0), stderr
     assert not [process for process in started if process.is_running()]
 
 
-@pytest.mark.parametrize("arguments", ["", "stats_dir=folder", "num_threads=0", "num_workers=1, transform=dict"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "stats_dir=folder",
+        "num_workers=1, transform=dict",
+        *(pytest.param(arguments, marks=pytest.mark.slow) for arguments in ("", "num_threads=0")),
+    ],
+)
 def test_an_iterator_of_a_script_ends_without_a_message(tmp_path: Path, arguments: str) -> None:
     """The script's variables are cleared after the modules."""
     pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")

@@ -866,14 +866,17 @@ def test_a_process_ends_with_a_killed_trainer_in_the_middle_of_a_call(file: Path
     assert psutil.wait_procs([child], tiers.PATIENCE)[1] == []
 
 
-def test_the_loop_waits_for_the_function(dataset: Dataset) -> None:
+def test_the_loop_waits_for_the_function(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The background decoder starts with the first row group, although the loop waits all the time."""
+    # A row group at a time, so that the loop waits for a call from its start on, however late its threads run.
+    monkeypatch.setattr(scheduler, "LOADERS", 1)
 
     def slow(batch: dict[str, Any]) -> dict[str, Any]:
-        return {"id": batch["id"], "total": [sum(range(400_000 + number)) for number in batch["id"].tolist()]}
+        threading.Event().wait(0.05)
+        return {"id": batch["id"]}
 
     loader = make_loader(dataset.map(slow), 16)
-    next(iter(loader))
+    assert sum(len(batch["id"]) for batch in loader) == ROWS
     assert loader.stats().waits["map"] > 0
     assert loader.dataset.rowstore.scheduler.decoder.started
 

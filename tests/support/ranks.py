@@ -57,7 +57,7 @@ def forked_ranks():
 
     yield run
     pipe.send(None)
-    nursery.join(10)
+    nursery.join(60)
     if nursery.is_alive():
         nursery.kill()
         nursery.join()

@@ -12,6 +12,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
+from seeds import seeds
 
 from dataload.errors import ConfigError
 from dataload.samplers.epoch import EpochOrder
@@ -89,7 +90,7 @@ def test_rows_are_those_of_a_walk(weights, unit):
     assert order.rows(2, []).tolist() == []
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(10, 100))
 def test_quotas_and_source_epochs_of_random_mixtures(seed):
     chance = random.Random(seed)
     sources = random_sources(chance)
@@ -143,7 +144,7 @@ def test_by_rows_each_row_comes_once():
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3, 12))
 def test_an_epoch_ends_where_a_source_is_exhausted(seed, unit):
     """Before a row can come again, or after each row has come; early or late by less than a unit of a source."""
     chance = random.Random(seed)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from seeds import seeds
 
 from dataload.samplers.keys import derive_key, mix
 from dataload.samplers.mixture import borders as borders_module
@@ -47,7 +48,7 @@ def random_weights(chance):
     return [chance.randint(1, 20), *[7] * (count - 1)]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(10, 100))
 def test_every_prefix_has_its_quotas(seed):
     chance = random.Random(seed)
     weights = random_weights(chance)
@@ -158,7 +159,7 @@ def test_blocks_are_those_of_the_reference(weights, number):
     assert shuffled(units, 7).tolist() == exchanged
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, 20))
 def test_the_beginning_of_a_block_does_not_depend_on_its_rest(seed):
     chance = random.Random(seed)
     borders, start = Borders(random_weights(chance)), chance.choice([0, 7, 2**31]) * BLOCK
