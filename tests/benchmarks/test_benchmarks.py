@@ -29,6 +29,11 @@ from dataload.benchmarks.workloads import Truth, workloads, write
 
 WORKLOADS = {name: workload for name, workload in workloads("tiny").items() if name != "volumes"}
 OWN = [entry for entry in ENTRIES if entry.environment == "own"]
+ALL = [
+    *((entry, workload, 0) for entry in OWN for workload in WORKLOADS),
+    *((entry, workload, 2) for entry in OWN if entry.kind != "floor" for workload in ("images", "text", "tokens")),
+]
+OFTEN = {("images", 0), ("table", 0), ("text", 2)}
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +112,7 @@ def test_features_count_the_same_in_columns_as_in_one_array() -> None:
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("entry", "workload", "workers"),
-    [
-        *((entry, workload, 0) for entry in OWN for workload in WORKLOADS),
-        *((entry, workload, 2) for entry in OWN if entry.kind != "floor" for workload in ("images", "text", "tokens")),
-    ],
+    [pytest.param(*each, marks=[] if each[1:] in OFTEN else pytest.mark.slow) for each in ALL],
     ids=lambda value: value.name if isinstance(value, Entry) else str(value),
 )
 def test_every_system_delivers_each_row_once(

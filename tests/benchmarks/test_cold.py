@@ -56,7 +56,7 @@ def test_the_first_batch_needs_the_row_groups_of_its_rows(tmp_path: Path) -> Non
         assert len(needed(origin, "x", files, 1500)) == 3, "a window of one row group, then one of two"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_measurement_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dataload.benchmarks.cold", "--shape", "numbers", "--group", "1"]
     options = ["--origin", "unlimited", "--system", "missing", "--system", "bare GETs", "--megabytes", "1"]
@@ -69,7 +69,7 @@ def test_a_measurement_that_fails_is_named_and_the_others_go_on(tmp_path: Path) 
     assert "| numbers | 1 | unlimited | bare GETs | " in ended.stdout
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_every_system_reads_all_rows(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dataload.benchmarks import startup
 
 
+@pytest.mark.slow
 def test_the_measured_processes_fetch_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     origins, fetched, seconds = list[startup.Origin](), list[int](), startup._seconds
 

@@ -52,6 +52,7 @@ def program(folder: Path, text: str) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_read_the_dataset_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "FEED_TRIES", 1)
     kept: list[str] = []
@@ -85,6 +86,7 @@ def test_ranks_of_a_host_read_the_dataset_together(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
+@pytest.mark.slow
 def test_no_memory_is_sampled_while_accelerators_are_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample holds up a process that maps many files. One may be under way when an epoch begins."""
     asked: list[Host] = []
@@ -118,7 +120,7 @@ def test_a_stage_of_more_ranks_has_no_floors(tmp_path: Path) -> None:
     ("script", "error"),
     [
         ("kill -9 $$", "ended with -9: no output"),
-        ("echo no such thing >&2; exit 1", "ended with 1: no such thing"),
+        pytest.param("echo no such thing >&2; exit 1", "ended with 1: no such thing", marks=pytest.mark.slow),
     ],
 )
 def test_a_peer_that_dies_is_reported_and_the_others_are_measured(
@@ -136,6 +138,7 @@ def test_a_peer_that_dies_is_reported_and_the_others_are_measured(
     assert {feed["error"] for feed in results["feeds"]} == set(errors.values()) - {""}
 
 
+@pytest.mark.slow
 def test_an_error_inside_a_rank_is_told_in_its_words(tmp_path: Path) -> None:
     python = program(tmp_path, f'exec {sys.executable} -c "import torch, sys; sys.modules[\'datasets\'] = None\n'
                      'from dataload.benchmarks.suite.rank import main; main()"')  # fmt: skip

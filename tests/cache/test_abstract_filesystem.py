@@ -90,5 +90,6 @@ class TestOpenOverS3(OverS3, AbstractOpenTests):
     pass
 
 
+@pytest.mark.slow
 class TestGetOverS3(OverS3, AbstractGetTests):
     pass

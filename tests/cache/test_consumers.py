@@ -189,8 +189,15 @@ def test_duckdb(folder: str, bucket: Any, options: dict[str, Any], same_three_ti
     )
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("form", ["tiercache://", "tiercache://::s3://"])
+@pytest.mark.parametrize(
+    ("form", "streaming"),
+    [
+        ("tiercache://", False),
+        ("tiercache://::s3://", True),
+        pytest.param("tiercache://", True, marks=pytest.mark.slow),
+        pytest.param("tiercache://::s3://", False, marks=pytest.mark.slow),
+    ],
+)
 def test_hugging_face_datasets(
     form: str,
     streaming: bool,

@@ -97,6 +97,7 @@ def test_four_containers_share_one_cold_cache(origin: Origin, tmp_path: Path) ->
     assert origin.stats()["get_bytes"] <= 1.01 * BYTES
 
 
+@pytest.mark.slow
 def test_a_container_that_is_killed_in_a_fill_costs_the_others_nothing(origin: Origin, tmp_path: Path) -> None:
     for number in range(KILLS):
         origin.behave(latency=0.002)

@@ -443,7 +443,17 @@ def test_workers(dataset: Any, options: dict[str, Any]) -> None:
     del batches, loader
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True, "transform": where_am_i}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(
+            {"num_workers": 1, "persistent_workers": True, "transform": where_am_i},
+            marks=pytest.mark.slow,
+            id="workers",
+        ),
+    ],
+)
 def test_a_loader_in_use_can_be_sent_to_another_process(dataset: Any, options: dict[str, Any]) -> None:
     expected = ids(make_loader(dataset, 16))
     loader = make_loader(dataset, 16, **options)

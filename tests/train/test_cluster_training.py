@@ -140,7 +140,7 @@ def together(ranks: list[Connection]) -> list[list[int]]:
     return [rank.recv() for rank in ranks]
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
     bucket: Any, hosts: Hosts, tmp_path: Path, nodes: int
 ) -> None:

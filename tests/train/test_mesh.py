@@ -110,14 +110,14 @@ def by_rank(answers):
 @pytest.mark.parametrize(
     ("shape", "names", "local_size", "streams", "share"),
     [
-        ((8, 1), DP, 8, 1, 1),
-        ((4, 2), DP, 8, 1, 1),
-        ((2, 4), DP, 8, 1, 1),
-        ((2, 2, 2), HSDP, 8, 1, 1),
         ((4, 2), DP, 4, 2, 1 / 2),  # two nodes
-        ((4, 2), DP, 1, 4, 1 / 4),  # eight nodes: two for each data-parallel rank
         ((2, 4), ("tp", "dp"), 4, 1, 1),  # both nodes have all data-parallel ranks
-        ((2, 2, 2), ("dp_replicate", "tp", "dp_shard"), 4, 2, 1 / 2),
+        ((2, 2, 2), HSDP, 8, 1, 1),
+        pytest.param((8, 1), DP, 8, 1, 1, marks=pytest.mark.slow),
+        pytest.param((4, 2), DP, 8, 1, 1, marks=pytest.mark.slow),
+        pytest.param((2, 4), DP, 8, 1, 1, marks=pytest.mark.slow),
+        pytest.param((4, 2), DP, 1, 4, 1 / 4, marks=pytest.mark.slow),  # eight nodes: two for each data-parallel rank
+        pytest.param((2, 2, 2), ("dp_replicate", "tp", "dp_shard"), 4, 2, 1 / 2, marks=pytest.mark.slow),
         ((3, 2), DP, 3, 3, 2 / 3),  # two nodes, each with a data-parallel rank of its own and one of both
     ],
 )
@@ -346,14 +346,20 @@ def ddp(ranks, folder):
 
 
 @NEEDS_FSDP
-@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("shape", "names"),
+    ("shape", "names", "accumulate"),
     [
-        ((4,), ("dp_shard",)),
-        ((2, 2), ("dp_replicate", "dp_shard")),
-        pytest.param((4, 2), DP, marks=pytest.mark.slow),
-        pytest.param((2, 2, 2), HSDP, marks=pytest.mark.slow),
+        ((4,), ("dp_shard",), 1),
+        ((2, 2), ("dp_replicate", "dp_shard"), 3),
+        *(
+            pytest.param(shape, names, accumulate, marks=pytest.mark.slow)
+            for shape, names, accumulate in [
+                ((4,), ("dp_shard",), 3),
+                ((2, 2), ("dp_replicate", "dp_shard"), 1),
+                *(((4, 2), DP, accumulate) for accumulate in (1, 3)),
+                *(((2, 2, 2), HSDP, accumulate) for accumulate in (1, 3)),
+            ]
+        ),
     ],
 )
 def test_sharded_models_train_like_ddp(ranks, folder, ddp, shape, names, accumulate):
