@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import filterfalse, groupby
@@ -17,6 +17,7 @@ from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
 from dataload.cache.filesystem import split_chain
 from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
+from dataload.catalog.table_logs import check_delta, check_files, check_iceberg
 from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
 from dataload.runtime.executor import DaemonExecutor
@@ -66,7 +67,10 @@ TABLE_FORMATS = {
         "rewrite_data_files with delete-file-threshold=1",
     ),
 }
+LOGS = {"a Delta": check_delta, "an Iceberg": check_iceberg}  # by table format: what their metadata says of files
+KEY = re.compile(r"=[^/]*$")
 IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
+PREFIX = re.compile(r"(?<=[^/])/[0-9A-Za-z]{2}$")  # a folder that Delta draws for files of a table with column mapping
 FOLDERS_PER_LEVEL = 4  # below the fixed parts of globs, in which to look for a table; each takes a few requests
 SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d])")
@@ -110,12 +114,15 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     again: list[str] = []
     folders: set[str] = set()
     below: set[str] = set()
+    named: list[str] = []  # the objects that the source names by themselves
     paths = source_paths(source)
     # Other stores list one path at a time. A listing by fsspec drops cached listings that other threads use. Threads
     # cannot share a connection of FTP.
     concurrent = all(split_chain(path)[1].startswith(("http://", "https://", "s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if concurrent else map
-    for listed, unlisted, matched in every(partial(_list, blocks=blocks), paths):
+    for path, (listed, unlisted, matched) in zip(paths, every(partial(_list, blocks=blocks), paths), strict=True):
+        if (root := blocks.origin.path_of(split_chain(path)[1])) in (obj.path for obj in listed):
+            named.append(root)
         folders.update(filterfalse(has_wildcard, unlisted))
         below.update(filterfalse(has_wildcard, matched))
         again += [obj.name for obj in listed if obj.path in found]
@@ -125,8 +132,11 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
                 found[obj.path] = obj, keys
     searched = sorted(filter(None, folders.union(_some_of_each_level(below))))
     signs = [f"{folder}/{table.sign}" for folder in searched for table in TABLE_FORMATS.values()]
-    for sign, names in zip(signs, every(partial(_names, blocks.origin), signs), strict=True):
+    for sign, names in zip(signs, every(partial(_matching, blocks.origin), signs), strict=True):
         _check_listing(redacted(sign.rsplit("/", 2)[0]), names)
+    check_files(named)
+    if not any(split_chain(path)[1].startswith(("http://", "https://")) for path in paths):  # These list no folders.
+        _check_tables(named, blocks, every)
     if again:
         log.warning("the source names %s twice, and it is read once: mix repeats rows by weights", min(again))
     return dict(found[path] for path in sorted(found))
@@ -198,12 +208,38 @@ def _folders_above(folder: str) -> list[str]:
     return found
 
 
-def _names(origin: Origin, pattern: str) -> list[str]:
-    """Return the names of the objects that match; none after any error of the store, so a table is not found then."""
+def _matching(origin: Origin, pattern: str) -> dict[str, Any]:
+    """Return the objects that match; none after any error of the store, so a table is not found then."""
     try:
-        return list(origin.list(pattern, is_glob=True))
+        return origin.list(pattern, is_glob=True)
     except OriginError:
-        return []
+        return {}
+
+
+def _check_tables(paths: Sequence[str], blocks: Blocks, every: Callable[..., Iterable[Any]]) -> None:
+    """Raise ConfigError if files that are named by themselves are of tables that delete rows of them elsewhere.
+
+    Looks in few folders of each level above them.
+    """
+    origin = blocks.origin
+    above = set(map(_folder_of, paths))
+    folders = {folder for path in above for folder in (path, *_folders_above(path)) if not KEY.search(folder)}
+    folders |= {PREFIX.sub("", folder) for folder in folders}
+    searched = _some_of_each_level(filterfalse(has_wildcard, filter(None, folders)))
+    checks = [(folder, table, check) for folder in searched for table, check in LOGS.items()]
+    signs = [f"{folder}/{TABLE_FORMATS[table].sign}" for folder, table, _ in checks]
+    for (folder, _, check), found in zip(checks, every(partial(_matching, origin), signs), strict=True):
+        if found:
+            files = {name: Object.of(info) for name, info in found.items()}
+            check(folder, files, [path for path in paths if path.startswith(f"{folder}/")], partial(_whole, origin))
+
+
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _whole(origin: Origin, obj: Object) -> bytes:
+    return bytes(origin.read(obj.path, 0, obj.size, obj.version)) if obj.size else b""
 
 
 def _check_listing(path: str, names: Collection[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -212,7 +214,7 @@ OLD_S3FS = pytest.mark.skipif(not _lists_prefixes(), reason="this s3fs lists all
 
 @pytest.mark.parametrize(("engine", "each"), [("auto", 3), pytest.param("fsspec", 5, marks=OLD_S3FS)])
 def test_looking_for_a_table_in_s3_takes_few_requests(bucket: Any, cache: CacheConfig, engine: str, each: int) -> None:
-    """It takes some for each folder that is not listed in any case. A file that is named by itself takes none."""
+    """It takes some for each folder that is not listed in any case, and two for the folder of files that are named."""
 
     def requests(*sources: str) -> int:
         bucket.server.reset()
@@ -222,7 +224,9 @@ def test_looking_for_a_table_in_s3_takes_few_requests(bucket: Any, cache: CacheC
 
     for key in ("t/day=1/0.parquet", "t/day=2/0.parquet", "t/x=1.parquet", "plain.parquet"):
         bucket.put_table(key, pa.table({"x": [1]}))
-    assert requests("plain.parquet") == requests("t/x=1.parquet") == requests("t/day=1/0.parquet")
+    for named in ("plain.parquet", "t/x=1.parquet", "t/day=1/0.parquet"):
+        assert requests(named) == 1 + each
+    assert requests("t/day=1/0.parquet", "t/day=2/0.parquet") == requests("plain.parquet") + 2
     folder = requests("t/day=1")
     assert requests("t/day=1/*") == folder + each
     assert requests("t/day=1", "t/day=2") == 2 * folder - each
@@ -385,3 +389,117 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, again: str, cap
     assert read([file, tmp_path / again]) == [1]
     [record] = caplog.records
     assert re.search(r"names .*0\.parquet twice, and it is read once: mix repeats", record.getMessage())
+
+
+# Lists of a table's files
+
+
+def delta_table(folder: Path, *commits: list[dict[str, Any]]) -> None:
+    (folder / "_delta_log").mkdir(parents=True)
+    for version, actions in enumerate(commits):
+        lines = "\n".join(map(json.dumps, actions))
+        (folder / "_delta_log" / f"{version:020}.json").write_text(lines)
+
+
+def added(path: str, *, marked: bool = False) -> dict[str, Any]:
+    vector = {"deletionVector": {"storageType": "u", "pathOrInlineDv": "x", "cardinality": 1}} if marked else {}
+    return {"add": {"path": path, "size": 1, **vector}}
+
+
+def removed(path: str) -> dict[str, Any]:
+    return {"remove": {"path": path, "deletionVector": {"storageType": "u"}}}
+
+
+@pytest.mark.parametrize("below", ["", "day=1/", "y=1/m=2/", "zB/", "a b=c/"])
+def test_listed_files_with_deletion_vectors_are_refused(tmp_path: Path, below: str) -> None:
+    table = tmp_path / "t"
+    files = [write(table / below / f"{number}.parquet", number) for number in range(3)]
+    first, second, _ = (f"{below}{number}.parquet".replace(" ", "%20") for number in range(3))
+    log = [[added(first), added(second)], [removed(second), added(second, marked=True)]]
+    delta_table(table, *log)
+    with pytest.raises(ConfigError, match=rf"^{files[1]} has rows that its Delta table deleted .* run REORG TABLE"):
+        make_dataset(files, cache=False)
+    assert read([files[0], files[2]]) == [0, 2]
+    shutil.rmtree(table / "_delta_log")
+    delta_table(table, *log, [removed(second), added("purged.parquet")])
+    assert read(files) == [0, 1, 2]
+    shutil.rmtree(table / "_delta_log")
+    delta_table(table, *log, [added(second)])  # restored
+    assert read(files) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("later", [[], [added("9.parquet")], [removed("1.parquet")]], ids=["none", "more", "removed"])
+def test_deletion_vectors_in_a_checkpoint_are_found(tmp_path: Path, later: list[dict[str, Any]]) -> None:
+    files = [write(tmp_path / f"{number}.parquet", number) for number in range(2)]
+    delta_table(tmp_path, [added("0.parquet"), added("1.parquet", marked=True)], [], later)
+    actions = [{"add": None, "metaData": {"schemaString": "{}"}}, added("0.parquet"), added("1.parquet", marked=True)]
+    log = tmp_path / "_delta_log"
+    pq.write_table(pa.Table.from_pylist(actions), log / f"{1:020}.checkpoint.parquet")
+    (log / f"{0:020}.json").unlink()
+    if later and "remove" in later[0]:
+        assert read(files) == [0, 1]
+    else:
+        with pytest.raises(ConfigError, match=rf"^{files[1]} has rows that its Delta table deleted"):
+            make_dataset(files, cache=False)
+
+
+def test_listed_files_whose_table_calls_their_columns_otherwise_are_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "0.parquet", 1)
+    mapped = {"name": "id", "type": "long", "metadata": {"delta.columnMapping.physicalName": "col-8a"}}
+    types = [
+        {"type": "struct", "fields": [mapped]},
+        {"type": "struct", "fields": [{"name": "s", "type": {"type": "struct", "fields": [mapped]}, "metadata": {}}]},
+    ]
+    for number, kind in enumerate(types):
+        delta_table(tmp_path / "t" / f"{number}", [{"metaData": {"schemaString": json.dumps(kind)}}])
+        file = shutil.copy(data, tmp_path / "t" / f"{number}" / "0.parquet")
+        with pytest.raises(ConfigError, match="with column mapping: its files call the column 'id' 'col-8a': copy it"):
+            make_dataset([file], cache=False)
+    mapped["metadata"] = {"delta.columnMapping.physicalName": "id"}  # as after an upgrade of the table
+    delta_table(tmp_path / "same", [{"metaData": {"schemaString": json.dumps(types[0])}}])
+    assert read([shutil.copy(data, tmp_path / "same" / "0.parquet")]) == [1]
+
+
+def test_listed_changes_of_a_delta_table_are_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "_change_data" / "0.parquet", 1)
+    with pytest.raises(ConfigError, match="has changes of a Delta table, not its rows: list the files of a version"):
+        make_dataset([data], cache=False)
+
+
+@pytest.mark.parametrize("below", ["data/", "data/day=1/"])
+def test_listed_files_of_an_iceberg_table_with_delete_files_are_refused(tmp_path: Path, below: str) -> None:
+    data = write(tmp_path / "t" / below / "0.parquet", 1)
+    (tmp_path / "t" / "metadata").mkdir()
+
+    def version(number: int, deletes: int) -> None:
+        snapshots = [{"snapshot-id": 1}, {"snapshot-id": number, "summary": {"total-delete-files": f"{deletes}"}}]
+        metadata = {"current-snapshot-id": number, "snapshots": snapshots}
+        (tmp_path / "t" / "metadata" / f"{number:05}-a.metadata.json").write_text(json.dumps(metadata))
+
+    version(9, 1)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/t is an Iceberg table whose delete files .* run rewrite_data"):
+        make_dataset([data], cache=False)
+    version(10, 0)
+    assert read([data]) == [1]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"add": 3}', b"\xff", b'{"metaData": {"schemaString": "{"}}'])
+def test_a_log_that_cannot_be_understood_refuses_no_file(tmp_path: Path, content: bytes) -> None:
+    data = write(tmp_path / "0.parquet", 1)
+    for name in (f"_delta_log/{0:020}.json", f"_delta_log/{0:020}.checkpoint.parquet", "metadata/v1.metadata.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert read([data]) == [1]
+
+
+def test_a_list_of_many_files_is_checked_by_few_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write(tmp_path / f"{number % 20:02}" / "day=1" / f"{number}.parquet", number) for number in range(40)]
+    patterns, whole = [], Origin.list
+
+    def listing(self: Origin, path: str, **options: Any) -> Any:
+        patterns.append(path.removeprefix(f"{tmp_path}/"))
+        return whole(self, path, **options)
+
+    monkeypatch.setattr(Origin, "list", listing)
+    assert len(make_dataset(files, cache=False)) == 40
+    assert len(patterns) <= 40 + 2 * 2 * 4
