@@ -6,15 +6,18 @@ import json
 import math
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from dataload.benchmarks.systems.registry import ENTRIES, Entry
 from dataload.errors import ConfigError, DataloadError
+from dataload.extras import check_extra
 
-README = Path("README.md")
+README, PROGRAM = Path("README.md"), Path("benchmarks/run.py")  # of a clone
 USUAL = {"size": "middle", "workloads": "images,tokens,table,text", "ranks": "1,4,2", "minutes": math.inf, "limit": 6.0}
 QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "minutes": 3.0, "limit": 2.0}
 
@@ -45,54 +48,78 @@ def bench(
     minutes: Annotated[
         float | None, typer.Option(help="Limit of the whole run; the rest is reported as not run.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the data, kept for later runs; default: .bench in a clone, else none is kept."),
+    ] = None,
     peers_python: Annotated[Path, typer.Option(help="Python of the peers' environment.")] = Path(
         ".venv-peers/bin/python"
     ),
-    results: Annotated[Path, typer.Option(help="Folder for JSON, tables and picture.")] = Path("benchmarks/results"),
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for JSON, tables and picture; default: benchmarks/results in a clone, else none is written."
+        ),
+    ] = None,
     readme: Annotated[bool, typer.Option(help="Publish the results as latest, and in README.md.")] = False,
     render: Annotated[
         Path | None, typer.Option(help="Render the JSON of a run again, also of one that ended early.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Measure dataload beside other loaders."""
-    name = "latest" if readme else "quick" if quick else "partial"
-    if render is not None:
-        _publish(_read(render), results / name, readme=readme, as_json=as_json)
-        return
-    chosen = {"size": size, "workloads": workloads, "ranks": ranks, "minutes": minutes, "limit": limit}
-    asked: dict[str, Any] = {**(QUICK if quick else USUAL), **{name: v for name, v in chosen.items() if v is not None}}
-    given: dict[str, Any] = {
-        "size": asked["size"],
-        "workloads": _named_workloads(asked["workloads"], asked["size"]),
-        "groups": _numbers("groups", groups, float),
-        "entries": _entries(systems),
-        "ranks": _numbers("ranks", asked["ranks"], int),
-        "rounds": rounds,
-        "origin": _origin(origin),
-        "epoch_seconds": asked["limit"],
-        "seconds": 60 * asked["minutes"],
-        "folder": folder.absolute(),
-        "converts_again": readme,
-        "peers_python": peers_python.absolute() if peers_python.exists() else None,
-    }
-    found = _measured(given, results / name)
-    _publish(found, results / name, readme=readme, as_json=as_json)
-    if wrong := _wrong(found):
+    """Measure dataload beside other loaders.
+
+    Outside a clone, the data and the results are kept only in a --folder and --results that you name.
+    """
+    check_extra("bench", "bench")
+    from dataload.benchmarks.suite import report
+
+    name, in_clone = "latest" if readme else "quick" if quick else "partial", PROGRAM.exists()
+    if readme and not in_clone:
+        raise ConfigError("--readme changes the README.md of a clone: run it there")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
+    with ExitStack() as stack:
+        place = Path() if in_clone else Path(stack.enter_context(TemporaryDirectory(prefix="dataload-bench-")))
+        path = (results or place / "benchmarks/results") / name
+        if render is not None:
+            found = _read(render)
+        else:
+            chosen = {"size": size, "workloads": workloads, "ranks": ranks, "minutes": minutes, "limit": limit}
+            asked: dict[str, Any] = (QUICK if quick else USUAL) | {
+                option: value for option, value in chosen.items() if value is not None
+            }
+            given: dict[str, Any] = {
+                "size": asked["size"],
+                "workloads": _named_workloads(asked["workloads"], asked["size"]),
+                "groups": _numbers("groups", groups, float),
+                "entries": _entries(systems),
+                "ranks": _numbers("ranks", asked["ranks"], int),
+                "rounds": rounds,
+                "origin": _origin(origin),
+                "epoch_seconds": asked["limit"],
+                "seconds": 60 * asked["minutes"],
+                "folder": (folder or place / ".bench").absolute(),
+                "converts_again": readme,
+                "peers_python": peers_python.absolute() if peers_python.exists() else None,
+            }
+            found = _measured(given, path)
+        headline, more = report.headline(found), "--results FOLDER keeps all tables, a picture and JSON"
+        if results or in_clone:
+            more = f"More in {path}.md, .json and .png"
+            _publish(found, path)
+        if readme:
+            report.into_readme(README, headline)
+    typer.echo(json.dumps(found) if as_json else f"{headline}\n\n{more}")
+    if render is None and (wrong := _wrong(found)):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")
 
 
 def _measured(given: dict[str, Any], path: Path) -> dict[str, Any]:
     """Run a suite. The JSON file at `path` has the results so far."""
-    try:
-        from dataload.benchmarks.machine.circumstances import circumstances
-        from dataload.benchmarks.machine.hot_memory import HotMemory
-        from dataload.benchmarks.suite.suite import Suite
-    except ImportError as error:
-        raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
+    from dataload.benchmarks.machine.circumstances import circumstances
+    from dataload.benchmarks.machine.hot_memory import HotMemory
+    from dataload.benchmarks.suite.suite import Suite
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
     for folder in (given["folder"], path.parent):
         folder.mkdir(parents=True, exist_ok=True)
     found = circumstances(given["peers_python"])
@@ -102,18 +129,14 @@ def _measured(given: dict[str, Any], path: Path) -> dict[str, Any]:
     return found
 
 
-def _publish(found: dict[str, Any], path: Path, *, readme: bool, as_json: bool) -> None:
-    """Write the results as JSON, tables and picture, each with its own suffix, and print the headline."""
+def _publish(found: dict[str, Any], path: Path) -> None:
+    """Write the results as JSON, tables and picture, each with its own suffix."""
     from dataload.benchmarks.suite import picture, report
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    headline = report.headline(found)
     path.with_suffix(".md").write_text(report.markdown(found))
     picture.draw(found, path.with_suffix(".png"))
     _save(found, path)
-    if readme:
-        report.into_readme(README, headline)
-    typer.echo(json.dumps(found) if as_json else f"{headline}\n\nMore in {path}.md, .json and .png")
 
 
 def _save(found: dict[str, Any], path: Path) -> None:

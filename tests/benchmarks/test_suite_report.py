@@ -236,6 +236,21 @@ def test_a_run_that_ended_early_is_rendered(tmp_path: Path, capsys: pytest.Captu
         run.bench(render=tmp_path / "nowhere.json", results=tmp_path)
 
 
+def test_outside_a_clone_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(results_of()))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.bench(render=tmp_path / "run.json")
+    out = capsys.readouterr().out
+    assert report.headline(results_of()) in out
+    assert out.endswith("--results FOLDER keeps all tables, a picture and JSON\n")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    with pytest.raises(ConfigError, match="run it there"):
+        run.bench(render=tmp_path / "run.json", readme=True)
+
+
 def test_the_picture_shows_every_system(tmp_path: Path) -> None:
     picture.draw(results_of(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

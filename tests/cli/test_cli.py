@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -893,6 +894,29 @@ for words in {commands}:
         assert end.code == 0 or (words[0] == "doctor" and end.code == 1), words
     assert "torch" not in sys.modules, words
 """
+
+
+@pytest.mark.parametrize(
+    ("command", "what", "package"),
+    [("demo", "the demo", "scikit-learn"), ("bench", "bench", "scikit-image"), ("bench", "bench", "psutil")],
+)
+def test_a_command_names_the_extra_that_it_needs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, what: str, package: str
+) -> None:
+    """As after `pip install dataload`, without extras."""
+    version = metadata.version
+
+    def without(name: str) -> str:
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+    monkeypatch.chdir(tmp_path)
+    done = run(command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"dataload: {what} needs more packages ({package}): pip install 'dataload[{command}]'\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_commands_import_no_torch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import typer
 from dataload.cli.commands.options import CacheDir, Json, config
 from dataload.cli.console import FOUND_A_PROBLEM, show
 from dataload.errors import ConfigError
+from dataload.extras import check_extra
 
 LEAST_ROWS = 10_000  # 5,000 are not enough.
 MOST_SEED = 2**32 - 1  # of scikit-learn
@@ -31,11 +32,9 @@ def demo(
     if rows < LEAST_ROWS and not serve:
         raise ConfigError(f"--rows={rows}: the model needs {LEAST_ROWS} rows to learn enough in three epochs")
     folder = None if cache_dir is None else config(cache_dir).folder
-    try:
-        from dataload.demo.runner import run_demo
-        from dataload.demo.serving import serve_until_interrupt
-    except ImportError as error:
-        raise ConfigError(f"the demo needs more packages ({error.name}): pip install 'dataload[demo]'") from error
+    check_extra("demo", "the demo")
+    from dataload.demo.runner import run_demo
+    from dataload.demo.serving import serve_until_interrupt
 
     if serve:
         serve_until_interrupt(rows, seed, lambda settings: _show_settings(settings, as_json=as_json))
