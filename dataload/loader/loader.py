@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -257,6 +258,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Return torch's loader of packed batches. pin: its thread pins them."""
         here = os.getpid()
         if here not in self._workers or not self.persistent_workers:
+            if multiprocessing.current_process().daemon:  # torch would say so by an AssertionError
+                raise ConfigError(
+                    f"num_workers={self.num_workers} cannot start processes in a daemonic one: use num_threads="
+                    f"{self.num_workers}, or start this process with daemon=False"
+                )
             # Lightning sets worker_init_fn later, fit sets the generator, and the Accelerator may be newer.
             late = {"worker_init_fn": self.worker_init_fn, "generator": self.generator, "pin_memory": pin}
             self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}

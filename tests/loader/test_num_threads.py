@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -305,3 +306,28 @@ def test_strings_are_made_by_the_loop_not_ahead_of_it(tmp_path: Path, monkeypatc
     loader = make_loader(tmp_path / "a.parquet", 50, cache=False, shuffle=False)
     assert [text for batch in loader for text in batch["text"]] == texts
     assert seen == [(threading.get_ident(), pa.LargeStringArray)] * 4
+
+
+def rows_or_error(dataset: Dataset, answers: Any, **options: int) -> None:
+    try:
+        loader = make_loader(dataset, BATCH, transform=noisy, **options)
+        answers.send(sum(len(batch["x"]) for batch in loader))
+    except ConfigError as error:
+        answers.send(str(error))
+
+
+DAEMONIC = (
+    "num_workers=2 cannot start processes in a daemonic one: use num_threads=2, or start this process with daemon=False"
+)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"num_threads": 2}, N), ({"num_workers": 2}, DAEMONIC)])
+def test_a_daemonic_process_is_told_to_use_threads(dataset: Dataset, options: Any, expected: Any) -> None:
+    """Such as the workers of a multiprocessing.Pool."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=rows_or_error, args=(dataset, theirs), kwargs=options, daemon=True)
+    process.start()
+    assert ours.poll(SECONDS)
+    assert ours.recv() == expected
+    process.join(SECONDS)
+    assert process.exitcode == 0
