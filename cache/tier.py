@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any, Protocol
 
 from dataload.cache.division import Division, Need
@@ -127,6 +128,11 @@ class Tier(Protocol):
     @property
     def limit(self) -> int:
         """The capacity in bytes."""
+
+    @property
+    def limiting_disk(self) -> Path | None:
+        """The folder whose disk the capacity depends on; None: the user chose the capacity."""
+        return None
 
     @property
     def location(self) -> str:

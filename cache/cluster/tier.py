@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dataload.cache.cluster.store import Cluster, shared_cluster
@@ -52,6 +53,10 @@ class ClusterTier(Tier):
     @property
     def limit(self) -> int:
         return self.local.limit
+
+    @property
+    def limiting_disk(self) -> Path | None:
+        return self.local.limiting_disk
 
     @property
     def location(self) -> str:

@@ -146,6 +146,10 @@ class LocalTier(ForkAware, Tier):
         return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
 
     @property
+    def limiting_disk(self) -> Path | None:
+        return None if self._given_limit else self.path
+
+    @property
     def retains_blobs(self) -> bool:
         return self.health.state == "normal" and not self.division().region
 

@@ -88,7 +88,8 @@ def size(case: Case) -> Finding:
         return ok("not checked without the URL of a dataset")
     limit = _limit(case, _used(case.folder))
     try:
-        need_of([case.reads], limit, bytes(16), 1 / case.reads[0].num_streams)
+        disk = None if case.cache_bytes else case.existing
+        need_of([case.reads], limit, bytes(16), 1 / case.reads[0].num_streams, disk)
     except ConfigError as error:
         what, _, advice = str(error).partition("; ")
         return problem(what, advice)

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +80,8 @@ class Capacity:
             if sum(blobs.num_bytes for _, blobs in sources) * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
                 for _, blobs in sources:
                     _measure(blobs)
-            needs.append((tier, need_of(sources, tier.limit, _name_of(order, sources), sampler.node_share)))
+            name = _name_of(order, sources)
+            needs.append((tier, need_of(sources, tier.limit, name, sampler.node_share, tier.limiting_disk)))
         self._needs = needs
         self._lease()
         at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
@@ -132,7 +134,13 @@ def _measure(blobs: RowGroupCache) -> None:
         log.warning("cannot measure the size of decoded rows, going by the footers: %s", error)
 
 
-def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: bytes, node_share: float = 1.0) -> Need:
+def need_of(
+    sources: Sequence[tuple[Order, RowGroupCache]],
+    limit: int,
+    name: bytes,
+    node_share: float = 1.0,
+    disk: Path | None = None,
+) -> Need:
     """Return what the datasets that a loader reads need of one cache. Row groups that they share count once.
 
     Args:
@@ -140,6 +148,7 @@ def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: by
         limit: Size of the cache in bytes.
         name: Identifies the groups and their order, 16 bytes.
         node_share: Part of the datasets that this node reads.
+        disk: A folder on the disk that the limit depends on; None: the user gave the limit.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
@@ -150,7 +159,8 @@ def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: by
     need = Need.of(name, groups, sizes.astype(np.float64), window, at_once, node_share)
     if limit < need.window:
         whole = sum(blobs.whole_on_disk() for _, blobs in sources) * node_share
-        raise _too_small(sources[0][0], limit, at_once, need.window, math.ceil(max(whole, need.window) / FITS))
+        sizes_in_all = need.window, math.ceil(max(whole, need.window) / FITS)
+        raise _too_small(sources[0][0], limit, disk, at_once, *sizes_in_all)
     return replace(need, window=min(limit, math.ceil(need.window / FITS)))  # on disk
 
 
@@ -216,15 +226,21 @@ def needed(order: Order, blobs: RowGroupCache, node_share: float = 1.0) -> tuple
     return groups, int(np.sort(blobs.sizes)[::-1][:groups].sum())
 
 
-def _too_small(order: Order, limit: int, groups: int, need: int, whole: int) -> ConfigError:
+def _too_small(order: Order, limit: int, disk: Path | None, groups: int, need: int, whole: int) -> ConfigError:
     """Return the error for `need` bytes, of `groups` row groups, in a cache of `limit` bytes. whole: for all rows."""
     if order.shuffle == "full":
-        return ConfigError(
-            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset, {decimal(need)} decoded; "
-            f"raise cache_bytes to '{at_least(whole)}' or more, choose fewer columns, or shuffle='block'"
+        what, least, more = "shuffle='full' needs the whole dataset", whole, ""
+        other = "choose fewer columns, or shuffle='block'"
+    else:
+        what, least = f"two windows of {groups // 2} row groups must fit", math.ceil(need / FITS)
+        more, other = f" ('{at_least(whole)}' for the whole dataset)", "choose fewer columns, or lower window"
+    cause, fix = f"cache_bytes={limit} is too small", f"raise cache_bytes to '{at_least(least)}' or more{more}"
+    if disk is not None:
+        free = shutil.disk_usage(disk).free
+        cause = (
+            f"the disk of {disk} has {decimal(free)} free, and the default cache of {decimal(limit)} on it is too small"
         )
-    return ConfigError(
-        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups must fit, {decimal(need)} decoded; "
-        f"raise cache_bytes to '{at_least(math.ceil(need / FITS))}' or more ('{at_least(whole)}' for the whole "
-        "dataset), choose fewer columns, or lower window"
-    )
+        fix = f"pass cache_bytes='{at_least(least)}' or more{more}"
+        if least > free:
+            fix = "name a cache_dir on a larger disk"
+    return ConfigError(f"{cause}: {what}, {decimal(need)} decoded; {fix}, {other}")

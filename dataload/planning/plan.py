@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from rich.filesize import decimal
@@ -141,13 +142,14 @@ def plan(
     lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
     objects = {group.file for group in row_groups}
     limit = cache_bytes or (sources[0].tier.limit if sources[0].shared else 0)
+    disk = None if cache_bytes else sources[0].tier.limiting_disk
     costs = Costs(sources)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
     decoded = sum(blobs.num_bytes for blobs in sources)
     needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded / FITS / order.num_streams))
     fits = limit >= needed_bytes and _reads_everything(order)
-    first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
+    first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, disk, batch_size)
     first_batch, all_footers = Reader(costs, order, UNLIMITED).first_rows(batch_size), footers(sources)
     weigh = partial(_weighed, order.num_streams, lengths, [group.bytes for group in row_groups], batch_size)
     held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
@@ -206,11 +208,11 @@ def _reads_everything(order: Order | MixtureOrder) -> bool:
 
 
 def _epochs(
-    costs: Costs, order: Order | MixtureOrder, limit: int, batch_size: int
+    costs: Costs, order: Order | MixtureOrder, limit: int, disk: Path | None, batch_size: int
 ) -> tuple[Fetched | None, list[Fetched], list[str]]:
     """Return what the first epoch and later ones fetch; or None, no later ones, and why the cache is too small."""
     try:
-        first, *later = islice(Reader(costs, order, limit).epochs(batch_size), 1 + EPOCHS)
+        first, *later = islice(Reader(costs, order, limit, disk).epochs(batch_size), 1 + EPOCHS)
     except ConfigError as error:
         return None, [], [str(error)]
     return first, later, []

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby, takewhile
+from pathlib import Path
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Costs:
 
 
 class Reader:
-    """A simulated loader that reads row groups through an initially empty cache of `limit` bytes.
+    """A simulated loader that reads row groups through an initially empty cache of `limit` bytes. disk: see `need_of`.
 
     An order of several streams has a node for each. The loader is that of the first node.
 
@@ -91,10 +92,10 @@ class Reader:
         ConfigError: The cache is too small for what the order needs at a time.
     """
 
-    def __init__(self, costs: Costs, order: Order | MixtureOrder, limit: int) -> None:
+    def __init__(self, costs: Costs, order: Order | MixtureOrder, limit: int, disk: Path | None = None) -> None:
         self._costs, self._order = costs, order
         sources = list(zip(order.orders, costs.blobs, strict=True))
-        need = need_of(sources, limit, name=bytes(16), node_share=1 / order.num_streams)
+        need = need_of(sources, limit, bytes(16), 1 / order.num_streams, disk)
         region, self._further = need.transient_share(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()

@@ -657,6 +657,20 @@ def test_a_cache_smaller_than_the_window_needs(bucket: Any, dataset_of: Callable
     assert len(ids(make_loader(url, 16, window=1, **{**options, "cache_bytes": 20_000}))) == N
 
 
+def test_a_default_cache_that_is_too_small_names_the_disk(small_disk: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": np.zeros(200_000)}), tmp_path / "x.parquet", row_group_size=20_000)
+    options = {"cache_dir": str(small_disk / "c")}
+    cause = rf"^the disk of {small_disk}/c has 9\d\d\.\d kB free, and the default cache of \d+\.\d kB on it is "
+    fits = r"too small: two windows of 2 row groups must fit, 640\.0 kB decoded; pass cache_bytes='673.7kB' or more"
+    with pytest.raises(ConfigError, match=cause + fits):
+        make_loader(tmp_path / "x.parquet", 16, window=2, **options)
+    fits_nowhere = (
+        r"too small: two windows of 4 row groups.*; name a cache_dir on a larger disk, choose fewer columns, or lower"
+    )
+    with pytest.raises(ConfigError, match=cause + fits_nowhere):
+        make_loader(tmp_path / "x.parquet", 16, window=4, **options)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
