@@ -15,6 +15,7 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.convert import price_of
 from dataload.benchmarks.systems.registry import Entry
 from dataload.benchmarks.workloads import Truth, Workload, write
+from dataload.runtime.child_process import as_child
 
 CONVERSION_SECONDS = 1800.0
 
@@ -95,7 +96,7 @@ def prepare(
 
 def _converted(python: Path, task: tuple[object, ...], patience: float) -> Result | None:
     """Run a conversion. Return its error, or None."""
-    command = [str(python), "-m", "dataload.benchmarks.systems.convert", *map(str, task)]
+    command = [str(python), *as_child("dataload.benchmarks.systems.convert", *map(str, task))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except subprocess.TimeoutExpired:

@@ -19,6 +19,7 @@ import psutil
 
 from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, PeakMemory
 from dataload.benchmarks.suite.rank import Epoch, Task
+from dataload.runtime.child_process import as_child
 
 MASK = (1 << 64) - 1
 EXIT_SECONDS = 5.0
@@ -133,7 +134,7 @@ class Host:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with self._log(rank).open("w") as log:
             return psutil.Popen(
-                [self._python, "-m", "dataload.benchmarks.suite.rank"],
+                [self._python, *as_child("dataload.benchmarks.suite.rank")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

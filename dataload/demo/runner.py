@@ -39,6 +39,7 @@ from dataload.demo.checks import (
 )
 from dataload.demo.worker import Job, held_out_file, history_file, row_ids_file
 from dataload.errors import DataloadError
+from dataload.runtime.child_process import as_child
 
 BUCKET = "dataload-demo"
 RANKS = 2
@@ -188,9 +189,9 @@ def run_ranks(job: Job) -> None:
     """
     scratch = Path(job.scratch)
     (scratch / "job.json").write_text(jsonlib.dumps(asdict(job)))
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+    command = [sys.executable, *as_child("torch.distributed.run", f"--nproc-per-node={RANKS}")]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += ["-m", "dataload.demo.worker", str(scratch / "job.json")]
+    command += as_child("dataload.demo.worker", str(scratch / "job.json"))
     local = {"GLOO_SOCKET_IFNAME": "lo", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     local |= {"OMP_NUM_THREADS": "1", "TMPDIR": job.scratch}  # torchrun's logs are removed with the scratch folder
     # PET_NNODES and others are options of torchrun for the job that this machine is a node of.

@@ -1,10 +1,8 @@
-"""A rank of the demo, which torchrun starts as `python -m dataload.demo.worker job.json`."""
+"""A rank of the demo, the program `python -m dataload.demo.worker job.json`."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
 import sys
 import urllib.request
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from dataload.world import World
 
 ORIGIN_ID = "dataload-demo"  # identifies the store to a kept cache: the server's port differs between runs
 PEAK_LEARNING_RATE = 3e-3
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,7 @@ def _served(stats_url: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the job. The kernel kills this rank when torchrun dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Run the job."""
     run(Job(**json.loads(Path(sys.argv[1]).read_text())))
 
 

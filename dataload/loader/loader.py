@@ -31,6 +31,7 @@ from dataload.loader.ranks import check_data_parallel, share_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
+from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
@@ -264,7 +265,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     f"{self.num_workers}, or start this process with daemon=False"
                 )
             # Lightning sets worker_init_fn later, fit sets the generator, and the Accelerator may be newer.
-            late = {"worker_init_fn": self.worker_init_fn, "generator": self.generator, "pin_memory": pin}
+            begin = partial(_begin_worker, here, self.worker_init_fn)
+            late = {"worker_init_fn": begin, "generator": self.generator, "pin_memory": pin}
             self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}
         return self._workers[here]
 
@@ -297,6 +299,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         with closing(made) as chunks:
             for answers in chunks:
                 yield from self.maker.handed_out(answers, waiting)
+
+
+def _begin_worker(parent: int, init: Callable[[int], object] | None, number: int) -> None:
+    """Begin a worker. torch's own look for a dead parent is no help to one that writes to a full pipe."""
+    end_with(parent)
+    if init is not None:
+        init(number)
 
 
 def _from_workers(

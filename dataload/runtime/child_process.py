@@ -1,8 +1,11 @@
-"""Child processes that answer requests. A process that dies is replaced."""
+"""Child processes: they end with their parent, answer requests, and are replaced when they die."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
+import select
 import socket
 import subprocess
 import sys
@@ -106,8 +109,41 @@ class ChildProcesses(ForkAware):
             return child
 
 
+def end_with(process: int) -> None:
+    """End this process as soon as another one has ended, however that ends and whatever this one does then.
+
+    Args:
+        process: The id of the process, such as that of the parent. The parent passes it on: once it has ended, its
+            children get another parent.
+
+    Notes:
+        The kernel could send a signal (PR_SET_PDEATHSIG), but it sends one at the end of the *thread* that started this
+        process, and a process of a fork server is not a child of the one that uses it.
+    """
+    threading.Thread(target=_exit_after, args=(process,), name="dataload-parent", daemon=True).start()
+
+
+def _exit_after(process: int) -> None:
+    try:
+        ended = select.poll()
+        ended.register(os.pidfd_open(process), select.POLLIN)
+        ended.poll()
+    except ProcessLookupError:  # It has ended already.
+        pass
+    except (AttributeError, OSError):  # Linux before 5.3, or a Python that was built on one
+        parent = os.getppid()
+        while os.getppid() == parent:
+            threading.Event().wait(LOOK_SECONDS)
+    os._exit(1)
+
+
+def as_child(module: str, *arguments: str) -> list[str]:
+    """Return the arguments of a Python that runs a module as its main program and ends with this process."""
+    return ["-m", __name__, str(os.getpid()), module, *arguments]
+
+
 def start_process(program: str, descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a process that runs a function, with the modules that this process can import.
+    """Start a process that runs a function, with the modules that this process can import, and ends with this process.
 
     Args:
         program: The function, as "module:name". It gets the descriptor.
@@ -116,8 +152,7 @@ def start_process(program: str, descriptor: int) -> subprocess.Popen[bytes]:
     Raises:
         OSError: The system cannot start another process.
     """
-    module, name = program.split(":")
-    call = f"from {module} import {name}; {name}({descriptor})"
+    call = f"from {__name__} import run; run({program!r}, {descriptor}, {os.getpid()})"
     return subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]}; {call}"],
         stdin=subprocess.DEVNULL,
@@ -125,6 +160,13 @@ def start_process(program: str, descriptor: int) -> subprocess.Popen[bytes]:
         pass_fds=[descriptor],
         process_group=0,  # Ctrl-C is for the parent only. In another session, niceness would have no effect.
     )
+
+
+def run(program: str, descriptor: int, parent: int) -> None:
+    """Run the function of `start_process`, in the process that it has started."""
+    end_with(parent)  # before the imports, which take seconds
+    module, name = program.split(":")
+    getattr(importlib.import_module(module), name)(descriptor)
 
 
 class ProcessConnection(Connection):
@@ -207,13 +249,12 @@ def _end_all(children: list[_Child]) -> None:
 
 
 def serve(descriptor: int, start: Callable[[bytes], Callable[[bytes], bytes | bytearray]]) -> None:
-    """Answer requests until the parent closes the connection or ends.
+    """Answer requests until the parent closes the connection.
 
     Args:
         descriptor: The socket.
         start: Returns the function that answers requests, given the first message.
     """
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Connection(descriptor)
     if (hello := _received(connection)) is None:
         return
@@ -231,8 +272,7 @@ def _received(connection: Connection) -> bytes | None:
     return None
 
 
-def _exit_with_parent(parent: int) -> None:
-    """Exit once the parent has ended, also while a request is answered."""
-    while os.getppid() == parent:
-        threading.Event().wait(LOOK_SECONDS)
-    os._exit(1)
+if __name__ == "__main__":  # see `as_child`
+    end_with(int(sys.argv[1]))
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

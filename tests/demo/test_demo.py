@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from descendants import descendants_of
 
 from dataload import make_dataset, make_loader
 from dataload.cache.local import fsck
@@ -136,6 +138,19 @@ def test_a_rank_killed_in_the_first_epoch_and_runs_on_the_kept_cache(tmp_path: P
     assert [epoch["s3_requests"] for epoch in once_more["epochs"]] == [0, 0, 0]
     assert once_more["accuracy"] == again["accuracy"]
     assert once_more["orders"] == again["orders"]
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_demo(tmp_path: Path) -> None:
+    killed = command("--keep", "--cache-dir", str(tmp_path / "cache"), *FEW)
+    with subprocess.Popen(killed, stdout=subprocess.DEVNULL) as running:
+        rank_at_work(tmp_path / "cache", running)
+        with descendants_of(running.pid) as survivors:
+            running.kill()
+            running.wait()
+            assert survivors() == []
+    for left in (tmp_path / "scratch").iterdir():
+        shutil.rmtree(left)
 
 
 def rank_at_work(cache: Path, running: subprocess.Popen[str]) -> psutil.Process:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from dataload.telemetry.wait_timeline import Timeline
 
 ROW_GROUPS_IN_FLIGHT = 24  # threads; the budget of `RowGroupMaker` bounds their memory
 IDLE_SECONDS = 60.0  # without a request, until the process exits
-LOOK_SECONDS = 0.2  # between two checks for conditions that nothing signals: free memory, the death of the parent
+LOOK_SECONDS = 0.2  # between two checks for conditions that nothing signals: free memory, an idle time
 # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX. Few arenas, because one thread frees the memory that
 # another allocates.
 MALLOC_OPTIONS = {-1: 1 << 30, -3: 32 << 20, -8: 2}
@@ -45,7 +44,7 @@ class Done(NamedTuple):
 
 
 def run(descriptor: int) -> None:
-    """Run the background process until the parent dies, closes the connection, or requests nothing for a while.
+    """Run the background process until the parent closes the connection, or requests nothing for a while.
 
     Args:
         descriptor: A socket. The client sends a pickled `RowGroups` through it first, then row groups.
@@ -79,8 +78,8 @@ class _Worker:
     def run(self) -> None:
         """Serve the client as long as `run` of the module says."""
         self._connection.send("ready")
-        parent, idle = os.getppid(), 0.0
-        while os.getppid() == parent and idle < IDLE_SECONDS:
+        idle = 0.0
+        while idle < IDLE_SECONDS:
             idle = idle + LOOK_SECONDS if self._threads.idle else 0.0
             if self._connection.poll(LOOK_SECONDS):
                 group, life = self._connection.recv(), RowGroupLife()
