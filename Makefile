@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest slow chaos format demo bench gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest slow chaos format demo bench gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,16 @@ LOWEST_TESTS := samplers catalog formats/test_range_stream.py formats/test_hive_
 
 lowest: .venv-lowest/.ready
 	$(LOWEST) pytest $(LOWEST_TESTS:%=tests/%)
+
+# The same on the newest dependencies, which a fresh `pip install` brings; those of constraints.txt may be older.
+NEWEST := .venv-newest/bin/python -m
+NEWEST_TESTS := $(LOWEST_TESTS) mapping cache/test_cluster_tier.py
+
+newest:
+	$(PYTHON) -m venv .venv-newest
+	grep ^torch== constraints.txt > .venv-newest/constraints.txt
+	$(NEWEST) pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-newest/constraints.txt --editable ".[cluster]" --group newest
+	$(NEWEST) pytest $(NEWEST_TESTS:%=tests/%)
 
 .venv-lowest/.ready: pyproject.toml constraints.txt tests/support/lowest.py
 	$(PYTHON) -m venv .venv-lowest
@@ -102,4 +112,4 @@ constraints: setup
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-peers .bench build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-peers .bench build dist *.egg-info

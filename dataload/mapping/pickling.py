@@ -6,6 +6,7 @@ import functools
 import io
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -16,9 +17,16 @@ _Cached = type(functools.cache(str))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions with a cache, too. cloudpickle names them, but the main program has no name elsewhere."""
+    """Pickles functions with a cache, too. cloudpickle names them, but the main program has no name elsewhere.
+
+    Code keeps the name of its file, which cloudpickle drops since 3.1.3. Tracebacks show it, and with the code it tells
+    which source that was sent is that of the code.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            make, parts = self.dispatch_table[CodeType](obj)
+            return _code, (obj.co_filename, make, parts)
         if isinstance(obj, _Cached) and obj.__module__ in MAIN_PROGRAMS:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
@@ -35,6 +43,10 @@ def dumps(*content: Any) -> bytes:
         cloudpickle.register_pickle_by_value(sys.modules[SPAWNED])  # as cloudpickle does with the main program
     _Pickler(buffer).dump(content)
     return buffer.getvalue()
+
+
+def _code(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
+    return make(*parts).replace(co_filename=file)
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:

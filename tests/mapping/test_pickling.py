@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
 PROGRAM = """
 import functools, sys
 from multiprocessing import get_context
@@ -27,6 +31,51 @@ if __name__ == "__main__":
     START
 """
 STARTS = {"at once": "write()", "in a spawned process": "get_context('spawn').Process(target=write).start()"}
+
+
+SCRIPT = """
+import sys
+import torch.multiprocessing
+from dataload import make_dataset, make_loader
+
+FACTOR = 3
+
+def times(batch):
+    return {"x": batch["x"] * FACTOR}
+
+def check(rank, start, processes):
+    cache = f"{sys.argv[1]}/cache-{start}-{processes}"
+    mapped = make_dataset(f"{sys.argv[1]}/rows.parquet", cache_dir=cache, cache_bytes="100MB")
+    mapped = mapped.map(times, processes=processes)
+    if start == "decoder":
+        next(iter(make_loader(mapped, 1)))
+        decoder = mapped.rowstore.scheduler.decoder
+        decoder.begin()
+        assert decoder._process.ready.wait(30)
+    method = start if start in ("spawn", "forkserver") else None
+    workers = {"num_workers": 1, "transform": dict, "multiprocessing_context": method} if method else {}
+    assert sum(int(batch["x"].sum()) for batch in make_loader(mapped, 64, **workers)) == 3 * sum(range(1000))
+
+if __name__ == "__main__":
+    start, processes = sys.argv[2], int(sys.argv[3]) or None
+    if start == "mp.spawn":
+        torch.multiprocessing.spawn(check, (start, processes))
+    else:
+        check(0, start, processes)
+"""
+SCRIPT_STARTS = [("", 1), *(pytest.param(start, 0, marks=pytest.mark.slow) for start in ("decoder", "spawn"))]
+SCRIPT_STARTS += [pytest.param(start, 1, marks=pytest.mark.slow) for start in ("forkserver", "mp.spawn")]
+
+
+@pytest.mark.parametrize(("start", "processes"), SCRIPT_STARTS)
+def test_functions_of_a_script_run_in_other_processes_without_a_message(
+    tmp_path: Path, start: str, processes: int
+) -> None:
+    (tmp_path / "main.py").write_text(SCRIPT)
+    pq.write_table(pa.table({"x": range(1000)}), tmp_path / "rows.parquet", row_group_size=100)
+    command = [sys.executable, tmp_path / "main.py", tmp_path, start, str(processes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_function_of_the_main_program_that_calls_a_cached_one(tmp_path: Path) -> None:
