@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from dataload.cache.tier import Span
+from dataload.cache.tier import BlobKey, Span
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
 
@@ -37,6 +37,7 @@ _SUM_BYTES = 8
 _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
+STRUCTURE = 1  # the bit of a blob whose structure is checked
 WHOLE = -1  # every bit set
 FILE_NAME = re.compile(r"[0-9a-f]{64}")  # the digest of the blob's key
 
@@ -63,7 +64,7 @@ class Footer(NamedTuple):
 
 
 class VerifiedSegments:
-    """A thread-safe record of the segments that matched their checksums, a bit each; segment 0 is the lowest bit.
+    """A thread-safe record of what was verified: the lowest bit is `STRUCTURE`, the next one is that of segment 0.
 
     A file whose inode or modification time has changed counts as unverified. The record has at most `MOST_BLOBS` blobs.
     """
@@ -73,12 +74,12 @@ class VerifiedSegments:
         self._known: dict[bytes, tuple[int, int, int]] = {}
 
     def bits(self, digest: bytes, status: os.stat_result) -> int:
-        """Return the verified segments of a file as bits; `WHOLE` if all are verified."""
+        """Return what is verified of a file, as bits; `WHOLE`: all of it."""
         inode, modified_at, bits = self._known.get(digest, (0, 0, 0))
         return bits if (inode, modified_at) == (status.st_ino, status.st_mtime_ns) else 0
 
     def add(self, digest: bytes, status: os.stat_result, bits: int) -> None:
-        """Add verified segments of a file."""
+        """Add what was verified of a file."""
         with self._mutex:
             bits |= self.bits(digest, status)
             self._known[digest] = (status.st_ino, status.st_mtime_ns, bits)
@@ -189,14 +190,17 @@ def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
     return payload
 
 
-def open_map(path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None) -> memoryview:
+def open_map(
+    path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None, key: BlobKey | None = None
+) -> memoryview:
     """Return the payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
     Args:
         path: The blob's file.
         digest: Digest of the blob's key.
-        verified: The segments that this process has verified. The other segments that `span` touches are verified now.
+        verified: What this process has verified. The other segments that `span` touches are verified now.
         span: First byte and end of the range to return. None: the whole payload.
+        key: The blob's key, which knows the size and, for the whole payload, the structure. None: any will do.
 
     Raises:
         OSError: The file is missing or unreadable.
@@ -210,11 +214,17 @@ def open_map(path: str | Path, digest: bytes, verified: VerifiedSegments, span: 
         os.close(descriptor)
     if footer.digest != digest:
         raise CorruptEntry(f"{path} holds another blob, with key {footer.digest.hex()}")
+    if key is not None:
+        key.check_size(footer.payload, path)
+    payload = mapped.view[: footer.payload]
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
         mapped.read_in(start, stop, path)
         _check(path, mapped, footer, range(start // SEGMENT_BYTES, _num_segments(stop)), status, verified)
-    return mapped.view[: footer.payload][start:stop]
+    if key is not None and span is None and not verified.bits(digest, status) & STRUCTURE:
+        key.check_structure(payload, path)
+        verified.add(digest, status, WHOLE)
+    return payload[start:stop]
 
 
 def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
@@ -271,7 +281,7 @@ def _check(
     verified: VerifiedSegments,
 ) -> None:
     requested = ((1 << len(segments)) - 1) << segments.start
-    known = verified.bits(footer.digest, status)
+    known = verified.bits(footer.digest, status) >> 1
     if known & requested == requested:
         return
     mapped.read_in(footer.payload, footer.size, path)
@@ -285,8 +295,7 @@ def _check(
             found = xxhash.xxh3_64_digest(whole[start : min(start + SEGMENT_BYTES, footer.payload)])
             if found != proof[offset : offset + _SUM_BYTES]:
                 raise CorruptEntry(f"{path} does not match its checksum from byte {start} on")
-    all_segments = (1 << _num_segments(footer.payload)) - 1
-    verified.add(footer.digest, status, WHOLE if (known | requested) == all_segments else requested)
+    verified.add(footer.digest, status, requested << 1)
 
 
 def _num_segments(size: int) -> int:

@@ -295,7 +295,7 @@ class LocalTier(ForkAware, Tier):
         found = None
         with self.fallback("reading a blob", self.health.reads, folder):
             with suppress(FileNotFoundError):
-                found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span)
+                found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span, key)
             if found is not None:
                 self.health.reads.worked()
             else:  # A failing disk may still find that a file is missing.

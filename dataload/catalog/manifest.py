@@ -18,7 +18,7 @@ import pyarrow as pa
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
-from dataload.catalog.footer_cache import FooterLocation, make_alone, read_footers
+from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
@@ -281,8 +281,8 @@ def manifest_of(
     fingerprint = digest.hexdigest()
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
     what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)
-    data = make_alone(blocks, first, what, lambda: _read_footers(*args).to_bytes(paths))
-    return Manifest.from_bytes(bytes(data), paths)
+    found = Metadata(blocks, first, what, lambda data: Manifest.from_bytes(bytes(data), paths))
+    return found.make_alone(lambda: _read_footers(*args).to_bytes(paths))
 
 
 def _read_footers(

@@ -90,6 +90,16 @@ def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
     return (views if is_list_view(kind) else lists)[is_large](fields[0])
 
 
+def bare(kind: pa.DataType) -> pa.DataType:
+    """Return a type of the same buffers without extension types, and with bytes in place of text, at any depth."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return bare(kind.storage_type)
+    if is_text(kind):
+        return pa.large_binary() if kind == pa.large_string() else pa.binary()
+    fields = [child.with_type(bare(child.type)) for child in children(kind)]
+    return with_members(kind, fields) if fields else kind
+
+
 def number(kind: pa.DataType) -> np.dtype[Any] | None:
     """Return the dtype in batches of a numeric type, or None for other types.
 

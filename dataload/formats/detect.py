@@ -39,13 +39,17 @@ FORMATS = (
 )
 
 
-def _format_of(packed: memoryview) -> Format:
-    return next(known for known in FORMATS if bytes(packed[-len(known.magic) :]) == known.magic)
+def format_of(packed: memoryview) -> Format | None:
+    """Return the format of the bytes that `fetch_footer` returned; None for other bytes."""
+    return next((known for known in FORMATS if bytes(packed[-len(known.magic) :]) == known.magic), None)
 
 
 def parse_footer(packed: memoryview, obj: Object) -> Footer:
     """Return the footer in the bytes that `fetch_footer` returned. Raise DataError if they cannot be read."""
-    return _format_of(packed).parse(packed, obj)
+    found = format_of(packed)
+    if found is None:
+        raise DataError(f"{obj.name} has a footer of no known format")
+    return found.parse(packed, obj)
 
 
 def tail_bytes(obj: Object) -> int:
@@ -55,7 +59,8 @@ def tail_bytes(obj: Object) -> int:
 
 def fetched_beside_tail(obj: Object, packed: memoryview) -> list[int]:
     """Return the bytes of each further request that a file's footer took."""
-    return [size for size in _format_of(packed).requests(obj, packed, tail_bytes(obj)) if size > 0]
+    found = format_of(packed)
+    return [] if found is None else [size for size in found.requests(obj, packed, tail_bytes(obj)) if size > 0]
 
 
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:

@@ -745,7 +745,7 @@ def test_equal_rows_make_equal_blobs(kinds: tuple[str, ...]) -> None:
             memory.extend([byte] * size)
             return memoryview(memory)
 
-        row_block.pack(columns, ROWS, layout, "here", allocate)
+        row_block.pack(columns, ROWS, layout, row_block.NO_KEY, "here", allocate)
         made.append(memory)
     assert made[0] == made[1]
 
