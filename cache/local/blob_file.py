@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import struct
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
 STRUCTURE = 1  # the bit of a blob whose structure is checked
 WHOLE = -1  # every bit set
+OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the permissions of other users to write
 FILE_NAME = re.compile(r"[0-9a-f]{64}")  # the digest of the blob's key
 
 
@@ -242,7 +244,10 @@ def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
         os.close(descriptor)
     if xxhash.xxh3_64_digest(proof) != footer.checksum:
         raise CorruptEntry(f"{path} has damaged checksums")
-    return footer, proof[len(proof) - footer.name :].decode(), status
+    try:
+        return footer, proof[len(proof) - footer.name :].decode(), status
+    except UnicodeDecodeError as error:
+        raise CorruptEntry(f"{path} has no valid name") from error
 
 
 def _open(path: str | Path) -> int:
@@ -256,8 +261,17 @@ def _open(path: str | Path) -> int:
 
 def _footer(path: str | Path, descriptor: int) -> tuple[Footer, os.stat_result]:
     status = os.fstat(descriptor)
+    if (status.st_mode & OF_OTHERS or status.st_uid not in (0, os.geteuid())) and not _is_read_only(descriptor):
+        raise CorruptEntry(
+            f"{path} is of user {status.st_uid} with mode {status.st_mode:o}: others may have written it"
+        )
     found = os.pread(descriptor, FOOTER_BYTES, max(0, status.st_size - FOOTER_BYTES))
     return _parse(path, found, status.st_size), status
+
+
+def _is_read_only(descriptor: int) -> bool:
+    """Return whether a file is on a read-only mount, such as an image, whose users are those of another machine."""
+    return bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
 
 
 def _parse(path: str | Path, found: bytes | memoryview, file_bytes: int | None) -> Footer:
