@@ -23,7 +23,7 @@ from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.base import Footer
-from dataload.formats.hive_partitions import Constants, Keys, partition_columns
+from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns
 from dataload.formats.schema import flatten, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
@@ -239,7 +239,9 @@ def _digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"part").hexdigest()
 
 
-def resolve(source: Source, blocks: Blocks, columns: Sequence[str] | None = None) -> Manifest:
+def resolve(
+    source: Source, blocks: Blocks, columns: Sequence[str] | None = None, partitioning: Partitioning = "hive"
+) -> Manifest:
     """Return the manifest of `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
 
     Each call lists the objects. Each host reads the footers once per distinct listing. Chosen columns that some files
@@ -249,13 +251,14 @@ def resolve(source: Source, blocks: Blocks, columns: Sequence[str] | None = None
         source: The files.
         blocks: Reads them through the cache.
         columns: As in `make_dataset`.
+        partitioning: As in `make_dataset`.
 
     Raises:
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, or files differ in the chosen columns.
         ConfigError: A column cannot be chosen.
     """
-    manifest = manifest_of(list_objects(source, blocks), blocks)
+    manifest = manifest_of(list_objects(source, blocks, partitioning), blocks)
     if nulls := [name for name in manifest.select(columns) if name in manifest.partial]:
         names, file = few(map(repr, nulls)), manifest.partial[nulls[0]]
         log.warning("%s: null in the files that lack it, such as %s", names, file)
@@ -308,7 +311,9 @@ def _read_footers(
             nulls[own] = tuple((name, None) for name in missing(schema, own.flat))
             partial = {name: obj.name for name, _ in nulls[own]} | partial
         for name in dict(keys).keys() & dict(nulls[own]).keys():
-            conflicts.setdefault(name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column")
+            conflicts.setdefault(
+                name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column; {NO_KEYS}"
+            )
         texts = [
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if is_ragged(field)
         ]
