@@ -28,7 +28,7 @@ from dataload.formats.schema import flatten, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 8
+VERSION = 9
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Manifest:
         fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys, and of the selection. It does
             not depend on the endpoint, so it is the same on every host that sees the same objects.
         selection: The rows of these row groups that belong to the dataset; None: all.
-        conflicts: By column whose types differ, which files differ. It cannot be chosen.
+        conflicts: By column that cannot be chosen, why: which files differ in its type, or cannot be read.
         partial: By column that some files lack, which file does. It is null there, for a caller that names the column.
     """
 
@@ -295,9 +295,11 @@ def _read_footers(
     # pandas writes a frame without rows with other types, or without columns.
     files = [(item, footer) for item, footer in files if any(rows for rows, *_ in footer[0][1])] or files
     objects, found = dict(item for item, _ in files), [footer for _, footer in files]
-    members = {name for own in {own for (own, _), _ in found} for name in {*own.flat.names} - {*own.own.names}}
-    flat = [(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)]
+    members = {name for own in {own for (own, *_), _ in found} for name in {*own.flat.names} - {*own.own.names}}
+    flat = [(obj, own.flat) for obj, ((own, *_), _) in zip(objects, found, strict=True)]
     schema, conflicts = common_schema(flat, members)
+    for (*_, unreadable), _ in found:
+        conflicts = {**unreadable, **conflicts}
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
     if not schema.names and not partitions:
@@ -306,7 +308,7 @@ def _read_footers(
     nulls: dict[_Schema, Constants] = {}
     partial: dict[str, str] = {}
     groups = []
-    for (obj, keys), ((own, row_groups), footer_at), values in zip(objects.items(), found, constants, strict=True):
+    for (obj, keys), ((own, row_groups, _), footer_at), values in zip(objects.items(), found, constants, strict=True):
         if own not in nulls:
             nulls[own] = tuple((name, None) for name in missing(schema, own.flat))
             partial = {name: obj.name for name, _ in nulls[own]} | partial
@@ -335,20 +337,25 @@ class _Schema:
 
 
 class _Summarize:
-    """Returns a footer's schema, and each row group's rows, stored bytes and bytes by ragged column.
+    """Returns a footer's schema, its row groups (rows, stored bytes, bytes by ragged column), and unreadable columns.
 
     Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
     """
 
     _latest: _Schema | None = None
 
-    def __call__(self, footer: Footer, obj: Object) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
+    def __call__(
+        self, footer: Footer, obj: Object
+    ) -> tuple[_Schema, list[tuple[int, int, list[int]]], Mapping[str, str]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
-            flat = flatten(footer.schema, f"{obj.name}: ")
+            flat = flatten(footer.schema)
             schema = _Schema(footer.schema, flat, [field.name for field in flat if is_ragged(field)])
             self._latest = schema
-        return schema, [
+        row_groups = [
             (rows, footer.stored_bytes(number), footer.decoded_bytes(number, schema.ragged))
             for number, rows in enumerate(footer.lengths)
         ]
+        if any(min([size, *sizes]) < 0 for _, size, sizes in row_groups):
+            raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
+        return schema, row_groups, footer.unreadable

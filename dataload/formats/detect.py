@@ -91,7 +91,8 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.name} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
     first = bytes(blocks.read(obj, 0, min(obj.size, messages.PREFIX_BYTES)))
-    if first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES:
+    is_stream = first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES
+    if is_stream or messages.is_old_stream(obj, blocks):
         return messages.index_of_stream(obj, blocks)
     raise _foreign(obj, first)
 
