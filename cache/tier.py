@@ -130,6 +130,16 @@ class CacheFullError(Exception):
     """The tier cannot cache the blob: it is full or its disk fails."""
 
 
+class Notes(Protocol):
+    """What running processes that share a cache show each other, by name."""
+
+    def show(self, name: str, content: bytes) -> None:
+        """Show some content as long as this process runs."""
+
+    def read(self, name: str) -> bytes | None:
+        """Return what one process shows under a name; None if none or several do."""
+
+
 class Tier(Protocol):
     """A cache of blobs of any size.
 
@@ -227,6 +237,11 @@ class Tier(Protocol):
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         """Return whether a tier with a transient region caches one of these blobs only there, or not at all."""
         return False
+
+    @property
+    def notes(self) -> Notes | None:
+        """What running processes of this host show each other; None: they cannot."""
+        return None
 
     def lease(self, need: Need) -> object:
         """Announce a need to all processes of the host. It lasts as long as the returned object, or this process."""

@@ -27,7 +27,7 @@ from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.needs import Lease, host_needs
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWriter
-from dataload.cache.tier import BlobKey, Fill, Span, Tier, Waited
+from dataload.cache.tier import BlobKey, Fill, Notes, Span, Tier, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -214,6 +214,11 @@ class LocalTier(ForkAware, Tier):
             with self.fallback("looking up a blob", self.health.writes, folder):
                 return not folder.index.all_pinned(key.digest for key in keys)
         return False
+
+    @property
+    def notes(self) -> Notes | None:
+        folder = self.opened()
+        return None if folder is None else folder.staging
 
     def lease(self, need: Need) -> Lease:
         lease = Lease(self.needs, need)
