@@ -25,7 +25,7 @@ from dataload.cache.origin.origin import connect, introduce
 from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.executor import awaited
-from dataload.runtime.redact import redacted
+from dataload.runtime.redact import public, redacted
 
 NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
 COPIED_BLOCKS = 4  # per read of a file that is copied
@@ -105,6 +105,11 @@ class TierCacheFileSystem(MetadataFileSystem):
     def __reduce__(self) -> tuple[Any, ...]:
         known = dict(islice(reversed(self._known.items()), PICKLED_INFOS))
         return _restore, (type(self), self.storage_args, self.storage_options, known)
+
+    def to_dict(self, *, include_password: bool = True) -> dict[str, Any]:
+        """Return the arguments as JSON has them; without `include_password`, no credentials of the origin either."""
+        found: dict[str, Any] = super().to_dict(include_password=include_password)
+        return found if include_password else public(found)
 
     def _open(self, path: str, mode: str = "rb", version_id: str | None = None, **_: Any) -> BlockFile:
         if mode != "rb":

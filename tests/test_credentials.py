@@ -13,8 +13,10 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dataload import DataError, make_dataset
+from dataload.cache.filesystem import TierCacheFileSystem
 
 SECRET = "s3cret"
 
@@ -99,3 +101,18 @@ def test_a_cache_has_no_credentials_on_disk(tmp_path: Path, url_of: Callable[[st
     files = [path for path in cache.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("given", [
+    {"target_protocol": "s3", "target_options": {"key": "a-secret", "secret": "a-secret", "token": "a-secret"}},
+    {"target_protocol": "s3", "target_options": {"client_kwargs": {"aws_secret_access_key": "a-secret"}}},
+    {"target_protocol": "http", "target_options": {"headers": {"Authorization": "a-secret"}}},
+    {"target_protocol": "s3", "target_options": {"anon": True}, "cluster": "valkey://user:a-secret@host:6379"},
+    {"fs": MemoryFileSystem(password="a-secret")},
+], ids=str)  # fmt: skip
+def test_the_json_of_a_filesystem_has_no_credentials(tmp_path: Path, given: dict[str, Any]) -> None:
+    fs = TierCacheFileSystem(cache_dir=str(tmp_path), skip_instance_cache=True, **given)
+    found = fs.to_json(include_password=False)
+    assert "a-secret" not in found
+    assert str(tmp_path) in found
+    assert "a-secret" in fs.to_json()

@@ -11,6 +11,7 @@ from fsspec import AbstractFileSystem
 from fsspec.config import conf
 from fsspec.registry import known_implementations, registry
 
+from dataload.cache.origin.guarded import guarded
 from dataload.cache.origin.known_s3 import known_s3
 from dataload.cache.origin.s3_names import VERSION, S3Names
 
@@ -45,7 +46,7 @@ class DeferredS3(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     def load(self) -> Any:
         """Return the s3fs filesystem."""
-        return fsspec.filesystem("s3", **self.storage_options)
+        return guarded(fsspec.filesystem("s3", **self.storage_options))
 
 
 def deferred_s3(url: str, options: dict[str, Any] | None) -> DeferredS3 | None:

@@ -14,6 +14,7 @@ from fsspec.caching import BaseCache
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.errors import is_transient
 from dataload.cache.origin.identity import address_of, is_s3
@@ -21,7 +22,17 @@ from dataload.cache.origin.listings import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once
-from dataload.cache.origin.version import CHANGED, bucket_info, forget, is_other, refreshing, unwrapped, version_of
+from dataload.cache.origin.version import (
+    CHANGED,
+    Answer,
+    Comparison,
+    bucket_info,
+    forget,
+    is_tag,
+    refreshing,
+    unwrapped,
+    version_of,
+)
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.instances import Instances
 from dataload.runtime.redact import redacted
@@ -59,6 +70,15 @@ class Engine(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
+
+    @property
+    def credentials_number(self) -> int:
+        """How many credentials came before those of the next request."""
+        ...
+
+    def renews_credentials(self, number: int) -> bool:
+        """Fetch credentials again, as the store has rejected those with a number. Return whether there are others."""
+        ...
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
@@ -135,11 +155,20 @@ class Fsspec:
     def __init__(self, filesystem: Any, reason: str) -> None:
         self.reason = reason
         self._filesystem = filesystem
+        self._versions = Comparison()
+        self._credentials = Credentials(lambda: filesystem)
         self.lock = _lock_of(filesystem)
 
     @property
     def names(self) -> Any:
         return LocalNames() if type(self._filesystem) is LocalFileSystem else self._filesystem
+
+    @property
+    def credentials_number(self) -> int:
+        return self._credentials.number
+
+    def renews_credentials(self, number: int) -> bool:
+        return hasattr(self._filesystem, "call_s3") and not self._filesystem.anon and self._credentials.renew(number)
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         with self.lock:
@@ -164,15 +193,18 @@ class Fsspec:
             return data
         bucket, key, version_id = filesystem.split_path(path)
         requested = f"bytes={start}-{stop - 1}"
-        condition = {"VersionId": version_id} if version_id else {"IfMatch": version}
+        condition = {"VersionId": version_id} if version_id else {"IfMatch": version} if is_tag(version) else {}
         if getattr(filesystem, "local_expiry_check", False):  # The store rejects If-Match.
             condition.pop("IfMatch", None)
         options = {**filesystem.req_kw, **condition}  # An older `call_s3` adds no requester_pays itself.
         response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=requested, **options)
-        if not version_id and is_other(response.get("ETag"), version):
-            sync(filesystem.loop, _close, response["Body"])
-            raise ObjectChanged(f"{redacted(path)} {CHANGED}")
         sent = response.get("ContentRange")
+        try:
+            if not version_id:
+                self._versions.check(path, version, _answer_of(response))
+        except ObjectChanged:
+            sync(filesystem.loop, _close, response["Body"])
+            raise
         whole = not sent and response["ResponseMetadata"]["HTTPStatusCode"] == 200
         data = sync(filesystem.loop, _body, response["Body"], path, (start, stop) if whole else None)
         _check_range(sent, requested)
@@ -191,6 +223,13 @@ class Fsspec:
             info = self._filesystem.info(path, **options)
         if version_of(dict(info)) != version:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+
+
+def _answer_of(response: dict[str, Any]) -> Answer:
+    """Return what an answer of botocore says about the version."""
+    total = response.get("ContentRange", "").rpartition("/")[2]
+    size = int(total) if total.isdecimal() else None
+    return Answer(response.get("ETag"), response.get("LastModified"), size, response.get("VersionId"))
 
 
 def _lock_of(filesystem: Any) -> AbstractContextManager[Any]:

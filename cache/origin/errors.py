@@ -15,11 +15,17 @@ BAD_NAMES = (errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)  # for which Python 
 PERMANENT = frozenset(
     {
         "ClientConnectorCertificateError",
+        "ConfigParseError",
+        "InvalidConfigError",
+        "MissingDependencyException",
         "NoCredentialsError",
+        "NoRegionError",
         "ParamValidationError",
         "PartialCredentialsError",
         "ProfileNotFound",
+        "SSOTokenLoadError",
         "SSLCertVerificationError",
+        "UnauthorizedSSOTokenError",
         "error_perm",
     }
 )
@@ -68,6 +74,8 @@ def underlying_error(error: BaseException) -> BaseException:
     cause = error.__cause__
     if cause is None or not isinstance(error, FileNotFoundError) or status(cause) == 404:
         return error
+    if isinstance(cause, DataloadError):
+        return cause
     # At its total timeout, aiohttp raises Python's TimeoutError.
     return cause if _client(cause) == "aiohttp" or isinstance(cause, (TimeoutError, ConnectionError)) else error
 
@@ -88,6 +96,11 @@ def denied(error: BaseException) -> bool:
     if _PROVIDER in str(error):  # The request for credentials of a role may have failed.
         return "PermissionError" in str(error)
     return isinstance(error, PermissionError) or type(error).__name__ in DENIALS or status(error) in (401, 403)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether a store may have rejected the credentials, which other ones could mend."""
+    return status(error) in (400, 401, 403)
 
 
 def status(error: BaseException) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from dataload.cache.origin.errors import MISSING, denied, is_store_error, status, underlying_error
 from dataload.cache.origin.version import CHANGED
@@ -45,10 +46,14 @@ CODES = {
 TYPES = {
     "ConnectTimeoutError": UNREACHABLE,
     "EndpointConnectionError": UNREACHABLE,
+    "MissingDependencyException": "pip install awscrt, with which botocore signs requests for several regions",
     "NoCredentialsError": f"set {KEYS}, or anon=True in storage_options for a public bucket",
+    "NoRegionError": "set AWS_DEFAULT_REGION (or region in ~/.aws/config)",
     "PartialCredentialsError": f"set {KEYS}",
     "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
+    "SSOTokenLoadError": "log in: aws sso login",
     "SSLError": "set AWS_CA_BUNDLE to the file of the store's certificates, or begin the endpoint with http://",
+    "UnauthorizedSSOTokenError": "log in again: aws sso login",
 }
 
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
@@ -88,6 +93,8 @@ def rejected_options(path: str, error: Exception) -> str:
 def fix_of(error: BaseException) -> str | None:
     """Return how to fix an error of S3; None if that is unknown."""
     code, _ = _answer(error)
+    if target := _redirect(error):
+        return f"if you trust {target}, to which it redirects and which is not followed, set {ENDPOINT} to it"
     for cause in with_causes(error):
         if fix := TYPES.get(type(cause).__name__):
             return fix
@@ -121,8 +128,8 @@ def origin_error(
         return OriginNotFound(f"{where} does not exist at {address}: {fix}")
     if isinstance(error, ValueError) and fix_of(error):  # of the endpoint, before the first request
         return ConfigError(rejected_options(where, error))
-    if not is_store_error(error):
-        return None
+    if isinstance(error, OriginError) or not is_store_error(error):
+        return error if isinstance(error, OriginError) else None
     if status(error) == 412 or (listed and status(error) == 416):  # The latter: it is shorter now.
         return ObjectChanged(f"{where} {CHANGED}")
     text = explained(error, in_s3=in_s3)
@@ -149,6 +156,17 @@ def explained(error: BaseException, *, in_s3: bool) -> str:
     if fix and code.isdecimal():
         fix += "; dataload doctor names the cause"
     return f"{what} ({reason}): {fix}" if fix else f"{what}: {reason}"
+
+
+def _redirect(error: BaseException) -> str | None:
+    """Return the host to which a store redirects; None for Amazon's redirect to the region of a bucket."""
+    for cause in with_causes(error):
+        response = getattr(cause, "response", None)
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(response, dict) else {}
+        if "location" in headers and "x-amz-bucket-region" not in headers:
+            target = urlsplit(headers["location"])
+            return redacted(f"{target.scheme}://{target.netloc}")
+    return None
 
 
 def _answer(error: BaseException) -> tuple[str, str]:

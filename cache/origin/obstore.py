@@ -8,19 +8,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from fsspec.asyn import sync
-
+from dataload.cache.origin.credentials import Credentials, provided
 from dataload.cache.origin.errors import UnsuitableError, is_transient
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3, bundle_of_requests
 from dataload.cache.origin.s3_names import VERSION, S3Names
-from dataload.cache.origin.version import CHANGED, is_other
+from dataload.cache.origin.version import Answer, Comparison, is_tag
 from dataload.errors import ObjectChanged
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.redact import redacted
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -48,14 +48,13 @@ IRRELEVANT = frozenset(
 CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
 # Timeouts and connection counts: this module sets its own.
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
-# obstore asks again for credentials that expire within `RENEWED_BEFORE`, before each request but at most ten times a
-# second. A session renews its own earlier.
-RENEWED_BEFORE = timedelta(minutes=5)
-LEAST_LIFETIME = 2 * RENEWED_BEFORE
 STALL_SECONDS = 20  # without receiving a byte
 # Minimum size of a streamed part. obstore copies each part into zeroed memory, for which malloc maps fresh pages from
 # 128 KiB on.
 PART_BYTES = 96 << 10
+# A proxy for all hosts but that of the store, so that obstore follows no redirect to others: it would send the token of
+# a session there. Nothing can listen on port 0.
+NOWHERE = "127.0.0.1:0"
 NOT_PARTIAL = "non-partial response"
 NO_CERTIFICATES = "No CA certificates were loaded"
 
@@ -90,7 +89,7 @@ class Resolved:
 
     Attributes:
         settings: Arguments of `S3Store`, by bucket.
-        credentials: As `_Credentials` returns them; None for anonymous requests.
+        credentials: As `Credentials` returns them; None for anonymous requests.
     """
 
     settings: dict[str, dict[str, Any]] = field(repr=False)  # An endpoint may have a password.
@@ -120,12 +119,13 @@ class Obstore(ForkAware):
     ) -> None:
         self.reason = reason
         self._filesystem = filesystem
+        self._versions = Comparison()
         self._making = threading.Lock()
         self._stores: dict[str, Any] = {}
         self._settings = {} if resolved is None else dict(resolved.settings)
         self._known = known
         received = None if resolved is None else resolved.credentials
-        self._credentials = _Credentials(filesystem, _lasting(known) if known else received)
+        self._credentials = Credentials(filesystem, _lasting(known) if known else received)
         super().__init__()
 
     @property
@@ -143,6 +143,17 @@ class Obstore(ForkAware):
             return Resolved(known, None if is_anonymous else self._credentials())
         return None
 
+    @property
+    def credentials_number(self) -> int:
+        return self._credentials.number
+
+    def renews_credentials(self, number: int) -> bool:
+        if not self._credentials.renew(number):
+            return False
+        with self._making:
+            self._stores = {}  # obstore keeps credentials until they expire.
+        return True
+
     def after_fork_in_child(self) -> None:
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
@@ -159,7 +170,9 @@ class Obstore(ForkAware):
         bucket, key, version_id = self._split(path)
         if not _is_plain(key):
             raise UnsuitableError("obstore changes the names of such objects", whole_store=False)
-        options: dict[str, Any] = {"version": version_id} if version_id else {"if_match": version}
+        options: dict[str, Any] = (
+            {"version": version_id} if version_id else {"if_match": version} if is_tag(version) else {}
+        )
         options["range"] = (start, stop)
         try:
             found = obstore.get(self._store(bucket), key, options=options)  # type: ignore[arg-type] # a TypedDict
@@ -168,10 +181,18 @@ class Obstore(ForkAware):
                 raise UnsuitableError(
                     "the store answers a range with the whole object, which obstore rejects"
                 ) from error
+            if NOWHERE in str(error):
+                raise UnsuitableError("the store redirects to another host", whole_store=False) from error
             raise
-        if not version_id and is_other(found.meta["e_tag"], version):  # The store ignores If-Match.
+        meta = found.meta
+        modified = meta["last_modified"] if meta["last_modified"].timestamp() else None  # obstore has 1970 for none.
+        try:
+            if not version_id:
+                answer = Answer(meta["e_tag"], modified, meta["size"], meta["version"])
+                self._versions.check(path, version, answer)
+        except ObjectChanged:
             del found  # An error's traceback refers to this frame, which would keep the connection.
-            raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+            raise
         return found
 
     def _split(self, path: str) -> tuple[str, str, str | None]:
@@ -199,7 +220,7 @@ class Obstore(ForkAware):
         return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
 
 
-def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
+def _store_of(settings: dict[str, Any], credentials: Credentials) -> Any:
     import obstore
     from obstore.store import S3Store
 
@@ -237,8 +258,14 @@ def _arguments(
     bucket: str, endpoint: str, region: str, *, pays: bool, anon: bool, certificate: bytes | None = None
 ) -> dict[str, Any]:
     """Return the arguments of `S3Store`, without credentials."""
+    location = urlsplit(endpoint)
+    host = location.hostname or ""
+    if getproxies().get(location.scheme, getproxies().get("all")) and not proxy_bypass(host):
+        fix = f"add {host} to NO_PROXY if it can be reached without"
+        raise UnsuitableError(f"behind a proxy of the environment, obstore would follow redirects to any host ({fix})")
+    client: Any = {"allow_http": location.scheme == "http", "proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
     # `timeout` covers the whole body, so a short one would fail on slow networks. It ends a body that trickles.
-    client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "30min"}
+    client |= {"read_timeout": f"{STALL_SECONDS}s", "timeout": "30min"}
     if certificate is not None:
         client["root_certificate"] = certificate
     return {
@@ -292,49 +319,6 @@ def _is_plain(key: str) -> bool:
     return key.isprintable() and all(part not in ("", ".", "..") for part in key.split("/"))
 
 
-class _Credentials:
-    """A credential provider backed by the s3fs session, which supports profiles, roles and instance metadata.
-
-    Args:
-        filesystem: Returns the s3fs filesystem.
-        received: Credentials to use until they expire.
-    """
-
-    def __init__(self, filesystem: Callable[[], Any], received: dict[str, Any] | None = None) -> None:
-        self._filesystem = filesystem
-        self._received = received
-
-    def __call__(self) -> dict[str, Any]:
-        if self._received is not None:
-            expires_at = self._received["expires_at"]
-            if expires_at is None or expires_at > datetime.now(UTC) + RENEWED_BEFORE:
-                return self._received
-        filesystem = self._filesystem()
-        if filesystem.key and filesystem.secret:
-            return _as_provided(filesystem.key, filesystem.secret, filesystem.token)
-        filesystem.connect()  # One that another process has sent has no session yet.
-        found: dict[str, Any] = sync(filesystem.loop, _session_credentials, filesystem)
-        return found
-
-
 def _lasting(known: KnownS3) -> dict[str, Any] | None:
-    """Return credentials that do not expire, as `_Credentials` returns them; None for anonymous requests."""
-    if known.credentials is None:
-        return None
-    return _as_provided(*known.credentials)
-
-
-def _as_provided(key: str, secret: str, token: str | None, expires_at: datetime | None = None) -> dict[str, Any]:
-    return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires_at}
-
-
-async def _session_credentials(filesystem: Any) -> dict[str, Any]:
-    """Return the credentials of a filesystem's session. They expire if the session renews them."""
-    found = await filesystem.session.get_credentials()
-    if found is None:
-        raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
-    frozen = await found.get_frozen_credentials()
-    expires_at = getattr(found, "_expiry_time", None)  # botocore has no public name for it.
-    if expires_at is not None:  # The service that renews them may be down for a while; botocore uses old ones then.
-        expires_at = max(expires_at.astimezone(UTC), datetime.now(UTC) + LEAST_LIFETIME)
-    return _as_provided(frozen.access_key, frozen.secret_key, frozen.token, expires_at)
+    """Return credentials that do not expire, as `Credentials` returns them; None for anonymous requests."""
+    return None if known.credentials is None else provided(*known.credentials)

@@ -14,8 +14,9 @@ import fsspec
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, fallback, received_engine, shared_engine
-from dataload.cache.origin.errors import UnsuitableError, status
+from dataload.cache.origin.errors import UnsuitableError, is_refusal, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
+from dataload.cache.origin.guarded import guarded
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
@@ -58,11 +59,13 @@ class Origin(ForkAware):
     ) -> None:
         self.limiter = limiter
         self._filesystem = filesystem
+        guarded(filesystem)
         self._resolved = resolved
         self._inherited = self._has_answered = False
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
+        self._second: Fsspec | None = None  # for objects that the engine cannot read
         self.counters = Counters()
         super().__init__()
 
@@ -74,7 +77,7 @@ class Origin(ForkAware):
         return f"Origin({redacted('://'.join(address_of(self._own)))!r})"
 
     def after_fork_in_child(self) -> None:
-        self.counters, self._engine, self._resolved = Counters(), None, None
+        self.counters, self._engine, self._second, self._resolved = Counters(), None, None, None
         self._inherited = True  # The parent's event loops run in threads that the child lacks.
 
     @property
@@ -225,13 +228,29 @@ class Origin(ForkAware):
         with _slot(self.limiter):
             self.counters.add(requests=1)
             charge(requests_origin=1)
-            try:
-                return call(self.engine)
-            except UnsuitableError as error:
-                if not error.whole_store:
-                    return call(Fsspec(self.filesystem, str(error)))
-                self._engine = fallback(self.filesystem, str(error))
-                return call(self._engine)
+            return self._admitted(lambda: self._suited(call))
+
+    def _suited(self, call: Callable[[Engine], T]) -> T:
+        """Make a request by the engine that can read the object."""
+        try:
+            return call(self.engine)
+        except UnsuitableError as error:
+            if not error.whole_store:
+                self._second = self._second or Fsspec(self.filesystem, str(error))
+                return call(self._second)
+            self._engine = fallback(self.filesystem, str(error))
+            return call(self._engine)
+
+    def _admitted(self, request: Callable[[], T]) -> T:
+        """Make a request. If the store rejects its credentials, and there are new ones, repeat it once with those."""
+        engine = self.engine
+        number = engine.credentials_number
+        try:
+            return request()
+        except Exception as error:
+            if not is_refusal(error) or not engine.renews_credentials(number):
+                raise
+        return request()
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
         received = 0
@@ -252,7 +271,7 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
-                return self._retried(lambda: _limited(self.limiter, self.engine, request))
+                return self._retried(lambda: self._admitted(lambda: _limited(self.limiter, self.engine, request)))
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.guarded import guarded
 
 
 class PickledFilesystem:
@@ -34,6 +35,7 @@ class PickledFilesystem:
         """Return the filesystem."""
         if self._filesystem is None:
             self._filesystem = pickle.loads(self._content)  # noqa: S301 (from a process of this program)
+            guarded(self._filesystem)
         return self._filesystem
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -13,12 +12,16 @@ from fsspec.asyn import sync
 from fsspec.core import has_magic
 
 from dataload.cache.origin.errors import UnsuitableError, is_store_error
+from dataload.cache.origin.guarded_s3 import LAST
 from dataload.cache.origin.version import fresh_listing
 from dataload.errors import ConfigError
 from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.redact import redacted
 
 PAGE = 1000  # objects
+MOST_PAGES = (
+    3  # of all that is below a folder, of which a glob needs a part; a store repeats pages by then if it ever does
+)
 MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
 PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
 MAGIC = re.compile(r"[*?[]")
@@ -86,51 +89,84 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     def _find(self, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
         """Return the files below a folder, at most `depth` levels below it."""
         bucket, prefix = self._split(self._strip_protocol(path))
-        found = self._below(bucket, prefix) if depth is None else self._levels(bucket, prefix, depth)
-        return {info["name"]: info for info in found}
+        listed = self._listed(bucket, prefix, MOST_PAGES if depth else None)
+        if not prefix and "" in self._level(bucket, prefix)["common_prefixes"]:
+            raise _unlistable()  # obstore lists the object "/x" as "x".
+        if depth is None or (listed is not None and len(_ambiguous(listed)) <= MOST_AMBIGUOUS):
+            folder = f"{bucket}/{prefix}/" if prefix else f"{bucket}/"
+            found = {info["name"]: info for info in self._files(bucket, prefix, listed or [])}
+            return {name: found[name] for name in found if not depth or name.removeprefix(folder).count("/") < depth}
+        return {info["name"]: info for info in self._levels(bucket, prefix, depth)}
 
-    def _below(self, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-        """Yield all files below a prefix.
+    def _files(self, bucket: str, prefix: str, listed: list[Any]) -> Iterator[dict[str, Any]]:
+        """Yield the files of a listing.
 
         obstore lists the object "a/" as "a". Such markers of folders have no bytes, or other objects below them. One
         that has bytes and nothing below it is taken for a file.
         """
-        listed = list(_checked(self._entries(bucket, prefix), prefix))
-        folders = {folder for entry in listed for folder in _folders(entry["path"])}
-        ambiguous = [entry for entry in listed if not entry["size"] or entry["path"] in folders]
+        listed = list(_checked(listed, prefix))
+        ambiguous = _ambiguous(listed)
         if len(ambiguous) > MOST_AMBIGUOUS:
             raise _unlistable()
         for entry in listed:
-            if entry["size"] and entry["path"] not in folders:
+            if entry["path"] not in ambiguous:
                 yield _file(bucket, entry)
-        for path in {entry["path"] for entry in ambiguous}:
+        for path in ambiguous:
             try:
                 yield self._info(f"{bucket}/{path}")
             except FileNotFoundError:
                 continue  # the marker of a folder
 
-    def _entries(self, bucket: str, prefix: str) -> Iterable[Any]:
-        """Return the objects below a prefix, as obstore describes them."""
+    def _listed(self, bucket: str, prefix: str, most_pages: int | None) -> list[Any] | None:
+        """Return the objects below a prefix, as obstore describes them; None if they fill more than `most_pages`.
+
+        Raises:
+            UnsuitableError: obstore would list them wrongly: s3fs lists them, or says why it cannot.
+        """
         import obstore
 
-        if not prefix:
-            root = obstore.list_with_delimiter(self._store(bucket))
-            if "" in root["common_prefixes"]:
-                raise _unlistable()  # obstore lists the object "/x" as "x".
-            if not root["common_prefixes"]:
-                return root["objects"]  # There are no folders, so these are all objects.
-        pages = obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)
-        return itertools.chain.from_iterable(pages)
+        found: list[Any] = []
+        names: set[str] = set()
+        for number, page in enumerate(obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)):
+            known = len(names)
+            found.extend(page)
+            names.update(entry["path"] for entry in page)
+            if len(names) == known:
+                raise _unlistable()  # The store repeats a page, and obstore would list it for ever.
+            if number + 1 == most_pages:
+                return None
+        self._check_end(bucket, prefix, [entry["path"] for entry in found[-1:]], len(found))
+        return found
 
     def _levels(self, bucket: str, prefix: str, depth: int) -> Iterator[dict[str, Any]]:
-        import obstore
-
-        listed = obstore.list_with_delimiter(self._store(bucket), prefix or None)
+        listed = self._level(bucket, prefix)
         for entry in _checked(listed["objects"], prefix):
             yield _file(bucket, entry)
         for folder in listed["common_prefixes"] if depth > 1 else ():
             _check(folder)
             yield from self._levels(bucket, folder, depth - 1)
+
+    def _level(self, bucket: str, prefix: str) -> Any:
+        """Return the objects and folders in a folder. Call `_listed` first: obstore would repeat pages for ever."""
+        import obstore
+
+        level = obstore.list_with_delimiter(self._store(bucket), prefix or None)
+        names = [entry["path"] for entry in level["objects"]]
+        names += [f"{folder}/{LAST}" for folder in level["common_prefixes"]]
+        self._check_end(bucket, prefix, names, len(names))
+        return level
+
+    def _check_end(self, bucket: str, prefix: str, names: list[str], count: int) -> None:
+        """Raise UnsuitableError if more objects follow a listing, as at stores that send no token for the next page.
+
+        obstore takes a page without a token for the last one. Pages have round numbers of names.
+        """
+        import obstore
+
+        if count and (count >= PAGE or count % 10 == 0):
+            further = obstore.list(self._store(bucket), prefix or None, offset=max(names), chunk_size=1)
+            if next(iter(further), None):
+                raise _unlistable()
 
     def _split(self, path: str) -> tuple[str, str]:
         bucket, _, key = path.partition("/")
@@ -238,13 +274,19 @@ def _checked(entries: Iterable[Any], prefix: str) -> Iterator[Any]:
     """Yield the entries of a listing without the marker of the listed folder itself.
 
     Raises:
-        UnsuitableError: An object is not below the prefix, or it has no version.
+        UnsuitableError: An object is not below the prefix.
     """
     for entry in entries:
         if entry["path"] != prefix:
-            if not entry["path"].startswith(prefix and f"{prefix}/") or not entry["e_tag"]:
+            if not entry["path"].startswith(prefix and f"{prefix}/"):
                 raise _unlistable()
             yield entry
+
+
+def _ambiguous(listed: Iterable[Any]) -> set[str]:
+    """Return the names of a listing that may be those of files or of folders."""
+    folders = {folder for entry in listed for folder in _folders(entry["path"])}
+    return {entry["path"] for entry in listed if not entry["size"] or entry["path"] in folders}
 
 
 def _folders(path: str) -> Iterator[str]:
@@ -256,8 +298,6 @@ def _folders(path: str) -> Iterator[str]:
 
 def _file(bucket: str, entry: Any) -> dict[str, Any]:
     """Return the info of an object, as fsspec has it."""
-    if not entry["e_tag"]:
-        raise _unlistable()
     return {
         "name": f"{bucket}/{entry['path']}",
         "size": entry["size"],

@@ -7,13 +7,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsspec.implementations.dirfs import DirFileSystem
+
+from dataload.errors import ObjectChanged
+from dataload.runtime.redact import redacted
 
 CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
 # Google's etag changes with the metadata, such as the storage class after a read; its generation only with the content.
 VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash", "blob_id")
+DERIVED = "derived:"  # begins the versions that no store has given
+MODIFIED = f"{DERIVED}modified/"  # seconds and size follow
 # The version of a local file. Owner, rights, links and the time of their change are no part of it.
 LOCAL_FIELDS = ("ino", "mtime", "size")
 # Not part of a version: the names, of which WebHDFS has another one in listings, and fields that a read changes.
@@ -23,16 +28,25 @@ CHANGED_BY_READS = ("accessTime", "completed", "in_alluxio_percentage", "last_ac
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """Return the version of an object: its first version field verbatim, else a digest.
+    """Return the version of an object: its first version field verbatim, else one that is derived.
 
-    The digest is that of `LOCAL_FIELDS` for a local file, and otherwise of all metadata.
+    It is derived from time and size for an object in S3, from `LOCAL_FIELDS` for a local file, and otherwise from all
+    metadata.
     """
     for name in VERSION_FIELDS:
         if info.get(name):
             return str(info[name])
+    modified = info.get("LastModified")
+    if isinstance(modified, datetime) and "size" in info:  # in S3, without an ETag
+        return f"{MODIFIED}{int(modified.timestamp())}/{info['size']}"
     names = LOCAL_FIELDS if info.keys() >= set(LOCAL_FIELDS) else sorted(info.keys() - _volatile(info))
     fields = [(name, _text(info[name])) for name in names]
-    return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+    return DERIVED + hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+
+
+def is_tag(version: str) -> bool:
+    """Return whether a version is what the store calls it, as opposed to one that follows from other metadata."""
+    return not version.startswith(DERIVED)
 
 
 def _volatile(info: dict[str, Any]) -> set[str]:
@@ -125,14 +139,43 @@ def unwrapped(filesystem: Any, path: str = "") -> tuple[Any, str]:
     return filesystem, path
 
 
-def is_other(tag: str | None, version: str) -> bool:
-    """Return whether the ETag of an answer is not that of the version, as far as both are known.
+class Answer(NamedTuple):
+    """What an answer of S3 says about the version of its object; None where it says nothing."""
 
-    Args:
-        tag: The ETag; None if the answer has none.
-        version: The version. One without quotes may be a digest of other metadata.
-    """
-    return bool(tag) and '"' in version and _opaque(str(tag)) != _opaque(version)
+    tag: str | None = None
+    modified: datetime | None = None
+    size: int | None = None
+    version_id: str | None = None
+
+
+class Comparison:
+    """Compares the version of an object with that of each answer. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], Answer] = {}
+
+    def check(self, path: str, version: str, answer: Answer) -> None:
+        """Raise ObjectChanged if an answer is of another version.
+
+        An answer without a usable ETag is compared with the time and the size in `version`, if it has them, and with
+        the first answer of the object.
+        """
+        if answer.tag and '"' in version:
+            is_other = _opaque(answer.tag) != _opaque(version)
+        else:
+            is_other = self._first.setdefault((path, version), answer) != answer or _is_later(answer, version)
+        if is_other:
+            raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+
+
+def _is_later(answer: Answer, version: str) -> bool:
+    """Return whether an answer has another time or size than the version names. Headers and listings round times."""
+    if not version.startswith(MODIFIED):
+        return False
+    modified, size = map(int, version.removeprefix(MODIFIED).split("/"))
+    if answer.modified is not None and abs(answer.modified.timestamp() - modified) > 1:
+        return True
+    return answer.size is not None and answer.size != size
 
 
 def _opaque(tag: str) -> str:

@@ -15,12 +15,13 @@ from fsspec.asyn import sync
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.explanation import fix_of
+from dataload.cache.origin.guarded_s3 import lacks_token
 from dataload.cache.origin.obstore import bucket_region
 from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginNotFound
-from dataload.formats.hive_partitions import Keys, Partitioning
+from dataload.formats.hive_partitions import Keys
 from dataload.runtime.cached_property import cached_property
 
 TIMEOUT = 5.0  # seconds
@@ -35,12 +36,10 @@ class Store:
     Args:
         url: An object, a folder or a glob.
         blocks: Reads the blocks of its objects.
-        partitioning: As in `make_dataset`.
     """
 
-    def __init__(self, url: str, blocks: Blocks, partitioning: Partitioning = "hive") -> None:
+    def __init__(self, url: str, blocks: Blocks) -> None:
         self.url = url
-        self._partitioning = partitioning
         self.blocks = blocks
         self.origin = blocks.origin
 
@@ -67,7 +66,7 @@ class Store:
         Raises:
             OriginError: The store cannot be listed.
         """
-        return list_objects(self.url, self.blocks, self._partitioning)
+        return list_objects(self.url, self.blocks)
 
     @property
     def first(self) -> Object:
@@ -173,6 +172,22 @@ def ranges(store: Store) -> Finding:
     return problem(f"{first.path}: the store answers a range request with the whole object", advice)
 
 
+def listing(store: Store) -> Finding:
+    """Check that a listing of more than one page leads to the next one."""
+    if not store.is_s3:
+        return ok("this kind of store has no pages of listings")
+    bucket, key, _ = store.filesystem.split_path(store.first.path)
+    folder = key.rpartition("/")[0]
+    with store.origin.map_errors(store.first.path):
+        page = store.filesystem.call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, MaxKeys=1)
+    if lacks_token(page):
+        return warning(
+            "the store sends no token for the next page of a listing: dataload goes on after the last name",
+            "other programs may lose the objects after the first page: update the store, or list files by name",
+        )
+    return ok("each page of a listing leads to the next one" if page.get("IsTruncated") else "a listing has one page")
+
+
 def etag(store: Store) -> Finding:
     first = store.first
     try:
@@ -180,6 +195,11 @@ def etag(store: Store) -> Finding:
     except DataloadError as error:
         return problem(reason(error), READ_ADVICE)
     field = next((name for name in VERSION_FIELDS if info.get(name)), None)
+    if field is None and info.get("LastModified"):
+        return warning(
+            f"{first.path} has no ETag and no version: time and size tell versions apart",
+            "write new objects under new names: one of equal size within a second is not noticed",
+        )
     if field is None:
         return warning(
             f"{first.path} has no ETag and no version: a replaced object is not detected",

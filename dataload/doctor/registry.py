@@ -32,6 +32,7 @@ ORIGIN: dict[str, Callable[[Store], Finding]] = {
     "clock": object_store.clock,
     "credentials": object_store.credentials,
     "region": object_store.region,
+    "listing": object_store.listing,
     "ranges": object_store.ranges,
     "ETag": object_store.etag,
     "If-Match": object_store.if_match,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 CREDENTIALS = re.compile(
     "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string",
@@ -58,3 +60,12 @@ def unsigned(text: str) -> str:
     address, mark, query = _USERINFO.sub("//", text).partition("?")
     kept = [part for part in query.split("&") if not CREDENTIALS.search(part.partition("=")[0])]
     return address + mark * bool(kept) + "&".join(kept)
+
+
+def public(value: Any) -> Any:
+    """Return options, perhaps nested, without those that hold credentials, and URLs without their credentials."""
+    if isinstance(value, Mapping):
+        return {name: public(each) for name, each in value.items() if not CREDENTIALS.search(str(name))}
+    if isinstance(value, (list, tuple)):
+        return [public(each) for each in value]
+    return unsigned(value) if isinstance(value, str) else value

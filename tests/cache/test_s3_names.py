@@ -23,6 +23,7 @@ from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
 from dataload.cache.filesystem import open_source
 from dataload.cache.origin import obstore
+from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.deferred_s3 import DeferredS3, deferred_s3
 from dataload.cache.origin.known_s3 import KnownS3
 from dataload.cache.origin.origin import Origin
@@ -131,7 +132,7 @@ def test_one_object_is_that_of_s3fs(server: Any, tree: str, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "requests"),
-    [("plain", 1), ("hive", 1), ("plain/*.parquet", 1), ("hive/*/*.parquet", 3), ("plain/part-1.parquet", 2)],
+    [("plain", 1), ("hive", 1), ("plain/*.parquet", 1), ("hive/*/*.parquet", 1), ("plain/part-1.parquet", 2)],
 )
 def test_a_listing_takes_few_requests_and_no_s3fs(server: Any, tree: str, path: str, requests: int) -> None:
     origin = deferred(server.storage_options)
@@ -141,14 +142,14 @@ def test_a_listing_takes_few_requests_and_no_s3fs(server: Any, tree: str, path: 
     assert len(server.requests) == requests
 
 
-def test_a_bucket_without_folders_is_listed_once(bucket: Any) -> None:
+def test_a_whole_bucket_is_listed_by_two_requests(bucket: Any) -> None:
     for key in ("x", "y"):
         bucket.put(key, b"1")
     origin = deferred(bucket.options)
     origin._filesystem.load = None  # Nothing may call it.
     bucket.server.reset()
     assert sorted(origin.list(bucket.name)) == [f"{bucket.name}/x", f"{bucket.name}/y"]
-    assert len(bucket.server.requests) == 1
+    assert len(bucket.server.requests) == 2  # the second finds names that begin with "/"
 
 
 @pytest.mark.skipif(not _lists_prefixes(), reason="this s3fs takes a part of a folder for all of it")
@@ -297,7 +298,7 @@ def test_the_settings_are_those_of_botocore(
     assert found is not None and found.known is not None
     assert (Origin(found).identity, Origin(found).address) == (Origin(filesystem).identity, Origin(filesystem).address)
     assert found.known.region == filesystem.s3.meta.region_name
-    told = obstore._Credentials(lambda: filesystem) if not filesystem.anon else None
+    told = Credentials(lambda: filesystem) if not filesystem.anon else None
     own = obstore._lasting(found.known)
     assert (told and told()) == own
 

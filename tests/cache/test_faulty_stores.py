@@ -1,0 +1,228 @@
+"""Stores that answer otherwise than Amazon: the rows are right, or one error says what to do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import s3fs
+from credential_services import PROVIDERS, issuing
+from faulty_store import THEN, Answer, Asked, Store, faulty_store
+
+from dataload.cache.blocks.reader import Blocks
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.origin import Origin
+from dataload.doctor import object_store as doctor
+from dataload.errors import ObjectChanged, OriginError
+
+BLOCK = 1 << 12
+OLD, NEW = b"old." * BLOCK, b"new!" * BLOCK
+QUICK_PROVIDERS = ["environment", "file", "container"]
+CLIENTS = ["obstore", "fsspec"]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def origin_of(client: str, **options: Any) -> Origin:
+    """Return an origin for these options of s3fs, which a client of `CLIENTS` reads; "deferred": without s3fs."""
+    if client == "deferred":
+        return Origin(DeferredS3(**options))
+    return Origin(fsspec.filesystem("s3", skip_instance_cache=True, **options), engine=client)
+
+
+@contextmanager
+def opened(store: Store, cache_dir: Path, client: str, **options: Any) -> Iterator[TierCacheFileSystem]:
+    origin = s3fs.S3FileSystem(skip_instance_cache=True, **(options or store.options))
+    given = {"cache_dir": str(cache_dir), "block_bytes": BLOCK, "skip_instance_cache": True}
+    yield TierCacheFileSystem(fs=origin, engine=client, **given)
+    origin.close_session(origin.loop, origin.s3)
+
+
+@pytest.mark.parametrize("client", ["deferred", "fsspec"])
+@pytest.mark.parametrize("path", ["bucket/d", "bucket/d/*", "bucket", "bucket/*/*"])
+@pytest.mark.parametrize("listing", ["tokenless", "v1"])
+def test_a_listing_without_tokens_loses_no_object(client: str, path: str, listing: str) -> None:
+    with faulty_store(listing=listing, page=10) as store:
+        for number in range(25):
+            store.put(f"d/{number:02d}", b"x")
+        assert len(origin_of(client, **store.options).list(path)) == 25
+
+
+@pytest.mark.parametrize("client", ["deferred", "fsspec"])
+def test_folders_of_a_listing_without_tokens_are_all_listed(client: str) -> None:
+    with faulty_store(listing="tokenless", page=10) as store:
+        for number in range(40):
+            store.put(f"d/{number:02d}/x", b"x")
+        assert len(origin_of(client, **store.options).list("bucket/d/*/x")) == 40
+
+
+@pytest.mark.parametrize("client", ["deferred", "fsspec"])
+@pytest.mark.parametrize("path", ["bucket/d", "bucket/d/*", "bucket"])
+def test_a_listing_whose_token_repeats_is_an_error(client: str, path: str) -> None:
+    with faulty_store(listing="repeating", page=10) as store:
+        for number in range(35):
+            store.put(f"d/{number:02d}", b"x")
+        with pytest.raises(
+            OriginError, match=r"s3://bucket/.*: the store answers .* with an earlier one: name its files"
+        ):
+            origin_of(client, **store.options).list(path)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("what", ["time", "time, listed tags"])
+def test_a_replaced_object_without_etags_is_noticed_at_equal_size(tmp_path: Path, client: str, what: str) -> None:
+    with faulty_store(tags="listed" if "listed" in what else False, conditions=False) as store:
+        store.put("x", OLD)
+        with opened(store, tmp_path, client) as fs:
+            [name] = fs.find("bucket")
+            obj = fs.object(name)
+            assert fs.blocks.read(obj, 0, BLOCK) == OLD[:BLOCK]
+            store.put("x", NEW, THEN + 60)
+            with pytest.raises(ObjectChanged, match="x was replaced after it was listed"):
+                fs.blocks.read(obj, BLOCK, 2 * BLOCK)
+            fs.invalidate_cache()
+            assert fs.cat_file(name) == NEW
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_object_whose_store_has_no_etags_is_read_whatever_it_does_with_conditions(
+    tmp_path: Path, client: str
+) -> None:
+    with faulty_store(tags=False, conditions=True) as store:
+        store.put("x", OLD)
+        with opened(store, tmp_path, client) as fs:
+            assert fs.cat_file("bucket/x") == OLD
+
+
+@pytest.mark.parametrize(("listing", "status"), [("v2", "ok"), ("tokenless", "warning")])
+def test_doctor_names_a_store_that_cuts_listings(listing: str, status: str) -> None:
+    with faulty_store(listing=listing) as store:
+        for name in ("d/x", "d/y"):
+            store.put(name, b"x")
+        case = doctor.Store("s3://bucket/d", Blocks.uncached(origin_of("fsspec", **store.options)))
+        found = doctor.listing(case)
+    assert (found.status, "no token" in found.what) == (status, status == "warning")
+
+
+def test_doctor_names_a_store_that_tells_versions_apart_by_time() -> None:
+    with faulty_store(tags=False) as store:
+        store.put("x", b"x")
+        case = doctor.Store("s3://bucket/x", Blocks.uncached(origin_of("fsspec", **store.options)))
+        assert "time and size tell versions apart" in doctor.etag(case).what
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("provider", [
+    *QUICK_PROVIDERS,
+    *(pytest.param(each, marks=pytest.mark.slow) for each in PROVIDERS if each not in QUICK_PROVIDERS),
+])  # fmt: skip
+def test_a_rejected_token_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, client: str
+) -> None:
+    with (
+        issuing(provider, tmp_path, monkeypatch, timedelta(minutes=4)) as issuer,
+        faulty_store(fault=issuer.fault) as store,
+        opened(store, tmp_path / "cache", client, endpoint_url=store.url) as fs,
+    ):
+        store.put("x", OLD)
+        obj = fs.object("bucket/x")
+        assert fs.blocks.read(obj, 0, BLOCK) == OLD[:BLOCK]
+        issuer.rotate()
+        assert fs.blocks.read(obj, BLOCK, 2 * BLOCK) == OLD[BLOCK : 2 * BLOCK]
+        issuer.rotate()
+        assert [*fs.find("bucket")] == ["bucket/x"]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_token_that_stays_rejected_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    with (
+        issuing("container", tmp_path, monkeypatch, timedelta(hours=1)) as issuer,
+        faulty_store(fault=issuer.fault) as store,
+        opened(store, tmp_path / "cache", client, endpoint_url=store.url) as fs,
+    ):
+        store.put("x", OLD)
+        obj = fs.object("bucket/x")
+        issuer.accepts_none = True
+        for _ in range(2):
+            with pytest.raises(OriginError, match=r"denied access .ExpiredToken.*renew the token"):
+                fs.blocks.read(obj, 0, BLOCK)
+        assert issuer.issued <= 3
+
+
+def test_a_token_is_fetched_again_before_it_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a rejection: once half of its time has passed."""
+    with (
+        issuing("process", tmp_path, monkeypatch, timedelta(seconds=2)) as issuer,
+        faulty_store() as store,
+        opened(store, tmp_path / "cache", "obstore", endpoint_url=store.url) as fs,
+    ):
+        store.put("x", OLD)
+        obj = fs.object("bucket/x")
+        assert fs.blocks.read(obj, 0, BLOCK) == OLD[:BLOCK]
+        issuer.rotate()
+        until = time.monotonic() + 10
+        while issuer.key not in [asked.access_key for asked in store.asked] and time.monotonic() < until:
+            fs.blocks.origin.read(obj.path, 0, 10, obj.version)
+        assert issuer.key in [asked.access_key for asked in store.asked]
+
+
+@contextmanager
+def elsewhere(target: Store) -> Iterator[Callable[[Asked], Answer | None]]:
+    """Yield a fault that redirects requests for objects to another host."""
+    url = target.url.replace("127.0.0.1", "localhost")
+
+    def redirect(asked: Asked) -> Answer | None:
+        return Answer.error(307, Location=f"{url}/bucket/{asked.key}") if asked.kind == "get" else None
+
+    yield redirect
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_store_that_redirects_to_another_host_is_not_followed(tmp_path: Path, client: str) -> None:
+    with faulty_store() as target, elsewhere(target) as redirect, faulty_store(fault=redirect) as store:
+        store.put("x", OLD)
+        target.put("x", OLD)
+        options = {**store.options, "token": "a-token"}
+        with (
+            opened(store, tmp_path, client, **options) as fs,
+            pytest.raises(OriginError, match=r"x bytes .*if you trust http://localhost:\d+, to which it redirects"),
+        ):
+            fs.cat_file("bucket/x")
+        assert not target.asked
+
+
+@pytest.mark.parametrize("given", [
+    {"headers": {"X-Api-Key": "a-secret", "Authorization": "a-secret", "Cookie": "a=a-secret"}},
+    {"client_kwargs": {"headers": {"X-Api-Key": "a-secret"}, "cookies": {"a": "a-secret"}}},
+], ids=["of requests", "of the session"])  # fmt: skip
+def test_a_redirect_over_http_is_followed_without_credentials(tmp_path: Path, given: dict[str, Any]) -> None:
+    with faulty_store() as target:
+        target.put("x", OLD)
+
+        def redirect(asked: Asked) -> Answer:
+            return Answer.error(302, Location=f"{target.url.replace('127.0.0.1', 'localhost')}/bucket/x")
+
+        with faulty_store(fault=redirect) as store:
+            origin = fsspec.filesystem("http", skip_instance_cache=True, **given)
+            options = {"cache_dir": str(tmp_path), "block_bytes": BLOCK, "skip_instance_cache": True}
+            fs = TierCacheFileSystem(fs=origin, **options)
+            assert fs.cat_file(f"{store.url}/bucket/x") == OLD
+            assert target.asked
+            kept = {"accept", "accept-encoding", "host", "range", "user-agent"}
+            assert {name.lower() for asked in target.asked for name in asked.headers} <= kept
+            assert any("a-secret" in str(asked.headers) or "Basic" in str(asked.headers) for asked in store.asked)
+            origin.close_session(origin.loop, origin._session)
