@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest slow chaos format demo bench gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest slow corpora chaos format demo bench gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -56,6 +56,10 @@ newest:
 # Whole programs and further variants of tests: examples, the demo, benchmarks, start methods, meshes, more seeds.
 slow: setup
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
+
+# Read every file of ../shared/corpora as pyarrow does, or refuse it by name: files of other projects, many damaged.
+corpora: setup
+	PYTHONPATH=tests/support $(BIN)/python tests/support/corpora.py
 
 # Long tests: a thousand kills of the tier, 200 of training, ten thousand fuzzing steps, columns of more than 2 GiB.
 chaos: setup

@@ -71,13 +71,13 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         key = self._info_key(path)
         cached = self.blocks.tier.get(key)
         if cached is not None:
-            return {**json.loads(bytes(cached)), "name": path}
+            return {**json.loads(bytes(key.proven(cached))), "name": path}
         info = self.blocks.origin.info(path)
         if info["type"] == "file":
             plain = ((name, value) for name, value in info.items() if isinstance(value, (str, int, float)))
             fields = {name: value for name, value in plain if redacted(value) == str(value)}  # no URL with credentials
             data = json.dumps({**fields, "checksum": version_of(info)}).encode()
-            self.blocks.tier.get_or_fill(key, partial(copy_into, data))
+            self.blocks.tier.get_or_fill(key, partial(copy_into, key.proof(data) + data))
         return info
 
     def _request(self, path: str, request: Callable[[Any, Any], T]) -> T:
@@ -207,7 +207,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             self.blocks.tier.discard([self._info_key(obj.path)], [])
 
     def _info_key(self, path: str) -> BlobKey:
-        return self.blocks.key(Object(path, 0, "immutable"), INFO)
+        return self.blocks.key(Object(path, 0, "immutable"), INFO, check=BlobKey.proven)
 
     def _type_of(self, path: str) -> str | None:
         """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dataload.cache.division import Division, Need
+from dataload.errors import CorruptEntry
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
+PROOF_BYTES = 16
 RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
 INFO = "info"  # `BlobKey.what` of the first info of an object: it may be out of date, so hosts do not share it.
 FILL_SECONDS = 120.0  # Then a thread that waits for a lock asks whether the lock's holder was stopped.
@@ -27,6 +29,9 @@ Allocate = Callable[[int], memoryview]
 
 Span = tuple[int, int]
 """Bytes [start, stop) of a blob, 0 <= start <= stop; clipped to its size."""
+
+Check = Callable[["BlobKey", memoryview], object]
+"""check(key, payload) raises any exception for a payload that does not have the structure of the blob."""
 
 Fill = Callable[[Allocate], None]
 """Makes one blob: calls `allocate` as soon as the size is known, then writes all bytes.
@@ -43,6 +48,8 @@ class BlobKey:
         version: Version of the object.
         what: Part or derivative of the object, such as a byte range.
         group: Name of the blobs of the object that are read together, such as those of a row group. "": none.
+        check: Checks the structure of the blob, where a process first reads all of it; None: any bytes will do.
+        size: Bytes of the blob; None: unknown.
         digest: Digest of all parts, 32 bytes. The last 8 are the number of the group, see `group_number`.
     """
 
@@ -51,6 +58,8 @@ class BlobKey:
     version: str
     what: str
     group: str = ""
+    check: Check | None = field(default=None, repr=False, compare=False)
+    size: int | None = field(default=None, repr=False, compare=False)
     digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +75,31 @@ class BlobKey:
     def name(self) -> str:
         """See `blob_name`."""
         return blob_name(self.path, self.what)
+
+    def proof(self, data: bytes | memoryview) -> bytes:
+        """Return a digest of data and of this key. Each blob of metadata begins with it."""
+        return hashlib.blake2b(data, digest_size=PROOF_BYTES, key=self.digest, person=b"dataload proof").digest()
+
+    def proven(self, blob: memoryview) -> memoryview:
+        """Return the data after its proof. Raise ValueError if the proof is of other data, or of another key."""
+        proof, data = blob[:PROOF_BYTES], blob[PROOF_BYTES:]
+        if proof != self.proof(data):
+            raise ValueError("its proof is of other data, or of another key")
+        return data
+
+    def check_size(self, size: int, where: object) -> None:
+        """Raise CorruptEntry if the blob cannot have `size` bytes. where: names it."""
+        if self.size not in (None, size):
+            raise CorruptEntry(f"{where} has {size} bytes of {self.name}, not {self.size}")
+
+    def check_structure(self, payload: memoryview, where: object) -> None:
+        """Raise CorruptEntry unless bytes, whose checksums match, have the structure of this blob. where: names it."""
+        self.check_size(len(payload), where)
+        if self.check is not None:
+            try:
+                self.check(self, payload)
+            except Exception as error:  # whatever a parser raises
+                raise CorruptEntry(f"{where} does not have the structure of {self.name}: {error!r}") from error
 
 
 def blob_name(path: str, what: str) -> str:
@@ -94,6 +128,16 @@ class Waited(Enum):
 
 class CacheFullError(Exception):
     """The tier cannot cache the blob: it is full or its disk fails."""
+
+
+class Notes(Protocol):
+    """What running processes that share a cache show each other, by name."""
+
+    def show(self, name: str, content: bytes) -> None:
+        """Show some content as long as this process runs."""
+
+    def read(self, name: str) -> bytes | None:
+        """Return what one process shows under a name; None if none or several do."""
 
 
 class Tier(Protocol):
@@ -193,6 +237,11 @@ class Tier(Protocol):
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         """Return whether a tier with a transient region caches one of these blobs only there, or not at all."""
         return False
+
+    @property
+    def notes(self) -> Notes | None:
+        """What running processes of this host show each other; None: they cannot."""
+        return None
 
     def lease(self, need: Need) -> object:
         """Announce a need to all processes of the host. It lasts as long as the returned object, or this process."""

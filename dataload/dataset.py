@@ -24,6 +24,7 @@ from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
+from dataload.formats.hive_partitions import PARTITIONINGS, Partitioning
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
@@ -267,6 +268,7 @@ def make_dataset(
     storage_options: dict[str, Any] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
+    partitioning: Partitioning = "hive",
     cache: CacheConfig | Literal[False] | None = None,
     cache_dir: str | None = None,
     cache_bytes: int | str | None = None,
@@ -277,8 +279,8 @@ def make_dataset(
     Args:
         source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list. The order is that of paths.
         columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
-            Keys in folder names (`label=cat/…`) are columns, too. A column that some files lack is null there, if it
-            is named.
+            Keys in folder names (`label=cat/…`) are columns, too; see `partitioning`. A column that some files lack is
+            null there, if it is named.
         filters: Rows to read, in pyarrow's form. All predicates of [("label", "=", "cat"), ("year", ">=", 2020)] must
             hold; of a list of such lists, one must hold. Or an expression of `pyarrow.compute`, such as
             `field("year") > 2020`. See `Dataset.filter`.
@@ -288,6 +290,7 @@ def make_dataset(
             integers, booleans and times raise a DataError.
         null_masks: Instead of that error, make these nulls zeros, and add "<column>.is_null": a bool Tensor[B] of the
             rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
+        partitioning: "hive": folders named `key=value` below the source are keys. None: they are not.
         cache: The host's cache: a `CacheConfig`, or None for the default one. False: cache nothing outside this
             process's memory. Each of a loader's `num_workers` has its own memory, so each fetches every row group then.
         cache_dir: As in `CacheConfig`; not with `cache`.
@@ -319,6 +322,8 @@ def make_dataset(
         >>> folder.cleanup()
     """
     config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
+    if partitioning not in PARTITIONINGS:
+        raise ConfigError(f"partitioning={partitioning!r} is unknown: use 'hive', or None")
     paths, columns = source_paths(source), _listed(columns)
     if filters is not None:
         from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
@@ -326,7 +331,7 @@ def make_dataset(
 
         check_form(filters)
     blocks = open_source(paths[0], storage_options, config, paths[1:])
-    manifest = resolve(paths, blocks, columns)
+    manifest = resolve(paths, blocks, columns, partitioning)
     if filters is not None:
         manifest = narrow(manifest, blocks, filters)
     return Dataset(manifest, blocks, columns, fill_null, null_masks)

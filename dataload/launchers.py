@@ -37,6 +37,20 @@ class Launched(NamedTuple):
     host_ranks: tuple[int, ...] | None
 
 
+class MeetingPlace(NamedTuple):
+    """Where the ranks of a job can show each other something.
+
+    Attributes:
+        agent: Host and port of the store that torchrun's agent holds for its ranks; None: there is none.
+        attempt: Number of the attempt of the job, which the agent's store outlives.
+        run: Tells the ranks of this run from those of others on this host.
+    """
+
+    agent: tuple[str, int] | None
+    attempt: str
+    run: str
+
+
 # The most trusted launcher first. The variables of the first are those of torchrun; Ray Train and DeepSpeed set some of
 # them (Ray Train NODE_RANK, DeepSpeed LOCAL_SIZE, CROSS_RANK and CROSS_SIZE), and accelerate starts torchrun.
 # Slurm comes last: the processes of mpirun inherit the variables of the shell or the daemon that started them, which
@@ -71,6 +85,11 @@ LAUNCHERS = (
         node=("SLURM_NODEID",),
         num_nodes=("SLURM_STEP_NUM_NODES",),
     ),
+)
+# What launchers set to the same value on all ranks of a run, and to another in another run.
+RUN = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
+    *("OMPI_MCA_ess_base_jobid", "PMI_JOBID", "MASTER_ADDR", "MASTER_PORT"),
 )
 LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
@@ -197,6 +216,15 @@ def _warn_of_terminal(rank: int | None, world_size: int) -> None:
 def on_one_host(environ: Mapping[str, str], world_size: int) -> int | None:
     """Return `world_size` if all ranks are on this host, because they meet at a loopback address; else None."""
     return world_size if LOOPBACK.fullmatch(environ.get("MASTER_ADDR", "")) else None
+
+
+def read_meeting_place(environ: Mapping[str, str]) -> MeetingPlace:
+    """Return where the ranks of the job that a launcher describes in `environ` can show each other something."""
+    host, port = environ.get("MASTER_ADDR"), integer(environ, "MASTER_PORT")
+    is_held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    run = " ".join(f"{name}={environ[name]}" for name in RUN if environ.get(name)) or f"children of {os.getppid()}"
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return MeetingPlace((host, port) if is_held and host and port else None, attempt, run)
 
 
 def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:

@@ -12,7 +12,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError
-from dataload.launchers import announcing_launchers, integer, on_one_host, read_launcher, warn_of_terminal
+from dataload.launchers import (
+    MeetingPlace,
+    announcing_launchers,
+    integer,
+    on_one_host,
+    read_launcher,
+    read_meeting_place,
+    warn_of_terminal,
+)
 from dataload.mesh import data_parallel_argument, data_parallel_ranks, model_parallel_dims, ranks_together, ravel
 
 if TYPE_CHECKING:
@@ -223,6 +231,11 @@ def read_environment(environ: Mapping[str, str], group: tuple[int, int] | None =
     if integer(environ, "RANK"):
         raise ConfigError(f"RANK={environ['RANK']} says that there are more ranks: set WORLD_SIZE too")
     return World(0, 1, 0, 1)
+
+
+def meeting_place() -> MeetingPlace:
+    """Return where the ranks of this job can show each other something."""
+    return read_meeting_place(os.environ)
 
 
 def _says_more(other: World, world: World) -> bool:

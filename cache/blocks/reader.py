@@ -18,7 +18,7 @@ from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.limiter import limiter_of
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
-from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Span, Tier
+from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Check, Span, Tier
 from dataload.errors import ConfigError
 from dataload.runtime.executor import LOOK_SECONDS, awaited, shared_executor
 from dataload.runtime.forks import ForkAware
@@ -120,9 +120,11 @@ class Blocks(ForkAware):
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int, bool]]:
         return Blocks, (self.origin, self.tier, self.block_bytes, self._bypasses_cache)
 
-    def key(self, obj: Object, what: str, group: str = "") -> BlobKey:
-        """Return the cache key of a part or derivative of an object; `group` as for `BlobKey`."""
-        return BlobKey(self.origin.identity, obj.unsigned_path, obj.version, what, group)
+    def key(
+        self, obj: Object, what: str, group: str = "", check: Check | None = None, size: int | None = None
+    ) -> BlobKey:
+        """Return the cache key of a part or derivative of an object; other arguments as for `BlobKey`."""
+        return BlobKey(self.origin.identity, obj.unsigned_path, obj.version, what, group, check, size)
 
     @property
     def retains_blocks(self) -> bool:
@@ -264,7 +266,7 @@ class Blocks(ForkAware):
 
     def _key_of(self, obj: Object, number: int) -> BlobKey:
         start, stop = self._bounds(obj, number)
-        return self.key(obj, f"{start}-{stop}")
+        return self.key(obj, f"{start}-{stop}", size=stop - start)
 
     def _block(self, obj: Object, number: int, span: Span | None = None, *, keep: bool = False) -> memoryview:
         start, stop = self._bounds(obj, number)

@@ -106,6 +106,7 @@ class Cluster(ForkAware):
             return None
         try:
             payload = blob_file.payload_of(whole, key.digest, name)
+            key.check_structure(payload, name)
         except CorruptEntry as error:  # The caller makes the blob again and overwrites this one.
             self.health.report("reading", error)
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from dataload.cache.cluster.store import Cluster, shared_cluster
 from dataload.cache.division import Division, Need
-from dataload.cache.tier import INFO, RECORDS, Allocate, BlobKey, Fill, Span, Tier, copy_into
+from dataload.cache.tier import INFO, RECORDS, Allocate, BlobKey, Fill, Notes, Span, Tier, copy_into
 
 
 class ClusterTier(Tier):
@@ -109,6 +109,10 @@ class ClusterTier(Tier):
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
         self.local.discard(keys, made)
+
+    @property
+    def notes(self) -> Notes | None:
+        return self.local.notes
 
     def lease(self, need: Need) -> object:
         return self.local.lease(need)

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import struct
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from dataload.cache.tier import Span
+from dataload.cache.tier import BlobKey, Span
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
 
@@ -37,7 +38,9 @@ _SUM_BYTES = 8
 _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
+STRUCTURE = 1  # the bit of a blob whose structure is checked
 WHOLE = -1  # every bit set
+OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the permissions of other users to write
 FILE_NAME = re.compile(r"[0-9a-f]{64}")  # the digest of the blob's key
 
 
@@ -63,7 +66,7 @@ class Footer(NamedTuple):
 
 
 class VerifiedSegments:
-    """A thread-safe record of the segments that matched their checksums, a bit each; segment 0 is the lowest bit.
+    """A thread-safe record of what was verified: the lowest bit is `STRUCTURE`, the next one is that of segment 0.
 
     A file whose inode or modification time has changed counts as unverified. The record has at most `MOST_BLOBS` blobs.
     """
@@ -73,12 +76,12 @@ class VerifiedSegments:
         self._known: dict[bytes, tuple[int, int, int]] = {}
 
     def bits(self, digest: bytes, status: os.stat_result) -> int:
-        """Return the verified segments of a file as bits; `WHOLE` if all are verified."""
+        """Return what is verified of a file, as bits; `WHOLE`: all of it."""
         inode, modified_at, bits = self._known.get(digest, (0, 0, 0))
         return bits if (inode, modified_at) == (status.st_ino, status.st_mtime_ns) else 0
 
     def add(self, digest: bytes, status: os.stat_result, bits: int) -> None:
-        """Add verified segments of a file."""
+        """Add what was verified of a file."""
         with self._mutex:
             bits |= self.bits(digest, status)
             self._known[digest] = (status.st_ino, status.st_mtime_ns, bits)
@@ -189,14 +192,17 @@ def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
     return payload
 
 
-def open_map(path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None) -> memoryview:
+def open_map(
+    path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None, key: BlobKey | None = None
+) -> memoryview:
     """Return the payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
     Args:
         path: The blob's file.
         digest: Digest of the blob's key.
-        verified: The segments that this process has verified. The other segments that `span` touches are verified now.
+        verified: What this process has verified. The other segments that `span` touches are verified now.
         span: First byte and end of the range to return. None: the whole payload.
+        key: The blob's key, which knows the size and, for the whole payload, the structure. None: any will do.
 
     Raises:
         OSError: The file is missing or unreadable.
@@ -210,11 +216,17 @@ def open_map(path: str | Path, digest: bytes, verified: VerifiedSegments, span: 
         os.close(descriptor)
     if footer.digest != digest:
         raise CorruptEntry(f"{path} holds another blob, with key {footer.digest.hex()}")
+    if key is not None:
+        key.check_size(footer.payload, path)
+    payload = mapped.view[: footer.payload]
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
         mapped.read_in(start, stop, path)
         _check(path, mapped, footer, range(start // SEGMENT_BYTES, _num_segments(stop)), status, verified)
-    return mapped.view[: footer.payload][start:stop]
+    if key is not None and span is None and not verified.bits(digest, status) & STRUCTURE:
+        key.check_structure(payload, path)
+        verified.add(digest, status, WHOLE)
+    return payload[start:stop]
 
 
 def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
@@ -232,7 +244,10 @@ def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
         os.close(descriptor)
     if xxhash.xxh3_64_digest(proof) != footer.checksum:
         raise CorruptEntry(f"{path} has damaged checksums")
-    return footer, proof[len(proof) - footer.name :].decode(), status
+    try:
+        return footer, proof[len(proof) - footer.name :].decode(), status
+    except UnicodeDecodeError as error:
+        raise CorruptEntry(f"{path} has no valid name") from error
 
 
 def _open(path: str | Path) -> int:
@@ -246,8 +261,17 @@ def _open(path: str | Path) -> int:
 
 def _footer(path: str | Path, descriptor: int) -> tuple[Footer, os.stat_result]:
     status = os.fstat(descriptor)
+    if (status.st_mode & OF_OTHERS or status.st_uid not in (0, os.geteuid())) and not _is_read_only(descriptor):
+        raise CorruptEntry(
+            f"{path} is of user {status.st_uid} with mode {status.st_mode:o}: others may have written it"
+        )
     found = os.pread(descriptor, FOOTER_BYTES, max(0, status.st_size - FOOTER_BYTES))
     return _parse(path, found, status.st_size), status
+
+
+def _is_read_only(descriptor: int) -> bool:
+    """Return whether a file is on a read-only mount, such as an image, whose users are those of another machine."""
+    return bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
 
 
 def _parse(path: str | Path, found: bytes | memoryview, file_bytes: int | None) -> Footer:
@@ -271,7 +295,7 @@ def _check(
     verified: VerifiedSegments,
 ) -> None:
     requested = ((1 << len(segments)) - 1) << segments.start
-    known = verified.bits(footer.digest, status)
+    known = verified.bits(footer.digest, status) >> 1
     if known & requested == requested:
         return
     mapped.read_in(footer.payload, footer.size, path)
@@ -285,8 +309,7 @@ def _check(
             found = xxhash.xxh3_64_digest(whole[start : min(start + SEGMENT_BYTES, footer.payload)])
             if found != proof[offset : offset + _SUM_BYTES]:
                 raise CorruptEntry(f"{path} does not match its checksum from byte {start} on")
-    all_segments = (1 << _num_segments(footer.payload)) - 1
-    verified.add(footer.digest, status, WHOLE if (known | requested) == all_segments else requested)
+    verified.add(footer.digest, status, requested << 1)
 
 
 def _num_segments(size: int) -> int:

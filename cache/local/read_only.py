@@ -55,7 +55,7 @@ class ReadOnlyTier(MemoryTier):
         if reads.allows():
             try:
                 file = blob_file.path_in(self._blobs_folder, key.digest)
-                found = blob_file.open_map(file, key.digest, self._verified, span)
+                found = blob_file.open_map(file, key.digest, self._verified, span, key)
             except FileNotFoundError:
                 reads.inconclusive()
             except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import socket
@@ -20,6 +21,7 @@ from dataload.runtime.forks import ForkAware, close_copies
 
 _SWEPT = "-swept"
 _ANNOUNCED, _DRAFT = "announced", "announced-draft"  # what this process needs of the cache
+_NOTE = "note-"  # begins the names of files that `show` writes
 _LIMIT = "limit-"  # begins the name of an empty file, which ends with a limit that this process gives the cache
 LOOK_SECONDS = 1.0  # within which a process that looks for running ones gives a lock back
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
@@ -124,6 +126,22 @@ class StagingFolder(ForkAware):
                         return min(others), f"process {pid} of {host}"
         return None
 
+    def show(self, name: str, content: bytes) -> None:
+        """Show some content to other processes, under a name, as long as this one runs."""
+        draft = self._path / f"{_note(name)}-draft"
+        draft.write_bytes(content)
+        draft.rename(self._path / _note(name))
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a running process shows under a name; None if none or several do."""
+        found = []
+        for folder in _listed(self._path.parent):
+            with suppress(OSError):  # It shows nothing, or its process just ends.
+                content = (folder / _note(name)).read_bytes()
+                with _locked(folder) as dead:
+                    found += [content] * (dead is False)
+        return found[0] if len(found) == 1 else None
+
     def draft(self, digest: bytes) -> str:
         """Return a new path for writing the blob `digest`."""
         return f"{self._path}/{digest.hex()}-{secrets.token_hex(4)}"
@@ -178,6 +196,10 @@ def users(cache: Path) -> str:
                 found.append((not (its_host == host and _is_stopped(pid)), f"process {pid} of {its_host}"))
     names = [f"{name}{'' if runs else ' (stopped)'}" for runs, name in sorted(found)]
     return f"the cache is open in {', '.join(names) or 'no other process'}"
+
+
+def _note(name: str) -> str:
+    return _NOTE + hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def _owner(folder: Path) -> tuple[str, str]:
@@ -261,7 +283,7 @@ def _close(owner: int, path: Path, descriptor: int, announced: list[int]) -> Non
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        for file in (path / _ANNOUNCED, path / _DRAFT, *path.glob(f"{_LIMIT}*")):
+        for file in (path / _ANNOUNCED, path / _DRAFT, *path.glob(f"{_LIMIT}*"), *path.glob(f"{_NOTE}*")):
             file.unlink(missing_ok=True)
     while announced:
         os.close(announced.pop())

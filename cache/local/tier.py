@@ -27,7 +27,7 @@ from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.needs import Lease, host_needs
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWriter
-from dataload.cache.tier import BlobKey, Fill, Span, Tier, Waited
+from dataload.cache.tier import BlobKey, Fill, Notes, Span, Tier, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -215,6 +215,11 @@ class LocalTier(ForkAware, Tier):
                 return not folder.index.all_pinned(key.digest for key in keys)
         return False
 
+    @property
+    def notes(self) -> Notes | None:
+        folder = self.opened()
+        return None if folder is None else folder.staging
+
     def lease(self, need: Need) -> Lease:
         lease = Lease(self.needs, need)
         self.division()  # announces the need
@@ -295,7 +300,7 @@ class LocalTier(ForkAware, Tier):
         found = None
         with self.fallback("reading a blob", self.health.reads, folder):
             with suppress(FileNotFoundError):
-                found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span)
+                found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span, key)
             if found is not None:
                 self.health.reads.worked()
             else:  # A failing disk may still find that a file is missing.

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.filters import Filter, Filters, filter_of, lacks_member, shown
-from dataload.catalog.footer_cache import FooterReader, get_or_make, make_alone, read_footer
+from dataload.catalog.footer_cache import FooterReader, Metadata, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.pruning import decide
 from dataload.catalog.selection import Mask, Selection
@@ -64,12 +64,17 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
         raise ConfigError(f"map made the column {min(mapped)!r}")
     if lacking := [name for name in chosen.columns if name in manifest.partial and _is_member(name, manifest, blocks)]:
         raise lacks_member(lacking[0], manifest)
-    key = blocks.key(Object(first.file.path, 0, manifest.fingerprint), f"matches {VERSION} {chosen.digest}")
-    found = blocks.tier.get(key)
+    matches = Metadata(
+        blocks,
+        Object(first.file.path, 0, manifest.fingerprint),
+        f"matches {VERSION} {chosen.digest}",
+        partial(Selection.from_bytes, lengths=[group.rows for group in manifest.row_groups]),
+    )
+    found = matches.get()
     if found is None:
         selection = _selection(manifest, blocks, chosen).to_bytes()  # without the lock of its key: it may take minutes
-        found = get_or_make(blocks, key, lambda: selection)
-    result = manifest.selected(Selection.from_bytes(found))
+        found = matches.get_or_make(lambda: selection)
+    result = manifest.selected(found)
     if not result.num_rows:
         raise ConfigError(
             f"filters={shown(filters)} leave none of {manifest.num_rows} rows: compare the values with `dataload head`"
@@ -151,13 +156,9 @@ class _Scan:
         content += [[group.file.unsigned_path, group.number, group.constants] for group in groups]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
         each = partial(self._mask, tried=tried)
-        found = make_alone(
-            self._blocks,
-            groups[0].footer_at.run,
-            f"matches {digest}",
-            lambda: Selection.of(self._threads.map(each, part)).to_bytes(),
-        )
-        return Selection.from_bytes(found)
+        parse = partial(Selection.from_bytes, lengths=[group.rows for group in groups])
+        matches = Metadata(self._blocks, groups[0].footer_at.run, f"matches {digest}", parse)
+        return matches.make_alone(lambda: Selection.of(self._threads.map(each, part)).to_bytes())
 
     def _mask(self, number: int, tried: Selection | None) -> Mask:
         if self._ended.is_set():

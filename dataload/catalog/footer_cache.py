@@ -10,15 +10,16 @@ from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
+from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.single_flight import fetch_once, make_once
-from dataload.cache.tier import Allocate, BlobKey, Span, copy_into
+from dataload.cache.tier import PROOF_BYTES, Allocate, BlobKey, Tier, copy_into
 from dataload.formats.base import Footer
-from dataload.formats.detect import fetch_footer, parse_footer
+from dataload.formats.detect import fetch_footer, format_of, parse_footer
 from dataload.runtime.executor import DaemonExecutor, shared_executor
 
 FOOTERS_IN_FLIGHT = 128
@@ -75,7 +76,8 @@ def read_footers(
 
     def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
         name = _name(run)
-        blob = blocks.tier.get_or_fill(run_key(name, blocks), lambda allocate: _join(fetches.map(fetch, run), allocate))
+        key = run_key(name, blocks)
+        blob = blocks.tier.get_or_fill(key, lambda allocate: _join(key, fetches.map(fetch, run), allocate))
         found = []
         for number, obj in enumerate(run):
             found.append((look(parse_footer(_cut(blob, number), obj), obj), FooterLocation(name, number)))
@@ -118,36 +120,72 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
         DataError: The file is neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
     """
-    own_key = blocks.key(obj, "footer")
-    found = blocks.tier.get(own_key) or stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
-    return parse_footer(found or get_or_make(blocks, own_key, lambda: fetch_footer(obj, blocks)), obj)
+    own = Metadata(blocks, obj, "footer", lambda data: parse_footer(data, obj))
+    if (footer := own.get()) is not None:
+        return footer
+    found = stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
+    return own.get_or_make(lambda: fetch_footer(obj, blocks)) if found is None else parse_footer(found, obj)
 
 
-def get_or_make(blocks: Blocks, key: BlobKey, make: Callable[[], bytes]) -> memoryview:
-    """Return a blob of the cache. On a miss, `make` returns its bytes, which are cached."""
-    return blocks.tier.get_or_fill(key, lambda allocate: copy_into(make(), allocate))
+class Metadata(Generic[T]):
+    """A small blob of the cache: what was found out about an object or a dataset.
 
-
-def make_alone(blocks: Blocks, obj: Object, what: str, make: Callable[[], bytes]) -> memoryview:
-    """Return a blob of the cache that takes long to make. One process of the host makes it, as long as it runs.
-
-    `get_or_make` waits for another process for two minutes only, and then makes the blob as well.
+    Args:
+        blocks: The cache.
+        obj: The object.
+        what: What the blob tells of it.
+        parse: Returns what the bytes of the blob mean. If it raises an exception for cached ones, they are made again.
     """
-    key, lock, tier = blocks.key(obj, what), blocks.key(obj, f"lock of {what}"), blocks.tier
-    found = tier.get(key)
-    if found is None:
-        fetching = blocks.key(obj, f"fetch {what}")
-        found = fetch_once(tier, fetching, lambda: tier.get(key), lambda: _fetched(blocks, key))
-    if found is None:
-        found = make_once(tier, lock, lambda: tier.get(key), lambda: get_or_make(blocks, key, make), nullcontext)
-    return found
+
+    def __init__(self, blocks: Blocks, obj: Object, what: str, parse: Callable[[memoryview], T]) -> None:
+        self._tier, self._parse = blocks.tier, parse
+        self._key = blocks.key(obj, what, check=self._check)
+        self._lock, self._fetching = blocks.key(obj, f"lock of {what}"), blocks.key(obj, f"fetch {what}")
+        self._checked: list[T] = []
+
+    def get(self) -> T | None:
+        """Return it, or None if this host has not cached it."""
+        blob = self._tier.get(self._key)
+        return None if blob is None else self._parsed(blob)
+
+    def get_or_make(self, make: Callable[[], bytes]) -> T:
+        """Return it. If it is not cached, `make` returns its bytes, which are cached."""
+        return self._parsed(self._made(make))
+
+    def make_alone(self, make: Callable[[], bytes]) -> T:
+        """Return it, as `get_or_make` does. One process of the host makes it, as long as it runs.
+
+        `get_or_make` waits for another process for two minutes only, and then makes the blob as well.
+        """
+        tier, find = self._tier, partial(self._tier.get, self._key)
+        found = find()
+        if found is None:
+            found = fetch_once(tier, self._fetching, find, lambda: _fetched(tier, self._key))
+        if found is None:
+            found = make_once(tier, self._lock, find, lambda: self._made(make), nullcontext)
+        return self._parsed(found)
+
+    def _made(self, make: Callable[[], bytes]) -> memoryview:
+        def fill(allocate: Allocate) -> None:
+            data = make()
+            copy_into(self._key.proof(data) + data, allocate)
+
+        return self._tier.get_or_fill(self._key, fill)
+
+    def _check(self, key: BlobKey, blob: memoryview) -> None:
+        self._checked = [self._parse(key.proven(blob))]
+
+    def _parsed(self, blob: memoryview) -> T:
+        if not self._checked:  # This process has made it, or checked it before.
+            self._check(self._key, blob)
+        return self._checked[0]
 
 
 def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if its run is not cached on this host."""
-    key, offset = run_key(location.run, blocks), location.number * _BOUND.itemsize
-    bounds = blocks.tier.get(key, (offset, offset + 2 * _BOUND.itemsize))
-    return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
+    with suppress(KeyError):
+        return _cut(_cached_run(blocks, location.run), location.number)
+    return None
 
 
 def _cached_run(blocks: Blocks, run: Object) -> memoryview:
@@ -162,22 +200,22 @@ def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview
     """Return the bytes of a footer, or None if no other host has its run."""
 
     def fetch() -> memoryview | None:
-        run = _fetched(blocks, run_key(location.run, blocks))
+        run = _fetched(blocks.tier, run_key(location.run, blocks))
         return None if run is None else _cut(run, location.number)
 
     lock = blocks.key(location.run, "fetch footers")
     return fetch_once(blocks.tier, lock, lambda: stored_footer(location, blocks), fetch)
 
 
-def _fetched(blocks: Blocks, key: BlobKey) -> memoryview | None:
+def _fetched(tier: Tier, key: BlobKey) -> memoryview | None:
     """Fetch a blob from other hosts and cache it. Return None if no host has it."""
-    fetched = blocks.tier.fetch_from_cluster([key])
+    fetched = tier.fetch_from_cluster([key])
     return None if fetched is None else fetched[0]
 
 
 def run_key(run: Object, blocks: Blocks) -> BlobKey:
     """Return the key of the blob that holds the footers of a run of files."""
-    return blocks.key(run, "footers")
+    return blocks.key(run, "footers", check=lambda key, blob: _check_bounds(key.proven(blob)))
 
 
 def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
@@ -202,21 +240,29 @@ def _name(run: list[Object]) -> Object:
     return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
 
 
-def _join(footers: list[bytes], allocate: Allocate) -> None:
-    """Make a blob of the start of each footer, the end of the last one, and then the footers."""
+def _join(key: BlobKey, footers: list[bytes], allocate: Allocate) -> None:
+    """Make a blob of the start of each footer, the end of the last one, and then the footers, after their proof."""
     bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
     ends = bounds.tolist()
-    memory = allocate(ends[-1])
+    memory = allocate(PROOF_BYTES + ends[-1])
+    data = memory[PROOF_BYTES:]
     for start, stop, part in zip([0, *ends], ends, [bounds.tobytes(), *footers], strict=False):
-        memory[start:stop] = part
+        data[start:stop] = part
+    memory[:PROOF_BYTES] = key.proof(data)
 
 
 def _cut(blob: memoryview, number: int) -> memoryview:
-    """Return one footer of a run's blob."""
-    start, stop = _bounds(blob, number)
-    return blob[start:stop]
+    """Return one footer of a run's blob, which is checked."""
+    data = blob[PROOF_BYTES:]
+    start, stop = np.frombuffer(data, _BOUND, 2, number * _BOUND.itemsize).tolist()
+    return data[start:stop]
 
 
-def _bounds(table: memoryview, number: int) -> Span:
-    start, stop = np.frombuffer(table, _BOUND, 2, number * _BOUND.itemsize).tolist()
-    return start, stop
+def _check_bounds(data: memoryview) -> None:
+    """Raise ValueError unless each bound of a run, but the first one, is the end of a footer."""
+    (first,) = np.frombuffer(data, _BOUND, 1).tolist()
+    bounds = np.frombuffer(data[: max(0, first)], _BOUND).tolist()
+    if len(bounds) < 2 or bounds[-1] != len(data) or any(start > stop for start, stop in pairwise(bounds)):
+        raise ValueError("the bounds of the footers are out of order")
+    if not all(format_of(data[start:stop]) for start, stop in pairwise(bounds)):
+        raise ValueError("its parts are no footers")

@@ -18,17 +18,17 @@ import pyarrow as pa
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
-from dataload.catalog.footer_cache import FooterLocation, make_alone, read_footers
+from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.base import Footer
-from dataload.formats.hive_partitions import Constants, Keys, partition_columns
+from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns
 from dataload.formats.schema import flatten, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 8
+VERSION = 9
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Manifest:
         fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys, and of the selection. It does
             not depend on the endpoint, so it is the same on every host that sees the same objects.
         selection: The rows of these row groups that belong to the dataset; None: all.
-        conflicts: By column whose types differ, which files differ. It cannot be chosen.
+        conflicts: By column that cannot be chosen, why: which files differ in its type, or cannot be read.
         partial: By column that some files lack, which file does. It is null there, for a caller that names the column.
     """
 
@@ -239,7 +239,9 @@ def _digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"part").hexdigest()
 
 
-def resolve(source: Source, blocks: Blocks, columns: Sequence[str] | None = None) -> Manifest:
+def resolve(
+    source: Source, blocks: Blocks, columns: Sequence[str] | None = None, partitioning: Partitioning = "hive"
+) -> Manifest:
     """Return the manifest of `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
 
     Each call lists the objects. Each host reads the footers once per distinct listing. Chosen columns that some files
@@ -249,13 +251,14 @@ def resolve(source: Source, blocks: Blocks, columns: Sequence[str] | None = None
         source: The files.
         blocks: Reads them through the cache.
         columns: As in `make_dataset`.
+        partitioning: As in `make_dataset`.
 
     Raises:
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, or files differ in the chosen columns.
         ConfigError: A column cannot be chosen.
     """
-    manifest = manifest_of(list_objects(source, blocks), blocks)
+    manifest = manifest_of(list_objects(source, blocks, partitioning), blocks)
     if nulls := [name for name in manifest.select(columns) if name in manifest.partial]:
         names, file = few(map(repr, nulls)), manifest.partial[nulls[0]]
         log.warning("%s: null in the files that lack it, such as %s", names, file)
@@ -281,8 +284,8 @@ def manifest_of(
     fingerprint = digest.hexdigest()
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
     what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)
-    data = make_alone(blocks, first, what, lambda: _read_footers(*args).to_bytes(paths))
-    return Manifest.from_bytes(bytes(data), paths)
+    found = Metadata(blocks, first, what, lambda data: Manifest.from_bytes(bytes(data), paths))
+    return found.make_alone(lambda: _read_footers(*args).to_bytes(paths))
 
 
 def _read_footers(
@@ -292,9 +295,11 @@ def _read_footers(
     # pandas writes a frame without rows with other types, or without columns.
     files = [(item, footer) for item, footer in files if any(rows for rows, *_ in footer[0][1])] or files
     objects, found = dict(item for item, _ in files), [footer for _, footer in files]
-    members = {name for own in {own for (own, _), _ in found} for name in {*own.flat.names} - {*own.own.names}}
-    flat = [(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)]
+    members = {name for own in {own for (own, *_), _ in found} for name in {*own.flat.names} - {*own.own.names}}
+    flat = [(obj, own.flat) for obj, ((own, *_), _) in zip(objects, found, strict=True)]
     schema, conflicts = common_schema(flat, members)
+    for (*_, unreadable), _ in found:
+        conflicts = {**unreadable, **conflicts}
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
     if not schema.names and not partitions:
@@ -303,12 +308,14 @@ def _read_footers(
     nulls: dict[_Schema, Constants] = {}
     partial: dict[str, str] = {}
     groups = []
-    for (obj, keys), ((own, row_groups), footer_at), values in zip(objects.items(), found, constants, strict=True):
+    for (obj, keys), ((own, row_groups, _), footer_at), values in zip(objects.items(), found, constants, strict=True):
         if own not in nulls:
             nulls[own] = tuple((name, None) for name in missing(schema, own.flat))
             partial = {name: obj.name for name, _ in nulls[own]} | partial
         for name in dict(keys).keys() & dict(nulls[own]).keys():
-            conflicts.setdefault(name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column")
+            conflicts.setdefault(
+                name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column; {NO_KEYS}"
+            )
         texts = [
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if is_ragged(field)
         ]
@@ -330,20 +337,25 @@ class _Schema:
 
 
 class _Summarize:
-    """Returns a footer's schema, and each row group's rows, stored bytes and bytes by ragged column.
+    """Returns a footer's schema, its row groups (rows, stored bytes, bytes by ragged column), and unreadable columns.
 
     Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
     """
 
     _latest: _Schema | None = None
 
-    def __call__(self, footer: Footer, obj: Object) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
+    def __call__(
+        self, footer: Footer, obj: Object
+    ) -> tuple[_Schema, list[tuple[int, int, list[int]]], Mapping[str, str]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
-            flat = flatten(footer.schema, f"{obj.name}: ")
+            flat = flatten(footer.schema)
             schema = _Schema(footer.schema, flat, [field.name for field in flat if is_ragged(field)])
             self._latest = schema
-        return schema, [
+        row_groups = [
             (rows, footer.stored_bytes(number), footer.decoded_bytes(number, schema.ragged))
             for number, rows in enumerate(footer.lengths)
         ]
+        if any(min([size, *sizes]) < 0 for _, size, sizes in row_groups):
+            raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
+        return schema, row_groups, footer.unreadable

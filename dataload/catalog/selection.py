@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,12 +115,47 @@ class Selection:
         return b"".join([*(table.astype("<i8").tobytes() for table in tables), self._data.tobytes()])
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Selection:
-        """Return the selection that `to_bytes` wrote, as views of these bytes."""
+    def from_bytes(cls, data: bytes | memoryview, lengths: Sequence[int]) -> Selection:
+        """Return the selection that `to_bytes` wrote, as views of these bytes. lengths: rows of each row group.
+
+        Raises:
+            ValueError: The bytes are no selection of these rows.
+        """
         groups, blocks = np.frombuffer(data, "<i8", 2).tolist()
+        if min(groups, blocks) < 1:
+            raise ValueError("the selection has no tables")
         tables = np.frombuffer(data, "<i8", groups + 3 * blocks, 16)
         group_blocks, rows, starts, bounds = np.split(tables, groups + blocks * np.arange(3))
-        return cls(group_blocks, rows, starts, bounds, np.frombuffer(data, np.uint8, offset=16 + tables.nbytes))
+        found = cls(group_blocks, rows, starts, bounds, np.frombuffer(data, np.uint8, offset=16 + tables.nbytes))
+        found._check(lengths)
+        return found
+
+    def _check(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError unless these are selected rows of row groups of these lengths, as `of` encodes them."""
+        group_rows = np.array(lengths, np.int64)
+        counts = -(-group_rows // BLOCK_ROWS)
+        sizes = np.full(int(counts.sum()), BLOCK_ROWS)
+        filled = counts > 0
+        sizes[np.cumsum(counts)[filled] - 1] = (group_rows - BLOCK_ROWS * (counts - 1))[filled]
+        is_cut = np.array_equal(self._group_blocks, _sums(counts)) and np.array_equal(self.rows, _sums(sizes))
+        tables = self.starts, self._bounds
+        if not is_cut or any(table[0] or np.any(np.diff(table) < 0) for table in tables):
+            raise ValueError("the selection is of other row groups")
+        if self._bounds[-1] != len(self._data):
+            raise ValueError("the selection is cut short")
+        for block, (count, size) in enumerate(zip(np.diff(self.starts).tolist(), sizes.tolist(), strict=True)):
+            if _selected(self._data[self._bounds[block] : self._bounds[block + 1]], size) != count:
+                raise ValueError(f"block {block} of the selection has other rows than it counts")
+
+
+def _selected(stored: Array, rows: int) -> int:
+    """Return the number of selected rows of a stored block. Raise ValueError if it is none of this many rows."""
+    if len(stored) == _bitmap_bytes(rows):
+        return int(np.unpackbits(stored, count=rows, bitorder="little").sum(dtype=np.int64))
+    borders = stored.view("<u2").astype(np.int64)
+    if np.any(np.diff(borders, append=rows) <= 0):
+        raise ValueError("runs of selected rows that are out of order")
+    return int(np.diff(borders, append=[rows] * (len(borders) % 2))[::2].sum())
 
 
 def _encoded(mask: Mask) -> npt.NDArray[np.uint8]:

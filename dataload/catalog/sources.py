@@ -19,7 +19,7 @@ from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
 from dataload.catalog.table_logs import check_delta, check_files, check_iceberg
 from dataload.errors import ConfigError, OriginError, OriginNotFound
-from dataload.formats.hive_partitions import Keys, keys_of
+from dataload.formats.hive_partitions import Keys, Partitioning, keys_of
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
 
@@ -98,8 +98,8 @@ def source_paths(source: Source) -> list[str]:
     return paths
 
 
-def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
-    """Return the objects that `source` names, each once, in order of path, with their partition keys.
+def list_objects(source: Source, blocks: Blocks, partitioning: Partitioning = "hive") -> dict[Object, Keys]:
+    """Return the objects that `source` names, each once, in order of path, with their partition keys; None: no keys.
 
     The order does not follow a list, because `glob.glob` lists files differently on each node. The keys are those of
     the folders below the named path. Files of metadata are skipped: those of Spark, whose names start with "_" or ".",
@@ -139,7 +139,8 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
         _check_tables(named, blocks, every)
     if again:
         log.warning("the source names %s twice, and it is read once: mix repeats rows by weights", min(again))
-    return dict(found[path] for path in sorted(found))
+    objects = dict(found[path] for path in sorted(found))
+    return objects if partitioning else dict.fromkeys(objects, ())
 
 
 def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set[str]]:

@@ -21,7 +21,7 @@ from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginNotFound
-from dataload.formats.hive_partitions import Keys
+from dataload.formats.hive_partitions import Keys, Partitioning
 from dataload.runtime.cached_property import cached_property
 
 TIMEOUT = 5.0  # seconds
@@ -36,10 +36,12 @@ class Store:
     Args:
         url: An object, a folder or a glob.
         blocks: Reads the blocks of its objects.
+        partitioning: As in `make_dataset`.
     """
 
-    def __init__(self, url: str, blocks: Blocks) -> None:
+    def __init__(self, url: str, blocks: Blocks, partitioning: Partitioning = "hive") -> None:
         self.url = url
+        self._partitioning = partitioning
         self.blocks = blocks
         self.origin = blocks.origin
 
@@ -66,7 +68,7 @@ class Store:
         Raises:
             OriginError: The store cannot be listed.
         """
-        return list_objects(self.url, self.blocks)
+        return list_objects(self.url, self.blocks, self._partitioning)
 
     @property
     def first(self) -> Object:

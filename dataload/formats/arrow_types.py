@@ -90,6 +90,16 @@ def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
     return (views if is_list_view(kind) else lists)[is_large](fields[0])
 
 
+def bare(kind: pa.DataType) -> pa.DataType:
+    """Return a type of the same buffers without extension types, and with bytes in place of text, at any depth."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return bare(kind.storage_type)
+    if is_text(kind):
+        return pa.large_binary() if kind == pa.large_string() else pa.binary()
+    fields = [child.with_type(bare(child.type)) for child in children(kind)]
+    return with_members(kind, fields) if fields else kind
+
+
 def number(kind: pa.DataType) -> np.dtype[Any] | None:
     """Return the dtype in batches of a numeric type, or None for other types.
 
@@ -101,9 +111,19 @@ def number(kind: pa.DataType) -> np.dtype[Any] | None:
         return np.dtype(_FLOATS.get(name, name))
     if types.is_decimal(kind):
         return np.dtype(np.float64)
-    if types.is_temporal(kind) and not types.is_interval(kind):
+    if types.is_temporal(kind) and not is_interval(kind):
         return np.dtype(np.int64)
     return None
+
+
+def is_interval(kind: pa.DataType) -> bool:
+    """Return whether values are intervals of a calendar."""
+    return bool(pa.types.is_interval(kind)) or _is_unknown_interval(kind)
+
+
+def _is_unknown_interval(kind: pa.DataType) -> bool:
+    """Return whether values are intervals that pyarrow has no class for: of months, or of days and milliseconds."""
+    return kind.id in (pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME)
 
 
 def unit(kind: pa.DataType) -> str:
@@ -112,7 +132,7 @@ def unit(kind: pa.DataType) -> str:
     All timestamps with a time zone count from 1970 in UTC, so their zones make no difference.
     """
     kind = storage(kind)
-    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
+    if not pa.types.is_temporal(kind) or is_interval(kind):
         return ""
     return f"timestamp[{kind.unit}, UTC]" if getattr(kind, "tz", None) else str(kind)
 
@@ -216,6 +236,8 @@ def unsupported(kind: pa.DataType) -> str | None:
     kind = storage(kind)
     if pa.types.is_union(kind):
         return "a union"
+    if _is_unknown_interval(kind):
+        return "intervals that pyarrow cannot convert"
     members = children(kind)
     if pa.types.is_struct(kind) and len({member.name for member in members}) < len(members):
         return "two members of one name"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -50,6 +50,7 @@ class Footer(Protocol):
 
     Attributes:
         streams: Whether `open_row_group` streams what exceeds its capacity. Otherwise it holds everything in memory.
+        unreadable: Why some columns of the flat schema cannot be read, by name. The text names the file.
     """
 
     @property
@@ -57,6 +58,9 @@ class Footer(Protocol):
 
     @property
     def schema(self) -> pa.Schema: ...
+
+    @property
+    def unreadable(self) -> Mapping[str, str]: ...
 
     @property
     def lengths(self) -> Sequence[int]: ...
@@ -136,7 +140,7 @@ def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, *others) as error:
         way = ": write that column with another type" if isinstance(error, pa.ArrowNotImplementedError) else ""
-        raise DataError(f"{what}: {str(error).strip()}{way}") from error
+        raise DataError(f"{what}: {' '.join(str(error).split())}{way}") from error
 
 
 def joined(spans: Sequence[Span], gap: int = GAP_BYTES) -> list[Span]:

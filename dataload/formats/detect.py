@@ -39,13 +39,17 @@ FORMATS = (
 )
 
 
-def _format_of(packed: memoryview) -> Format:
-    return next(known for known in FORMATS if bytes(packed[-len(known.magic) :]) == known.magic)
+def format_of(packed: memoryview) -> Format | None:
+    """Return the format of the bytes that `fetch_footer` returned; None for other bytes."""
+    return next((known for known in FORMATS if bytes(packed[-len(known.magic) :]) == known.magic), None)
 
 
 def parse_footer(packed: memoryview, obj: Object) -> Footer:
     """Return the footer in the bytes that `fetch_footer` returned. Raise DataError if they cannot be read."""
-    return _format_of(packed).parse(packed, obj)
+    found = format_of(packed)
+    if found is None:
+        raise DataError(f"{obj.name} has a footer of no known format")
+    return found.parse(packed, obj)
 
 
 def tail_bytes(obj: Object) -> int:
@@ -55,7 +59,8 @@ def tail_bytes(obj: Object) -> int:
 
 def fetched_beside_tail(obj: Object, packed: memoryview) -> list[int]:
     """Return the bytes of each further request that a file's footer took."""
-    return [size for size in _format_of(packed).requests(obj, packed, tail_bytes(obj)) if size > 0]
+    found = format_of(packed)
+    return [] if found is None else [size for size in found.requests(obj, packed, tail_bytes(obj)) if size > 0]
 
 
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
@@ -86,7 +91,8 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.name} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
     first = bytes(blocks.read(obj, 0, min(obj.size, messages.PREFIX_BYTES)))
-    if first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES:
+    is_stream = first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES
+    if is_stream or messages.is_old_stream(obj, blocks):
         return messages.index_of_stream(obj, blocks)
     raise _foreign(obj, first)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -12,9 +12,13 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
 
+NO_KEYS = "if its folders are no keys, pass partitioning=None"
 NULL = "__HIVE_DEFAULT_PARTITION__"
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,19}")
 
+PARTITIONINGS = ("hive", None)
+Partitioning = Literal["hive"] | None
+"""Whether folder names have keys."""
 Keys = tuple[tuple[str, str | None], ...]
 """(name, value) of each key, the outermost folder first; None: a null."""
 Constants = tuple[tuple[str, int | str | None], ...]
@@ -44,7 +48,7 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
     for number, (obj, keys) in enumerate(files.items()):
         found = [name for name, _ in keys if name not in own]
         if len(set(found)) < len(found):
-            raise DataError(f"{obj.name}: two of its folders have the same key: rename one")
+            raise DataError(f"{obj.name}: two of its folders have the same key: rename one; {NO_KEYS}")
         own_values = dict(keys)
         _check_text(obj, found, own_values)
         names = names if number else found
@@ -52,7 +56,7 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
             first = next(iter(files))
             raise DataError(
                 f"{obj.name} and {first.name} have different partition keys, {_listed(found)} and {_listed(names)}: "
-                f"move one, or read them as two datasets"
+                f"move one, or read them as two datasets; {NO_KEYS}"
             )
         values.append(own_values)
     columns = {name: _typed([by_name[name] for by_name in values]) for name in names}
@@ -66,7 +70,9 @@ def _check_text(obj: Object, names: Iterable[str], values: Mapping[str, str | No
     try:
         "".join(f"{name}{values[name]}" for name in names).encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{obj.name}: a key in the names of its folders is not UTF-8: rename the folder") from error
+        raise DataError(
+            f"{obj.name}: a key in the names of its folders is not UTF-8: rename the folder; {NO_KEYS}"
+        ) from error
 
 
 def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.Schema) -> pa.Table:

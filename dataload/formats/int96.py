@@ -1,13 +1,37 @@
-"""Times of 96 bits, as Spark, Impala and Hive write them to Parquet."""
+"""Times of 96 bits, as Spark, Impala and Hive write them to Parquet.
+
+They have no unit. Those of writers that count microseconds are read in microseconds, which reach beyond the year 9999.
+Others are read in nanoseconds, and those that 64 bits cannot hold are an error.
+"""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from dataload.formats.arrow_types import is_list
+from dataload.formats.arrow_types import has_part, is_list
+
+SPARK = b"org.apache.spark."  # Its keys begin so. Its times count microseconds.
+
+
+def counts_microseconds(metadata: pq.FileMetaData) -> bool:
+    """Return whether the writer of a file has no times finer than a microsecond: Spark, or Arrow by its schema."""
+    known = metadata.metadata or {}
+    if any(key.startswith(SPARK) for key in known):
+        return True
+    if b"ARROW:schema" not in known:
+        return False
+    schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(known[b"ARROW:schema"])))
+    return not any(has_part(kind, is_ns) for kind in schema.types)
+
+
+def is_ns(kind: pa.DataType) -> bool:
+    """Return whether values are timestamps in ns."""
+    return pa.types.is_timestamp(kind) and bool(kind.unit == "ns")
 
 
 def with_nanoseconds(table: pa.Table, in_ns: pa.Table) -> pa.Table:

@@ -15,14 +15,15 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.errors import DataError
 from dataload.formats.arrow_types import has_part, leaf_count
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
+from dataload.formats.int96 import counts_microseconds, is_ns
 from dataload.formats.parquet_columns import columns_of
+from dataload.formats.parquet_encryption import encrypted_leaves
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
-from dataload.formats.schema import flatten
+from dataload.formats.schema import ambiguous, flatten
 from dataload.runtime.cached_property import cached_property
 
 if TYPE_CHECKING:
@@ -50,32 +51,65 @@ class ParquetFooter:
 
     streams = True
 
-    def __init__(self, data: memoryview, metadata: pq.FileMetaData, schema: pa.Schema, size: int) -> None:
+    def __init__(
+        self,
+        data: memoryview,
+        metadata: pq.FileMetaData,
+        schema: pa.Schema,
+        obj: Object,
+        encrypted: frozenset[int],
+        unit: str | None,
+    ) -> None:
         self._data = data
+        self._unit = unit
+        self._uncounted = uncounted_bytes(metadata.created_by)
         self._metadata = metadata
-        self._size = size
+        self._size = obj.size
+        self._name = obj.name
+        self._encrypted = encrypted
         # Arrow's reader leaves out structs without members: Parquet stores no values of them.
         self.schema = pa.schema([field for field in schema if leaf_count(field.type)])
         self._columns = columns_of(self.schema)
+        if self._columns.leaf_count != metadata.num_columns:
+            raise ValueError(f"{metadata.num_columns} columns, but its schema has {self._columns.leaf_count}")
+        self.lengths = []
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            if group.num_rows < 0 or group.num_columns != metadata.num_columns:
+                raise ValueError(f"row group {number} of {group.num_rows} rows and {group.num_columns} columns")
+            self.lengths.append(group.num_rows)
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
         where = f"{obj.name} has a Parquet footer that cannot be read"
-        with as_data_error(where), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
-            rest = len(data) - LENGTH_AND_MAGIC_BYTES - file.metadata.serialized_size
-            if rest == SIGNATURE_BYTES:  # Asked for the chunk of an encrypted column, pyarrow would abort the process.
-                raise DataError(f"{obj.name} {ENCRYPTED}")
+        # pyarrow raises these for names that are no text, and for numbers that are out of range.
+        others = ValueError, LookupError, TypeError, OverflowError
+        with as_data_error(where, *others), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
+            size = file.metadata.serialized_size
+            is_signed = len(data) - LENGTH_AND_MAGIC_BYTES - size == SIGNATURE_BYTES
+            encrypted = encrypted_leaves(data[:size]) if is_signed else frozenset[int]()
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
-            return cls(data, file.metadata, file.schema_arrow, obj.size)
+            metadata, schema, unit = file.metadata, file.schema_arrow, None
+            if any(has_part(kind, is_ns) for kind in schema.types) and counts_microseconds(metadata):
+                unit = "us"
+                with pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), coerce_int96_timestamp_unit=unit) as again:
+                    schema = again.schema_arrow
+            return cls(data, metadata, schema, obj, encrypted, unit)
 
-    @property
-    def lengths(self) -> list[int]:
-        return [self._metadata.row_group(number).num_rows for number in range(self._metadata.num_row_groups)]
+    @cached_property
+    def unreadable(self) -> dict[str, str]:
+        found = ambiguous(self.schema, self._name)
+        if self._encrypted:
+            for name, leaves in self._columns.leaves.items():
+                if not self._encrypted.isdisjoint(leaves):
+                    found[name] = f"{self._name}: column {name!r} is encrypted"
+        return found
 
     def stored_bytes(self, number: int) -> int:
         group = self._metadata.row_group(number)
-        return sum(group.column(leaf).total_compressed_size for leaf in range(group.num_columns))
+        every = range(group.num_columns)
+        return sum(group.column(leaf).total_compressed_size for leaf in self._plain(every))
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
         return [self._decoded(name, self._chunks(number, [name])) for name in columns]
@@ -99,9 +133,9 @@ class ParquetFooter:
         return [], pieces(ranges, capacity - _buffer_bytes(ranges, capacity) * len(ranges))
 
     def _ranges(self, number: int, columns: Sequence[str], capacity: int) -> list[Span]:
-        uncounted = uncounted_bytes(self._metadata.created_by)
         chunks = self._chunks(number, self._columns.read_with(columns))
-        return ranges_of(chunks, capacity, uncounted, self._size)
+        with as_data_error(f"{self._name} row group {number} cannot be fetched", ValueError):
+            return ranges_of(chunks, capacity, self._uncounted, self._size)
 
     def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
@@ -113,9 +147,12 @@ class ParquetFooter:
     def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment:
         import pyarrow.dataset as pads  # slow, and only filters need it
 
-        return pads.ParquetFileFormat().make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
+        options = pads.ParquetReadOptions(coerce_int96_timestamp_unit=self._unit)
+        return pads.ParquetFileFormat(options).make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
 
     def null_count(self, number: int, columns: Collection[str]) -> int | None:
+        if not self.unreadable.keys().isdisjoint(columns):
+            return None
         known = [chunk.statistics for chunk in self._chunks(number, columns)]
         if not all(each is not None and each.has_null_count for each in known):
             return None
@@ -146,11 +183,12 @@ class ParquetFooter:
             coded = [name for name in texts if _keeps_codes(self._chunks(number, [name]))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
+            arguments["page_checksum_verification"] = True
             own = self._columns.read_with(columns)
             every = len(own) == len(self._columns.leaves)
             times = [name for name in own if name in self._long_times]
             opened = partial(pq.ParquetFile, stream.source, metadata=self._metadata, **arguments)
-            with stream, opened(coerce_int96_timestamp_unit="us" if times else None) as file:
+            with stream, opened(coerce_int96_timestamp_unit="us" if times else self._unit) as file:
                 at_once = None if coded else self._rows_at_once(number, own)
                 reader = ParquetReader(file, number, None if every else own, stream, at_once)
                 if not times:
@@ -161,10 +199,12 @@ class ParquetFooter:
 
     @cached_property
     def _long_times(self) -> frozenset[str]:
-        """The columns with times of 96 bits, as Spark writes them, and the other members of their structs."""
+        """The columns with times of 96 bits in ns, and the other members of their structs."""
         stored, found = self._metadata.schema, set[str]()
+        if self._unit is not None:
+            return frozenset()
         for field in self.schema:
-            if has_part(field.type, _is_ns):
+            if has_part(field.type, is_ns):
                 names = flatten(pa.schema([field])).names
                 leaves = itertools.chain.from_iterable(self._columns.leaves[name] for name in names)
                 if any(stored.column(leaf).physical_type == "INT96" for leaf in leaves):
@@ -187,13 +227,14 @@ class ParquetFooter:
         return max(1, VALUES_AT_ONCE * rows // most)
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
-        """Return the chunks of these columns, column by column."""
+        """Return the chunks of these columns, column by column, without encrypted ones."""
         group = self._metadata.row_group(number)
-        return [group.column(leaf) for name in self._columns.own(columns) for leaf in self._columns.leaves[name]]
+        leaves = itertools.chain.from_iterable(self._columns.leaves[name] for name in self._columns.own(columns))
+        return [group.column(leaf) for leaf in self._plain(leaves)]
 
-
-def _is_ns(kind: pa.DataType) -> bool:
-    return pa.types.is_timestamp(kind) and bool(kind.unit == "ns")
+    def _plain(self, leaves: Iterable[int]) -> Iterable[int]:
+        """Return the leaf columns that are not encrypted. Asked for others, pyarrow would abort the process."""
+        return [leaf for leaf in leaves if leaf not in self._encrypted] if self._encrypted else leaves
 
 
 def _is_larger_decoded(chunk: pq.ColumnChunkMetaData) -> bool:

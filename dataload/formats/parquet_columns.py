@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.formats.arrow_types import (
+    children,
     has_elements,
     has_members,
     has_part,
@@ -20,7 +21,7 @@ from dataload.formats.arrow_types import (
     number,
     storage,
 )
-from dataload.formats.schema import flatten
+from dataload.formats.schema import flat_fields, flatten
 from dataload.runtime.cached_property import cached_property
 
 SCHEMAS_KEPT = 16
@@ -106,12 +107,27 @@ class ParquetColumns:
     @cached_property
     def leaves(self) -> dict[str, range]:
         """The range of Parquet leaf columns that holds each column of the flat schema."""
-        flat = flatten(self._schema)
-        stops = list(itertools.accumulate(leaf_count(field.type) for field in flat))
-        return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
+        fields, found = flat_fields(self._schema), dict[str, range]()
+        stops = list(itertools.accumulate(leaf_count(field.type) for field in fields))
+        for field, start, stop in zip(fields, [0, *stops], stops, strict=False):
+            found.setdefault(field.name, range(start, stop))
+        return found
+
+    @cached_property
+    def leaf_count(self) -> int:
+        """The number of leaf columns of the file. Raise UnicodeDecodeError if a name in the schema is no text."""
+        for field in self._schema:
+            _check_names(field)
+        return sum(leaf_count(field.type) for field in self._schema)
 
 
 columns_of = lru_cache(SCHEMAS_KEPT)(ParquetColumns)  # The files of a dataset have equal schemas.
+
+
+def _check_names(field: pa.Field) -> None:
+    _ = field.name
+    for child in children(storage(field.type)):
+        _check_names(child)
 
 
 def _extensions(field: pa.Field) -> Iterator[pa.Field]:

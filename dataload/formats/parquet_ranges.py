@@ -33,6 +33,9 @@ def ranges_of(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int, uncounted
         capacity: Bytes to hold in memory. Neighbours are merged if it holds all.
         uncounted: See `uncounted_bytes`. Neighbours that are not merged overlap by them.
         size: Size of the file in bytes.
+
+    Raises:
+        ValueError: A chunk begins before the file, or has a negative size.
     """
     spans = []
     for chunk in chunks:
@@ -40,6 +43,8 @@ def ranges_of(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int, uncounted
         if chunk.has_dictionary_page and chunk.dictionary_page_offset:
             first = min(first, chunk.dictionary_page_offset)
         stop = first + chunk.total_compressed_size
+        if not 0 <= first <= stop:
+            raise ValueError(f"its footer names bytes {first} to {stop}, so it is damaged")
         spans.append((first, max(stop, min(stop + uncounted, size))))
     spans.sort()
     return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans

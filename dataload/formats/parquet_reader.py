@@ -47,6 +47,16 @@ class ParquetReader:
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
         self.wait()
+        left = self._file.metadata.row_group(self._number).num_rows
+        for table in self._tables(rows):
+            if len(table) != min(rows, left):
+                break
+            left -= len(table)
+            yield table
+        if left:
+            raise pa.ArrowInvalid(f"its columns do not have the rows that its footer says: {left} are left")
+
+    def _tables(self, rows: int) -> Iterator[pa.Table]:
         most = min(rows, self._at_once or rows)
         if self._at_once is None and self._file.metadata.row_group(self._number).num_rows <= rows:
             whole = self._whole()

@@ -124,23 +124,23 @@ class Layout:
         ]
 
 
-def flatten(schema: pa.Schema, where: str = "") -> pa.Schema:
-    """Return the schema with the members of structs as dotted columns.
+def flatten(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with the members of structs as dotted columns. Of columns with one name it has the first."""
+    fields: dict[str, pa.Field] = {}
+    for field in flat_fields(schema):
+        fields.setdefault(field.name, field)
+    return pa.schema(fields.values())
 
-    Args:
-        schema: The schema.
-        where: Begins errors.
 
-    Raises:
-        DataError: Two columns have the same name.
-    """
-    fields = [leaf for field in schema for leaf in _leaves(field)]
-    counts = Counter(field.name for field in fields)
-    if duplicates := [name for name, count in counts.items() if count > 1]:
-        raise DataError(
-            f"{where}two columns would be called {min(duplicates)!r}: rename one of them, and write it again"
-        )
-    return pa.schema(fields)
+def flat_fields(schema: pa.Schema) -> list[pa.Field]:
+    """Return all columns of a schema, the members of structs as dotted columns. Several may have one name."""
+    return [leaf for field in schema for leaf in _leaves(field)]
+
+
+def ambiguous(schema: pa.Schema, where: str) -> dict[str, str]:
+    """Return a text for each name that several columns of the flat schema have. where: begins the texts."""
+    counts = Counter(field.name for field in flat_fields(schema))
+    return {name: f"{where}: {count} columns would be called {name!r}" for name, count in counts.items() if count > 1}
 
 
 def flatten_table(table: pa.Table) -> pa.Table:
@@ -189,6 +189,15 @@ def is_flat(field: pa.Field) -> bool:
         return _field(field).kind != "nested"
     except DataError:
         return False
+
+
+def is_unsupported(field: pa.Field) -> bool:
+    """Return whether no batch can hold a column."""
+    try:
+        _field(field)
+    except DataError:
+        return True
+    return False
 
 
 def mask_name(field: Field) -> str:

@@ -29,6 +29,7 @@ from dataload.world import World
 
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
+    from dataload.formats.hive_partitions import Partitioning
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def make_loader(
     cache: CacheConfig | Literal[False] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
+    partitioning: Partitioning = "hive",
     stats_dir: str | os.PathLike[str] | None = None,
     world: World | None = None,
     mesh: DeviceMesh | None = None,
@@ -113,6 +115,7 @@ def make_loader(
         cache: As in `make_dataset`.
         fill_null: As in `make_dataset`.
         null_masks: As in `make_dataset`.
+        partitioning: As in `make_dataset`.
         stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
             needs its own folder. Write errors are logged, not raised.
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
@@ -141,7 +144,10 @@ def make_loader(
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
     options |= {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
     options["null_masks"] = null_masks or None
-    dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    if partitioning != "hive":
+        given["partitioning"] = partitioning
+    dataset = _dataset_of(source, given)
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)

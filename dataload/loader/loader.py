@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from dataload.errors import ConfigError
+from dataload.loader.agreement import Agreement
 from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead
 from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_workers, gathered_at_once
@@ -96,6 +97,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.detected = detected
         self.local_world_size = local_world_size
         self.mesh = mesh
+        self._agreement = Agreement(dataset, rank_sampler) if detected and rank_sampler.num_replicas > 1 else None
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
         self._requests = Requests(self.rank_sampler, batch_sampler)
@@ -206,6 +208,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 check_process(owner)
                 if self.persistent_workers and self._stats is not stats:
                     raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
+        if self._agreement is not None:
+            self._agreement.check()
         if sampler.epoch == epoch:  # The loop may have called set_epoch.
             sampler.end(cursor)
 
@@ -215,6 +219,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if self.detected:
             check_data_parallel(sampler.rank, sampler.num_replicas, search=not self._checked)
             self._checked = True
+        if self._agreement is not None:
+            self._agreement.check()
         yielded = sampler.yielded
         if yielded is not None and yielded[0] == sampler.epoch and sampler.finished_at(yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.

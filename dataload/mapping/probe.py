@@ -6,13 +6,13 @@ import base64
 import json
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.footer_cache import make_alone
+from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of
@@ -69,16 +69,37 @@ def stage_of(
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
     what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
-    sample = make_alone(blocks, first, what, lambda: _sampled(user, source, manifest, schema, blocks, chosen))
-    found = json.loads(bytes(sample))
+    sample = Metadata(blocks, first, what, _Sample.of).make_alone(
+        lambda: _sampled(user, source, manifest, schema, blocks, chosen)
+    )
     user.sources.forget()
     if processes is not None:
         try:  # Now, the error costs no time. The calls in the sample may have made what it names.
             pickle.dumps(user)
         except ConfigError as error:
             raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
-    mapped = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
-    return Stage(user, chosen, processes, manifest, mapped, found["row_bytes"], tuple(found["made"]))
+    return Stage(user, chosen, processes, manifest, sample.schema, sample.row_bytes, sample.made)
+
+
+class _Sample(NamedTuple):
+    """What a sample of mapped rows tells.
+
+    Attributes:
+        schema: The schema of the mapped rows.
+        row_bytes: The mean bytes of a value, by column.
+        made: The columns that the function made.
+    """
+
+    schema: pa.Schema
+    row_bytes: dict[str, float]
+    made: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: memoryview) -> Self:
+        """Return the sample that `_sampled` returned as JSON."""
+        found = json.loads(bytes(data))
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
+        return cls(schema, found["row_bytes"], tuple(found["made"]))
 
 
 def _sampled(

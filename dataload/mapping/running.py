@@ -169,7 +169,7 @@ def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str
         memory.extend(bytes(size))
         return memoryview(memory)
 
-    row_block.pack(columns, rows, layout, where, allocate)
+    row_block.pack(columns, rows, layout, row_block.NO_KEY, where, allocate)
     return memory
 
 

@@ -105,7 +105,8 @@ def _concatenate_coded(parts: Sequence[Column]) -> Coded:
     dictionaries: list[tuple[Array, Array]] = []  # values, spans
     codes, first = [], 0
     for part in parts:
-        own = part.values, spans_of(part)
+        assert isinstance(part, Ragged | Coded)
+        own = used_values(part), spans_of(part)
         if not dictionaries or not all(map(np.array_equal, own, dictionaries[-1])):
             first += len(dictionaries[-1][1]) if dictionaries else 0
             dictionaries.append(own)
@@ -128,6 +129,11 @@ def spans_of(column: Column) -> Array:
     if column.valid is not None:
         spans[~column.valid, 1] = NULL
     return spans
+
+
+def used_values(column: Ragged | Coded) -> Array:
+    """Return the values of a column from that of row 0 on, without those of other columns around them."""
+    return column.values if isinstance(column, Coded) else column.values[column.offsets[0] : column.offsets[-1]]
 
 
 def whole_bytes(column: Ragged | Coded) -> int:
@@ -154,14 +160,12 @@ def string_array(heap: memoryview, spans: Array) -> pa.LargeStringArray | None:
     """Return all strings of a heap as an Arrow array over it.
 
     Returns:
-        None if Arrow would take longer than a loop over the strings, or if they are not in order.
+        None if Arrow would take longer than a loop over the strings.
     """
     if len(heap) > LONG_STRINGS * len(spans) or ARROW < FAST_ARROW:
         return None
     lengths, valid = lengths_of(spans)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    if not np.array_equal(offsets[:-1], spans[:, 0]):
-        return None
     bitmap = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
     return pa.LargeStringArray.from_buffers(len(spans), pa.py_buffer(offsets), pa.py_buffer(heap), bitmap)
 

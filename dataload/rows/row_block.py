@@ -1,9 +1,9 @@
 """Records: decoded rows as bytes of fixed length, which a gather copies without interpreting them.
 
 A blob has three sections, each aligned to 64 bytes: the records, one `Layout.dtype` per row; for each ragged column a
-heap, the values of all rows one after the other; and int64 [columns, 2], the offset of each heap and the bytes of its
-table. The heap of strings or bytes begins with a table, the `SPAN` of each distinct value in the bytes that follow. The
-heap of a nested column is an Arrow stream of one array.
+heap, the values of all rows one after the other; and the end: int64 [columns, 3], the offset of each heap, the bytes of
+its table and its bytes, and the digest of the blob's key. The heap of strings or bytes begins with a table, the `SPAN`
+of each distinct value in the bytes that follow. The heap of a nested column is an Arrow stream of one array.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataload.cache.tier import BlobKey
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import indices, plain
+from dataload.formats.arrow_arrays import indices, plain, plain_type
+from dataload.formats.arrow_types import bare
 from dataload.formats.schema import NULL, SPAN, Field, Layout
 from dataload.rows.columns import (
     Array,
@@ -34,20 +36,27 @@ from dataload.rows.columns import (
     spans_of,
     string_array,
     strings_of,
+    used_values,
     with_nulls,
 )
 from dataload.runtime.cached_property import cached_property
 
-VERSION = 5
+VERSION = 6
 KEPT_USES = 8  # of a string, from which on it is kept in memory as a Python object
 FEW_STRINGS = 32  # rows of each blob on average; with fewer, a loop is faster than Arrow
 _ALIGN = 64
-_HEAP_START = np.dtype((np.int64, (2,)))  # its offset, and the bytes of its table
+NO_KEY = bytes(32)  # the digest in a blob that is not cached
+_HEAP_START = np.dtype((np.int64, (3,)))  # its offset, the bytes of its table, and its bytes
 _HEAP_ELEMENTS = NULL  # The offsets and lengths in a record have 32 bits.
 
 
 def pack(
-    columns: Mapping[str, Column], rows: int, layout: Layout, where: str, allocate: Callable[[int], memoryview]
+    columns: Mapping[str, Column],
+    rows: int,
+    layout: Layout,
+    digest: bytes,
+    where: str,
+    allocate: Callable[[int], memoryview],
 ) -> None:
     """Write rows as a blob of records.
 
@@ -55,6 +64,7 @@ def pack(
         columns: The columns, by name.
         rows: Number of rows.
         layout: Layout of a record.
+        digest: Digest of the blob's key.
         where: File and row group, for errors.
         allocate: Returns writable memory of a given size in bytes.
 
@@ -64,9 +74,9 @@ def pack(
     heaps = [_Heap(columns[field.name], field, f"{where} column {field.name!r}") for field in layout.ragged]
     starts, end = [], _aligned(rows * layout.dtype.itemsize)
     for heap in heaps:
-        starts.append((end, heap.table_bytes))
+        starts.append((end, heap.table_bytes, heap.nbytes))
         end = _aligned(end + heap.nbytes)
-    memory = np.frombuffer(allocate(end + len(starts) * _HEAP_START.itemsize), np.uint8)
+    memory = np.frombuffer(allocate(end + _end_bytes(layout)), np.uint8)
     records = memory[: rows * layout.dtype.itemsize].view(layout.dtype)
     memory[records.nbytes : _aligned(records.nbytes)] = 0  # Equal rows make equal blobs.
     if sum(field.in_record.itemsize for field in layout.fields) < layout.dtype.itemsize:
@@ -81,20 +91,86 @@ def pack(
             records[field.name] = codes_of(column)
         else:
             records[field.name] = spans_of(column)
-    for (start, _), heap in zip(starts, heaps, strict=True):
+    for (start, *_), heap in zip(starts, heaps, strict=True):
         heap.write(memory[start : start + heap.nbytes])
         memory[start + heap.nbytes : _aligned(start + heap.nbytes)] = 0
-    memory[end:].view(np.int64)[:] = np.array(starts, np.int64).reshape(-1)
+    memory[end:] = np.frombuffer(np.array(starts, np.int64).tobytes() + digest, np.uint8)
 
 
 def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
     """Return the bytes of a blob of `rows` records. heaps: bytes of the values and the table of each ragged column."""
     sizes = [_aligned(size) for size in heaps]
-    return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _HEAP_START.itemsize
+    return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + _end_bytes(layout)
+
+
+def check(key: BlobKey, blob: memoryview, rows: int, layout: Layout) -> None:
+    """Check that a blob is one that `pack` wrote, as far as its structure tells: every offset, and no value.
+
+    `Blob` and the gathers trust what is checked here: a wild offset would end the process.
+
+    Raises:
+        ValueError: The blob has another structure.
+        pa.ArrowException: So has a nested column.
+    """
+    end = len(blob) - _end_bytes(layout)
+    expected = _aligned(rows * layout.dtype.itemsize)
+    _require(expected <= end, "is cut short")
+    _require(blob[-len(key.digest) :] == key.digest, "is of another key")
+    records = np.frombuffer(blob[: rows * layout.dtype.itemsize], layout.dtype)
+    for field in layout.fields:
+        if np.dtype(field.dtype) == np.bool_ and not field.ragged:
+            _require(records[field.name].view(np.uint8).max(initial=0) <= 1, f"has no booleans in {field.name!r}")
+    for field, (start, table_bytes, size) in zip(layout.ragged, _starts(blob, layout), strict=True):
+        stop = _aligned(start + size)
+        _require(start == expected and 0 <= table_bytes <= size and stop <= end, f"has {field.name!r} out of place")
+        _check_heap(blob[start : start + size], table_bytes, records[field.name], field)
+        expected = stop
+    _require(expected == end, "has bytes of no column")
+
+
+def _check_heap(heap: memoryview, table_bytes: int, places: Array, field: Field) -> None:
+    """Check the heap of a ragged column. places: what the records say of it."""
+    wrong, in_order = f"has values of {field.name!r} out of place", np.arange(len(places))
+    if field.kind == "nested":
+        _require(table_bytes == 0 and np.array_equal(places, in_order), wrong)
+        source = pa.BufferReader(pa.py_buffer(heap))
+        with pa.ipc.open_stream(source) as stream:
+            array = stream.read_next_batch().column(0)
+            _require(array.type == plain_type(field.type) and len(array) == len(places), wrong)
+            array.view(bare(array.type)).validate(full=True)  # Text may be invalid in the file, too.
+        return
+    spans, itemsize = places, np.dtype(field.dtype).itemsize
+    if field.is_bytes:
+        _require(table_bytes % SPAN.itemsize == 0, wrong)
+        spans = np.frombuffer(heap[:table_bytes], SPAN)
+        _require(len(spans) <= len(places) and places.max(initial=0) < max(1, len(spans)), wrong)
+        _require(len(spans) < len(places) or np.array_equal(places, in_order), wrong)
+    else:
+        _require(table_bytes == 0, wrong)
+    lengths, _ = lengths_of(spans)
+    ends = np.cumsum(lengths)
+    _require(np.array_equal(spans[:, 0], ends - lengths), wrong)
+    _require(table_bytes + lengths.sum() * itemsize == len(heap), wrong)
+
+
+def _require(holds: object, wrong: str) -> None:
+    if not holds:
+        raise ValueError(f"the blob {wrong}")
+
+
+def _end_bytes(layout: Layout) -> int:
+    """Return the bytes of the end of a blob, which says where its heaps are, and of which key it is."""
+    return len(layout.ragged) * _HEAP_START.itemsize + len(NO_KEY)
+
+
+def _starts(blob: memoryview, layout: Layout) -> list[tuple[int, int, int]]:
+    """Return the offset of each heap, the bytes of its table, and its bytes."""
+    end = blob[len(blob) - _end_bytes(layout) : len(blob) - len(NO_KEY)]
+    return [(start, table, size) for start, table, size in np.frombuffer(end, _HEAP_START).tolist()]
 
 
 class Blob:
-    """A view of a blob of records.
+    """A view of a blob of records, which is checked.
 
     Args:
         blob: Bytes of the blob.
@@ -115,13 +191,10 @@ class Blob:
         self._spans: dict[str, Array] = {}
         self._strings: dict[str, pa.Array | None] = {}
         self._texts: dict[str, tuple[Array, Array]] = {}  # the strings, object [distinct], and which are made
-        end = len(blob) - len(layout.ragged) * _HEAP_START.itemsize
-        starts = np.frombuffer(blob[end:], _HEAP_START).tolist() if layout.ragged else []
-        for field, (start, table_bytes) in zip(reversed(layout.ragged), reversed(starts), strict=True):
-            self._heaps[field.name] = blob[start + table_bytes : end]
+        for field, (start, table_bytes, size) in zip(layout.ragged, _starts(blob, layout), strict=True):
+            self._heaps[field.name] = blob[start + table_bytes : start + size]
             if field.is_bytes:
                 self._spans[field.name] = np.frombuffer(blob[start : start + table_bytes], SPAN)
-            end = start
 
     def column(self, field: Field) -> Column:
         """Return all values of a column, as they were packed."""
@@ -137,8 +210,7 @@ class Blob:
             values = spans
         lengths, valid = lengths_of(values)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        heap = self._heaps[field.name][: offsets[-1] * np.dtype(field.dtype).itemsize]
-        return Ragged(np.frombuffer(heap, field.dtype), offsets, valid)
+        return Ragged(np.frombuffer(self._heaps[field.name], field.dtype), offsets, valid)
 
     def keeps_strings(self, field: Field) -> bool:
         """Return whether `strings` makes each distinct string of a column once, because many rows share it."""
@@ -322,9 +394,7 @@ class _Heap:
             self._write_to(sink)
             self.nbytes = int(sink.size())
             return
-        used = column.values
-        if isinstance(column, Ragged):
-            used = used[column.offsets[0] : column.offsets[-1]]
+        used = used_values(column)
         if len(used) >= _HEAP_ELEMENTS:
             raise DataError(f"{where} has {len(used)} elements, more than a blob can hold: write smaller row groups")
         self._values = [np.ascontiguousarray(used)]

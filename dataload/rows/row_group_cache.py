@@ -14,12 +14,13 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import fetch_once, make_once
-from dataload.cache.tier import BlobKey, Span, Tier, group_number
+from dataload.cache.tier import BlobKey, Check, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
 from dataload.formats.base import SHARED_BYTES
 from dataload.formats.schema import Layout
+from dataload.rows import row_block
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.bunches import Made, Member, bunched_bytes, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
@@ -269,15 +270,19 @@ class RowGroupCache(SizeForecast):
 
     def keys(self, number: int) -> list[BlobKey]:
         """Return the keys of a row group's blobs."""
-        return [self._key(number, part) for part in self.plan.parts(number)]
+        parts = zip(self.plan.parts(number), self.plan.lengths(number), strict=True)
+        return [
+            self._key(number, part, partial(row_block.check, rows=rows, layout=self.plan.layout))
+            for part, rows in parts
+        ]
 
     def lock_key(self, number: int) -> BlobKey:
         """Return the key whose lock the maker of a row group holds."""
         return self._key(number, "row group")
 
-    def _key(self, number: int, part: str) -> BlobKey:
+    def _key(self, number: int, part: str, check: Check | None = None) -> BlobKey:
         file = self.manifest.row_groups[number].file
-        return self.blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
+        return self.blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number), check)
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:

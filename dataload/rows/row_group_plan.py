@@ -14,7 +14,7 @@ from dataload.cache.tier import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import ConfigError, DataError
 from dataload.formats.hive_partitions import Constants
-from dataload.formats.schema import CODE, SPAN, Layout, fields_of, is_flat
+from dataload.formats.schema import CODE, SPAN, Field, Layout, fields_of, is_flat, is_unsupported
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Array
@@ -63,7 +63,7 @@ class RowGroupPlan:
         self._columns = dict.fromkeys(columns)  # in order
         self._mean_sizes: Mapping[str, float] = {}
         schema = pa.schema([manifest.schema.field(name) for name in columns])
-        self.layout = Layout(fields_of(schema, null_masks=null_masks))
+        self.layout = Layout(_fields(manifest, schema, null_masks=null_masks))
         self._with_table = {field.name for field in self.layout.fields if field.is_bytes}
         self.blob_rows = self._rows_per_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
@@ -159,6 +159,16 @@ class RowGroupPlan:
         within = np.arange(counts.sum()) - np.repeat(self.group_starts[:-1], counts)
         starts = np.repeat(firsts[:-1], counts) + within * np.repeat(self.blob_rows, counts)
         return np.append(starts, firsts[-1])
+
+
+def _fields(manifest: Manifest, schema: pa.Schema, *, null_masks: bool) -> tuple[Field, ...]:
+    """Return the columns of batches. Raise DataError, naming a file, if no batch can hold a column."""
+    try:
+        return fields_of(schema, null_masks=null_masks)
+    except DataError as error:
+        unsupported = next((field.name for field in schema if is_unsupported(field)), None)
+        files = (group.file.name for group in manifest.row_groups if unsupported not in dict(group.constants))
+        raise DataError(f"{next(files, 'a file without rows')}: {error}") from error
 
 
 def _check_filled(manifest: Manifest, fill_null: Mapping[str, Any], columns: Sequence[str]) -> None:

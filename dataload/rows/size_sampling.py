@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.catalog.footer_cache import FooterReader, get_or_make
+from dataload.catalog.footer_cache import FooterReader, Metadata
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
@@ -109,9 +109,8 @@ class ValueSizes:
         """Return the bytes of a column's values in a row group: in the cache, and if no rows shared values."""
         group, rows, field = read
         name = f"size {VERSION} {group.number} {min(rows, group.rows)} {digest_of(self._fill_null)} {field.name}"
-        key = self._blocks.key(group.file, name)
-        found = bytes(get_or_make(self._blocks, key, lambda: " ".join(map(str, self._sum(*read))).encode()))
-        cached, whole = map(int, found.split())
+        sizes = Metadata(self._blocks, group.file, name, lambda text: bytes(text).split())
+        cached, whole = map(int, sizes.get_or_make(lambda: " ".join(map(str, self._sum(*read))).encode()))
         return cached, whole
 
     def _sum(self, group: RowGroup, rows: int, field: Field) -> tuple[int, int]:

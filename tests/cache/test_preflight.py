@@ -154,6 +154,30 @@ open_existing(Path(sys.argv[1]))
     assert "belongs to user 0, this process runs as 65534" in done.stderr
 
 
+@pytest.mark.parametrize("opened", ["c", "c/blobs", "c/index/data.mdb", "**/*"])
+def test_a_cache_that_others_may_write_is_refused_until_it_is_closed_to_them(tmp_path: Path, opened: str) -> None:
+    put(LocalTier(path := tmp_path / "c"), "x/0")
+    for entry in tmp_path.glob(opened):
+        entry.chmod(entry.stat().st_mode | 0o066)
+    with pytest.raises(ConfigError, match=r"other users may write to .* `chmod -R go-rwx .*/c; chown -R \d+ .*/c`"):
+        put(LocalTier(path), "x/0")
+    subprocess.run(["chmod", "-R", "go-rwx", path], check=True)
+    assert look(LocalTier(path), "x/0")
+
+
+def test_a_blob_that_others_may_have_written_is_fetched_again(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "x/0")
+    put(tier, "x/2")
+    tier.folder.path_of(key("x/0").digest).chmod(0o602)
+    if not os.geteuid():
+        os.chown(tier.folder.path_of(key("x/2").digest), 12345, 12345)
+    for name in ("x/0", "x/2"):
+        assert look(tier, name) == (os.geteuid() != 0 and name == "x/2")
+        put(tier, name)
+        assert look(tier, name)
+
+
 @pytest.mark.parametrize("made_by_user", [False, True])
 def test_nobody_else_may_look_into_a_cache(tmp_path: Path, *, made_by_user: bool) -> None:
     path, mask = tmp_path / "c", os.umask(0)

@@ -476,7 +476,7 @@ def kept(url: str, filters: Any, options: dict[str, Any]) -> list[Any]:
 def test_columns_of_one_name(bucket: Any, cache: CacheConfig) -> None:
     twice = pa.table([[1], [2]], ["x", "x"])
     bucket.put_table("data/x.parquet", twice)
-    says = r"data/x\.parquet: two columns would be called 'x': rename one of them"
+    says = r"data/x\.parquet: 2 columns would be called 'x'; leave it out with columns="
     refused(DataError, says, bucket.url("data"), storage_options=bucket.options, cache=cache)
 
 

@@ -34,7 +34,7 @@ def masks_of_row_groups(draw: Any) -> list[np.ndarray]:
 @given(masks_of_row_groups())
 def test_it_holds_the_rows_of_its_masks(masks: list[np.ndarray]) -> None:
     whole = np.concatenate(masks)
-    selection = Selection.from_bytes(Selection.of(masks).to_bytes())
+    selection = Selection.from_bytes(Selection.of(masks).to_bytes(), [len(mask) for mask in masks])
     assert selection.counts.tolist() == [mask.sum() for mask in masks]
     assert selection.is_whole == whole.all()
     for number, mask in enumerate(masks):

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 from dataload import make_dataset, make_loader
 from dataload.cache.blocks.reader import Object
@@ -19,6 +20,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.manifest import Manifest, resolve
 from dataload.catalog.sources import list_objects
+from dataload.cli.app import app
 from dataload.errors import ConfigError, DataError
 from dataload.formats.hive_partitions import Keys, keys_of, partition_columns
 
@@ -32,6 +34,12 @@ def put(bucket: Any, *keys: str, **columns: Any) -> None:
 def manifest_of(bucket: Any, cache: CacheConfig, *sources: str) -> Manifest:
     blocks = open_source(bucket.url(), bucket.options, cache)
     return resolve([bucket.url(source) for source in sources or ["data"]], blocks)
+
+
+def run(*words: str) -> str:
+    """Run a command. Return its output, or its error."""
+    done = CliRunner().invoke(app, words)
+    return done.output + str(done.exception or "")
 
 
 def constants(manifest: Manifest) -> list[dict[str, Any]]:
@@ -156,6 +164,37 @@ def test_files_of_different_keys_are_refused(bucket: Any, cache: CacheConfig) ->
     with pytest.raises(DataError, match=r"data/y\.parquet and .*label=cat/x\.parquet.*none and 'label'") as caught:
         manifest_of(bucket, cache)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_can_be_switched_off(tmp_path: Path, cache: CacheConfig) -> None:
+    """A run's folder may be named by its arguments, which differ."""
+    for number, folder in enumerate(("lr=1/lr=2", "seed=3")):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"id": [number]}), tmp_path / "data" / folder / "x.parquet")
+    for source in (tmp_path / "data", tmp_path / "data" / "*" / "*" / "*.parquet"):
+        with pytest.raises(DataError, match=r"; if its folders are no keys, pass partitioning=None$"):
+            make_dataset(source, cache=cache)
+        dataset = make_dataset(source, cache=cache, partitioning=None)
+        assert dataset.schema.names == ["id"]
+    loader = make_loader(tmp_path / "data", 2, cache=cache, partitioning=None)
+    assert sorted(next(iter(loader))["id"].tolist()) == [0, 1]
+    with pytest.raises(ConfigError, match="partitioning='directory' is unknown: use 'hive', or None"):
+        make_dataset(tmp_path, partitioning="directory")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="partitioning cannot be combined with a dataset"):
+        make_loader(dataset, 3, partitioning=None)
+
+
+@pytest.mark.parametrize("command", ["head", "plan", "warm", "doctor"])
+def test_commands_switch_keys_off(tmp_path: Path, command: str) -> None:
+    for number, folder in enumerate(("lr=1", "seed=3")):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"id": [number]}), tmp_path / "data" / folder / "x.parquet")
+    words = [command, str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    assert "pass partitioning=None" in " ".join(run(*words).split())
+    found = run(*words, "--partitioning", "none")
+    assert "pass partitioning=None" not in " ".join(found.split())
+    assert "2 rows" in found or command == "doctor"
+    assert "must be hive or none" in run(*words, "--partitioning", "all")
 
 
 def test_keys_in_another_order_are_the_same(bucket: Any, cache: CacheConfig) -> None:

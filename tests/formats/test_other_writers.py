@@ -97,7 +97,7 @@ def test_types_of_spark(kind: str) -> None:
     found = {name: plain(column[0]) for name, column in batch.items()}
     microseconds = datetime(2020, 1, 2, 3, 4, 5, 6, UTC) - datetime(1970, 1, 1, tzinfo=UTC)
     assert pq.read_metadata(path).schema.column(0).physical_type == "INT96"
-    assert found.pop("time") == microseconds // timedelta(microseconds=1) * 1000
+    assert found.pop("time") == microseconds // timedelta(microseconds=1)
     assert found == {
         "price": -12.5,
         "large": 1e27,
@@ -116,19 +116,33 @@ def test_types_of_spark(kind: str) -> None:
     assert (nulls["bytes"], nulls["counts"]) == (None, None)
 
 
+NEVER = datetime(9999, 12, 31, tzinfo=UTC).replace(tzinfo=None)  # Spark ends what has no end there.
+
+
 @pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.list_(pa.timestamp("us"))])
-def test_times_of_96_bits_that_ns_cannot_hold(tmp_path: Path, kind: pa.DataType) -> None:
-    """Spark ends what has no end at 9999-12-31, which would wrap around to 1816."""
-    for year in (2020, 9999):
-        value = datetime(year, 12, 31, tzinfo=UTC).replace(tzinfo=None)
-        table = pa.table({"t": pa.array([[value] if pa.types.is_list(kind) else value], kind), "x": [year]})
-        pq.write_table(table, tmp_path / f"{year}.parquet", use_deprecated_int96_timestamps=True)
-    found = make_dataset(tmp_path / "2020.parquet", cache=False)[0]["t"]
-    assert found.flatten().tolist() == [datetime(2020, 12, 31, tzinfo=UTC).timestamp() * 10**9]
-    later = make_dataset(tmp_path / "9999.parquet", cache=False)
+@pytest.mark.parametrize("writer", ["arrow", "spark"])
+def test_times_of_96_bits_are_microseconds_if_their_writer_counts_these(
+    tmp_path: Path, kind: pa.DataType, writer: str
+) -> None:
+    table = pa.table({"t": pa.array([[NEVER] if pa.types.is_list(kind) else NEVER], kind)})
+    options = {"store_schema": writer == "arrow", "use_deprecated_int96_timestamps": True}
+    with pq.ParquetWriter(tmp_path / "x.parquet", table.schema, **options) as file:
+        file.write_table(table)
+        if writer == "spark":
+            file.add_key_value_metadata({"org.apache.spark.version": "3.5.0"})
+    dataset = make_dataset(tmp_path / "x.parquet", cache=False)
+    assert dataset.schema.field("t").type == kind
+    assert dataset[0]["t"].flatten().tolist() == [(NEVER - datetime(1970, 1, 1)) // timedelta(microseconds=1)]  # noqa: DTZ001
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.list_(pa.timestamp("us"))])
+def test_times_of_96_bits_that_ns_cannot_hold_are_refused(tmp_path: Path, kind: pa.DataType) -> None:
+    """The writer does not tell their unit. In ns, they would wrap around to 1816."""
+    table = pa.table({"t": pa.array([[NEVER] if pa.types.is_list(kind) else NEVER], kind), "x": [1]})
+    pq.write_table(table, tmp_path / "x.parquet", use_deprecated_int96_timestamps=True, store_schema=False)
     with pytest.raises(DataError, match=r"row group 0.*column 't' has a time outside of the years 1678 to 2261"):
-        later[0]
-    assert make_dataset(tmp_path / "9999.parquet", columns=["x"], cache=False)[0]["x"] == 9999
+        make_dataset(tmp_path / "x.parquet", cache=False)[0]
+    assert make_dataset(tmp_path / "x.parquet", columns=["x"], cache=False)[0]["x"] == 1
 
 
 INSTANTS = [1577934245000000123, 1577934245000001999, -1, -(2**63) + 1000, 2**63 - 1]

@@ -54,3 +54,35 @@ def test_a_struct_without_members_inside_another_is_an_error_that_names_its_colu
     with pytest.raises(DataError, match=r"x\.parquet row group 0: column 's' holds structs without members"):
         rows_of(tmp_path / "x.parquet")
     assert rows_of(tmp_path / "x.parquet", columns=["c"]) == [{"c": 1.5}, {"c": 2.5}]
+
+
+def test_columns_of_one_name_do_not_hide_others(tmp_path: Path) -> None:
+    """Also a column whose name is that of a member of a struct."""
+    columns = [pa.array([{"x": 1, "y": 2}]), pa.array([3]), pa.array(["a"]), pa.array(["b"]), pa.array([4.5])]
+    pq.write_table(pa.table(columns, ["s", "s.x", "t", "t", "z"]), tmp_path / "x.parquet")
+    assert rows_of(tmp_path / "x.parquet", columns=["z", "s.y"]) == [{"z": 4.5, "s.y": 2}]
+    kept = make_dataset(str(tmp_path / "x.parquet"), columns=["z"], filters=[("s.y", "=", 2)], cache=False)
+    assert kept[0]["z"] == 4.5
+    for name, columns in {"s.x": ["s"], "t": ["t"]}.items():
+        with pytest.raises(DataError, match=rf"x\.parquet: 2 columns would be called '{name}'; leave it out with"):
+            rows_of(tmp_path / "x.parquet", columns=columns)
+
+
+def test_a_name_that_is_no_text_is_an_error_of_the_file(tmp_path: Path) -> None:
+    data = written(pa.table({"wxyz": [1], "l": [[{"abcd": 1}]]}))
+    for name in (b"wxyz", b"abcd"):
+        (tmp_path / "x.parquet").write_bytes(data.replace(name, b"\xff\xfe\xfd\xfc"))
+        with pytest.raises(DataError, match=r"x\.parquet has a Parquet footer that cannot be read: 'utf-8'.*") as error:
+            rows_of(tmp_path / "x.parquet")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("rows", [10, 200_000])
+def test_a_flipped_bit_under_a_checksum_of_the_file_is_an_error(rows: int, tmp_path: Path) -> None:
+    table = pa.table({"x": range(rows)})
+    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False, "write_statistics": False}
+    data = bytearray(written(table, **options))
+    data[data.index((rows - 1).to_bytes(8, "little"))] ^= 1  # in the last page
+    (tmp_path / "x.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"x\.parquet row group 0 cannot be decoded: .*CRC checksum"):
+        rows_of(tmp_path / "x.parquet")

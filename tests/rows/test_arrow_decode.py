@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import fields_of, flatten
+from dataload.formats.schema import fields_of
 from dataload.rows.arrow_decode import decode
 from dataload.rows.batch_tree import map_tensors
 from dataload.rows.collate import Flat, cut, to_batch
@@ -199,11 +199,6 @@ def test_structs_are_dotted_columns() -> None:
     with pytest.raises(DataError, match=r"'s\.x' has 1 nulls"):
         whole(holes)
     assert whole(holes, {"s.x": -1, "s.deep.y": "?"})["s.x"].tolist() == [1, -1]
-
-
-def test_names_that_collide() -> None:
-    with pytest.raises(DataError, match=r"two columns would be called 's\.x'"):
-        flatten(pa.schema([("s", pa.struct([("x", pa.int8())])), ("s.x", pa.int8())]))
 
 
 def test_a_batch_is_of_views(tmp_path: Any) -> None:

@@ -21,8 +21,8 @@ from dataload.formats import parquet
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_group_plan
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import Coded, Ragged, codes_of, concatenate, string_array
-from dataload.rows.row_block import FEW_STRINGS, Blob, Records, pack, packed_bytes
+from dataload.rows.columns import Coded, Ragged, codes_of, concatenate
+from dataload.rows.row_block import FEW_STRINGS, NO_KEY, Blob, pack, packed_bytes
 
 LONG = [f"{number:03d} é " * 12 for number in range(20)]
 
@@ -167,7 +167,7 @@ def test_blobs_that_share_values_and_others_become_one_blob() -> None:
         joined = concatenate([blob.column(field) for blob in blobs])
         assert isinstance(joined, Coded)
         memory = memoryview(bytearray(1 << 14))
-        pack({"c": joined}, len(expected), records.layout, "here", partial(_front, memory))
+        pack({"c": joined}, len(expected), records.layout, NO_KEY, "here", partial(_front, memory))
         size = packed_bytes(len(expected), [joined.values.nbytes + joined.spans.nbytes], records.layout)
         blob = Blob(memory[:size], len(expected), records.layout)
         assert blob.strings(field, codes_of(joined)).tolist() == expected
@@ -211,21 +211,6 @@ def test_strings_that_most_rows_share_are_kept_although_others_are_not(shared: i
     found = records.strings(records.layout.fields[0])
     assert isinstance(found, list) is (shared == 100)
     assert to_batch(records)["c"] == (LONG[:2] * 50)[:shared] + own
-
-
-def test_strings_that_are_not_in_order_in_their_heap_are_made_one_by_one() -> None:
-    heap, spans = memoryview(b"abcd"), np.array([[2, 2], [0, 2]], np.uint32)
-    assert string_array(heap, spans) is None
-    assert string_array(heap, spans[::-1]).to_pylist() == ["ab", "cd"]
-    [field] = fields_of(pa.schema({"c": pa.string()}))
-    layout, codes = Layout((field,)), np.arange(2 * FEW_STRINGS) % 2
-    spans = np.tile(spans, (FEW_STRINGS, 1))  # more of them, so that they are not kept
-    joined = Coded(np.frombuffer(heap, np.uint8), spans, codes)
-    memory = memoryview(bytearray(packed_bytes(len(codes), [len(heap) + spans.nbytes], layout)))
-    pack({"c": joined}, len(codes), layout, "here", lambda _: memory)
-    blob = Blob(memory, len(codes), layout)
-    records = Records(layout, np.frombuffer(blob.records, layout.dtype), [blob], np.zeros(len(codes), np.int64))
-    assert to_batch(records)["c"] == ["cd", "ab"] * FEW_STRINGS
 
 
 def test_one_string_of_many_that_is_not_utf8_raises() -> None:

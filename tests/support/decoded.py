@@ -12,7 +12,7 @@ from dataload.formats.schema import Layout, fields_of, flatten
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import Batch, to_batch
 from dataload.rows.open_row_groups import OpenRowGroups
-from dataload.rows.row_block import Records, pack
+from dataload.rows.row_block import NO_KEY, Records, pack
 
 
 def packed(table: pa.Table, fill_null: Any = None, *, null_masks: bool = False) -> memoryview:
@@ -25,7 +25,7 @@ def packed(table: pa.Table, fill_null: Any = None, *, null_masks: bool = False) 
         memory.extend(b"\xaa" * size)
         return memoryview(memory)
 
-    pack(decode(table, layout.fields, fill_null, "here", schema), len(table), layout, "here", allocate)
+    pack(decode(table, layout.fields, fill_null, "here", schema), len(table), layout, NO_KEY, "here", allocate)
     return memoryview(memory).toreadonly()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
-from dataload.cache.local.blob_file import FILE_NAME
+from dataload.cache.local.blob_file import FILE_NAME, OF_OTHERS
 from dataload.errors import ConfigError
 
 # The shared map of LMDB's file and the locks that detect dead processes need one kernel. This is a list of local
@@ -62,6 +63,8 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
     for name in OUR_NAMES:
         if (path / name).is_symlink():
             raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache creates: remove it")
+    if file.exists():
+        _check_private(path)
 
 
 def check_owner(path: Path) -> None:
@@ -72,6 +75,18 @@ def check_owner(path: Path) -> None:
             f"cache_dir {path} belongs to user {owner}, this process runs as {os.geteuid()}: name a folder of your "
             "own, such as a new one inside it"
         )
+
+
+def _check_private(path: Path) -> None:
+    """Raise ConfigError if other users may write to a cache, or own a part of it: they may have planted blobs."""
+    for part in (path, *(path / name for name in OUR_NAMES)):
+        with suppress(FileNotFoundError):
+            status = part.stat()
+            if status.st_mode & OF_OTHERS or status.st_uid != os.geteuid():
+                raise ConfigError(
+                    f"cache_dir {path}: other users may write to {part}, and plant data there: remove the folder, or, "
+                    f"if you trust them, keep it by `chmod -R go-rwx {path}; chown -R {os.geteuid()} {path}`"
+                )
 
 
 def _other_file(path: Path) -> str | None:

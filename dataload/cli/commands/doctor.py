@@ -20,6 +20,7 @@ from dataload.cli.commands.options import (
     FilterLists,
     Json,
     NullMasks,
+    PartitioningName,
     ShuffleName,
     StorageOptions,
     Window,
@@ -27,6 +28,7 @@ from dataload.cli.commands.options import (
     mapping,
     names,
     parsed,
+    partitioning_of,
     row_groups_of,
     shuffle_of,
 )
@@ -56,6 +58,7 @@ def doctor(
     filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    partitioning: PartitioningName = "hive",
     shuffle: ShuffleName = "block",
     window: Window = None,
     cache_dir: CacheDir = None,
@@ -70,7 +73,7 @@ def doctor(
     from dataload.doctor.registry import examine
 
     cache_config = config(cache_dir, cache_bytes=cache_bytes)
-    store = None if url is None else _store(url, storage_options)
+    store = None if url is None else _store(url, storage_options, partitioning)
     chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
     nodes = num_streams or _num_streams()
     order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
@@ -108,14 +111,15 @@ def _text(check: str, finding: Finding) -> str:
     return table(lines)
 
 
-def _store(url: str, storage_options: str | None) -> Store:
+def _store(url: str, storage_options: str | None, partitioning: str) -> Store:
     from dataload.cache.blocks.reader import Blocks
     from dataload.cache.config import CacheConfig
     from dataload.cache.filesystem import open_source
     from dataload.doctor.object_store import Store
 
     blocks = open_source(url, mapping(storage_options), CacheConfig())
-    return Store(url, Blocks.uncached(blocks.origin))  # bypasses the cache, also that of a tiercache:: URL
+    uncached = Blocks.uncached(blocks.origin)  # bypasses the cache, also that of a tiercache:: URL
+    return Store(url, uncached, partitioning_of(partitioning))
 
 
 def _reads(

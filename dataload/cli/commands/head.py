@@ -16,6 +16,7 @@ from dataload.cli.commands.options import (
     Engine,
     Json,
     OriginId,
+    PartitioningName,
     StorageOptions,
     Url,
     config,
@@ -36,6 +37,7 @@ def head(
     url: Url,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,
     columns: Columns = None,
+    partitioning: PartitioningName = "hive",
     cache_dir: CacheDir = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
     storage_options: StorageOptions = None,
@@ -49,7 +51,9 @@ def head(
     cache_config = config(
         cache_dir, allow_network_filesystem=allow_network_filesystem, engine=engine, origin_id=origin_id
     )
-    manifest, blocks, objects = open_manifest(url, storage_options, cache_config, quiet=as_json)
+    manifest, blocks, objects = open_manifest(
+        url, storage_options, cache_config, partitioning=partitioning, quiet=as_json
+    )
     chosen = manifest.select(names(columns))
     files = len({group.file for group in manifest.row_groups})
     with progress("counting nulls", files, quiet=as_json, unit="files") as advance:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dataload.cache.config import CacheConfig
     from dataload.cache.local.directory import CacheFolder
     from dataload.catalog.manifest import Manifest
+    from dataload.formats.hive_partitions import Partitioning
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Shuffle
 
@@ -51,6 +52,9 @@ Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a g
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the URLs, comma-separated in their order; default: by rows."),
+]
+PartitioningName = Annotated[
+    str, typer.Option("--partitioning", help="The loader's: hive, where folders named key=value are columns, or none.")
 ]
 ShuffleName = Annotated[str, typer.Option("--shuffle", help="The loader's shuffle: block, full or none.")]
 Seed = Annotated[int, typer.Option(help="Seed of the shuffle, as given to the loader.")]
@@ -89,6 +93,13 @@ def shuffle_of(name: str) -> Shuffle:
     if name not in found:
         raise ConfigError(f"--shuffle={name}: must be block, full or none")
     return found[name]
+
+
+def partitioning_of(name: str) -> Partitioning:
+    """Return the argument `partitioning` of --partitioning. Raise ConfigError if there is no such partitioning."""
+    if name not in ("hive", "none"):
+        raise ConfigError(f"--partitioning={name}: must be hive or none")
+    return "hive" if name == "hive" else None
 
 
 def node_of(text: str | None) -> tuple[int, int]:
@@ -145,7 +156,7 @@ def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> Cache
 
 
 def open_manifest(
-    url: str, storage_options: str | None, config: CacheConfig, *, quiet: bool
+    url: str, storage_options: str | None, config: CacheConfig, *, partitioning: str, quiet: bool
 ) -> tuple[Manifest, Blocks, Collection[Object]]:
     """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
     from dataload.cache.filesystem import open_source
@@ -153,7 +164,7 @@ def open_manifest(
     from dataload.catalog.sources import list_objects
 
     blocks = open_source(url, mapping(storage_options), config)
-    objects = list_objects(url, blocks)
+    objects = list_objects(url, blocks, partitioning_of(partitioning))
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
         return manifest_of(objects, blocks, lambda _: advance(1)), blocks, objects
 
@@ -167,11 +178,12 @@ def open_row_groups(
     filters: str | None,
     fill_null: str | None,
     null_masks: bool,
+    partitioning: str,
     quiet: bool,
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
     chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
-    manifest, blocks, _ = open_manifest(url, storage_options, config, quiet=quiet)
+    manifest, blocks, _ = open_manifest(url, storage_options, config, partitioning=partitioning, quiet=quiet)
     return row_groups_of(manifest, blocks, *chosen)
 
 

@@ -23,6 +23,7 @@ from dataload.cli.commands.options import (
     Json,
     NullMasks,
     OriginId,
+    PartitioningName,
     Seed,
     ShuffleName,
     StorageOptions,
@@ -68,6 +69,7 @@ def plan(
     filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    partitioning: PartitioningName = "hive",
     bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
     latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
     price: Annotated[
@@ -99,11 +101,9 @@ def plan(
     cache_config = config(
         cache_dir, allow_network_filesystem=allow_network_filesystem, engine=engine, origin_id=origin_id
     )
-    reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    sources = [
-        open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
-        for url in urls
-    ]
+    reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
+    reads |= {"null_masks": null_masks, "partitioning": partitioning}
+    sources = [open_row_groups(url, storage_options, cache_config, **reads, quiet=as_json) for url in urls]
     options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
     order = _order(urls, sources, shares, window=window, **options)
     local_world_size = math.ceil(world_size / num_streams)

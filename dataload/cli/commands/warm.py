@@ -20,6 +20,7 @@ from dataload.cli.commands.options import (
     NullMasks,
     NumStreams,
     OriginId,
+    PartitioningName,
     Seed,
     StorageOptions,
     Url,
@@ -49,6 +50,7 @@ def warm(
     filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    partitioning: PartitioningName = "hive",
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
@@ -77,8 +79,9 @@ def warm(
     if is_read_only(cache_config.folder):
         raise ConfigError(f"cache_dir {cache_config.folder} is read-only: warm it where it can be written")
     _must_answer(cache_config)
-    reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    blobs = open_row_groups(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json)
+    reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
+    reads |= {"null_masks": null_masks, "partitioning": partitioning}
+    blobs = open_row_groups(url, storage_options, cache_config, **reads, quiet=as_json)
     manifest, blocks = blobs.manifest, blobs.blocks
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,10 +20,14 @@ from dataload.runtime.cached_property import cached_property
 MAGIC, FEATHER_1 = b"ARROW1", b"FEA1"
 CONTINUATION = b"\xff\xff\xff\xff"
 PREFIX_BYTES = 8  # of a message, before its metadata: continuation, length (i32, little-endian)
+OLD_PREFIX_BYTES = 4  # before Arrow 0.15: without the continuation
 GUESSED_BYTES = 16 << 10  # read of a message whose metadata length is unknown
 END_OF_STREAM = CONTINUATION + bytes(4)
 HEAD_BYTES = 8  # of a file, before its first message: magic, padding
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3  # of Message.fbs: MessageHeader
+DAMAGE = ValueError, LookupError, TypeError, OverflowError, struct.error  # what damaged flatbuffers raise
+MOST_OLD_SCHEMA = 16 << 20  # bytes of a stream's schema, before Arrow 0.15
+V4, V5 = 3, 4  # of Schema.fbs: MetadataVersion
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,19 @@ class Message:
         return self.body + int(_scalar(self._root, 3, number_types.Int64Flags))
 
     @property
+    def prefix(self) -> int:
+        """Number of bytes before the metadata's flatbuffer."""
+        return PREFIX_BYTES if self.metadata[:4] == CONTINUATION else OLD_PREFIX_BYTES
+
+    @property
     def kind(self) -> int:
         """The type of the header, such as `DICTIONARY` or `RECORDS`."""
         return int(_scalar(self._root, 1, number_types.Uint8Flags))
+
+    @property
+    def version(self) -> int:
+        """The version of the metadata."""
+        return int(_scalar(self._root, 0, number_types.Int16Flags))
 
     @property
     def rows(self) -> int:
@@ -96,14 +110,14 @@ class Message:
         if self.kind != RECORDS:
             return
         body, columns = self.stop - self.body, _structs(self._batch, 1, "<qq")
-        if any(min(offset, length) < 0 or offset + length > body for offset, length in self.buffers):
+        if self.rows < 0 or any(min(offset, length) < 0 or offset + length > body for offset, length in self.buffers):
             raise ValueError(f"message at byte {self.start} with buffers outside of its body")
         if columns and columns[0][0] != self.rows:
             raise ValueError(f"message at byte {self.start} of {self.rows} rows, the first column of {columns[0][0]}")
 
     @cached_property
     def _root(self) -> Table:
-        return root_table(self.metadata[PREFIX_BYTES if self.metadata[:4] == CONTINUATION else PREFIX_BYTES - 4 :])
+        return root_table(self.metadata[self.prefix :])
 
     @cached_property
     def _header(self) -> Table:
@@ -139,13 +153,28 @@ def index_of_file(obj: Object, blocks: Blocks, end: bytes) -> bytes:
 
 
 def schema_message(footer: bytes) -> memoryview:
-    """Return a message of the schema in a file's footer. Not every writer begins a file with one, as polars 2.1."""
+    """Return a message of the schema in a file's footer. Not every writer begins a file with one, as polars 2.1.
+
+    Footers of Arrow 0.14 have no version, which means the first one, before messages of the fourth.
+    """
     root = root_table(memoryview(footer))
-    schema, version = root.Indirect(_position(root, 1)), _scalar(root, 0, number_types.Int16Flags)
+    schema, version = root.Indirect(_position(root, 1)), max(V4, _scalar(root, 0, number_types.Int16Flags))
     # The offset of the root, its vtable, and the root: a table of Message.fbs. The footer follows, with the schema.
     head = struct.pack("<I5H2xihBxI4x", 16, 10, 12, 4, 6, 8, 12, version, SCHEMA, 8 + schema)
     metadata = head + footer + bytes(-len(footer) % 8)
     return memoryview(CONTINUATION + struct.pack("<i", len(metadata)) + metadata)
+
+
+def is_old_stream(obj: Object, blocks: Blocks) -> bool:
+    """Return whether a file begins with the schema of an Arrow stream of a version before 0.15."""
+    size = OLD_PREFIX_BYTES + int.from_bytes(blocks.read(obj, 0, min(obj.size, OLD_PREFIX_BYTES)), "little")
+    if not OLD_PREFIX_BYTES < size <= min(obj.size, MOST_OLD_SCHEMA):
+        return False
+    message = Message(0, blocks.read(obj, 0, size))
+    with suppress(*DAMAGE):
+        message.check(obj.size)
+        return message.kind == SCHEMA and message.stop == message.body
+    return False
 
 
 def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
@@ -159,12 +188,14 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
     """
     found: list[Message] = []
     position, read = 0, blocks.read
-    while position + PREFIX_BYTES <= obj.size:
+    while position + OLD_PREFIX_BYTES <= obj.size:
         head = read(obj, position, min(obj.size, position + GUESSED_BYTES))
-        length = PREFIX_BYTES + int.from_bytes(head[4:PREFIX_BYTES], "little")
-        if head[:4] != CONTINUATION or position + length > obj.size:
+        prefix = PREFIX_BYTES if head[:4] == CONTINUATION else OLD_PREFIX_BYTES
+        size = int.from_bytes(head[prefix - 4 : prefix], "little")
+        length = prefix + size
+        if position + length > obj.size or (found and prefix != found[0].prefix):
             raise DataError(f"{obj.name} has no Arrow message at byte {position}: is it cut short?")
-        if length == PREFIX_BYTES:
+        if not size:
             break
         metadata = head[:length] if length <= len(head) else read(obj, position, position + length)
         found.append(Message(position, metadata))
@@ -209,8 +240,7 @@ def unpack(index: memoryview) -> list[Message]:
 
 def map_errors(obj: Object) -> AbstractContextManager[None]:
     """Raise DataError, naming the file, for the exceptions that damaged messages cause in the block."""
-    others = ValueError, LookupError, TypeError, OverflowError, struct.error
-    return as_data_error(f"{obj.name} has Arrow messages that cannot be read", *others)
+    return as_data_error(f"{obj.name} has Arrow messages that cannot be read", *DAMAGE)
 
 
 def root_table(data: memoryview) -> Table:

@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object, wait_for_origin
 from dataload.cache.tier import Span
-from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
+from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, V5, Message, map_errors, unpack
 from dataload.formats.arrow_types import children
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces, zeros_around
-from dataload.formats.schema import structs_of
+from dataload.formats.schema import ambiguous, structs_of
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
 LARGEST_RATIO = 1 << 16  # above that of any buffer that LZ4 or ZSTD can compress
@@ -28,13 +28,15 @@ class ArrowFooter:
 
     Args:
         messages: The schema first, then each record batch after the dictionaries that it needs.
+        name: Of the file, for errors.
     """
 
     streams = False
 
-    def __init__(self, messages: Sequence[Message]) -> None:
+    def __init__(self, messages: Sequence[Message], name: str) -> None:
         self._head = messages[0]
         self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
+        self.unreadable = ambiguous(self.schema, name)
         self._dictionaries_of = self._head.dictionaries_of_columns
         self._batches: list[Message] = []
         self._dictionaries: list[tuple[Message, ...]] = []  # needed by each batch
@@ -53,7 +55,7 @@ class ArrowFooter:
         slices_of = cache(partial(_buffer_slices, self.schema))
         self._slices: list[dict[str, slice]] = []
         for number, batch in enumerate(self._batches):
-            slices, count = slices_of(batch.views)
+            slices, count = slices_of(batch.views, has_union_bitmaps=batch.version < V5)
             self._slices.append(slices)
             if len(batch.buffers) != count:
                 raise ValueError(f"record batch {number} has {len(batch.buffers)} buffers, which do not fit the schema")
@@ -69,7 +71,7 @@ class ArrowFooter:
             messages = unpack(data)
             for message in messages:
                 message.check(obj.size)
-            return cls(messages)
+            return cls(messages, obj.name)
 
     def stored_bytes(self, number: int) -> int:
         return self._batches[number].stop - self._batches[number].start
@@ -219,10 +221,13 @@ def _holders(column: str) -> list[str]:
     return [column, *structs_of(column)]
 
 
-def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> tuple[dict[str, slice], int]:
+def _buffer_slices(schema: pa.Schema, views: Sequence[int], *, has_union_bitmaps: bool) -> tuple[dict[str, slice], int]:
     """Return the slice of a record batch's buffers by dotted column name, and the number of all buffers.
 
-    views: number of character buffers of each view column.
+    Args:
+        schema: The schema.
+        views: Number of character buffers of each view column.
+        has_union_bitmaps: Whether unions have validity bitmaps, as they had before Arrow 1.0.
     """
     slices: dict[str, slice] = {}
     character_buffers = iter(views)
@@ -232,7 +237,8 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> tuple[dict[str, s
             return add(name, kind.storage_type, start)
         types = pa.types
         stop = start + int(kind.num_buffers)
-        if types.is_null(kind) or types.is_union(kind) or types.is_run_end_encoded(kind):
+        is_bare_union = types.is_union(kind) and not has_union_bitmaps
+        if types.is_null(kind) or is_bare_union or types.is_run_end_encoded(kind):
             stop -= 1  # pyarrow counts a validity bitmap, which IPC omits for these types.
         if types.is_string_view(kind) or types.is_binary_view(kind):
             stop += next(character_buffers, 0)

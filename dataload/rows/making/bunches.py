@@ -275,7 +275,7 @@ def _cached(packed: Sequence[tuple[Member, _PooledDraft]]) -> Iterator[Member]:
 
 def _pack(member: Member, columns: dict[str, Column]) -> _PooledDraft:
     draft, layout = _PooledDraft(member.key), member.blobs.plan.layout
-    row_block.pack(columns, member.group.rows, layout, member.group.name, draft.allocate)
+    row_block.pack(columns, member.group.rows, layout, member.key.digest, member.group.name, draft.allocate)
     member.blobs.maker.note_size(member.number, draft.size)
     return draft
 

@@ -176,7 +176,7 @@ class RowGroupMaker:
         where = self._manifest.row_groups[number].name
         blobs = []
         for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
-            fill = partial(row_block.pack, columns, rows, self._plan.layout, where)
+            fill = partial(row_block.pack, columns, rows, self._plan.layout, key.digest, where)
             blobs.append(self._blocks.tier.get_or_fill(key, fill))
         return blobs
 

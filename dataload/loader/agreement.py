@@ -1,0 +1,209 @@
+"""Ranks that would read different rows, such as those that list different files, are told in the first epoch.
+
+Each rank shows what its loader reads where the others can see it, and looks at what two of them show: in the store of
+the process group, in that of torchrun's agent, or, for ranks of one host, in the cache folder. It waits for nobody. So
+the rank that comes last to its first batch sees the others, and they see it at the end of their epoch.
+
+A loader is compared with the one that the same lines of the program made on the other rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dataload.errors import ConfigError
+from dataload.runtime.text import counted
+from dataload.world import meeting_place
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from dataload.cache.blocks.reader import Object
+    from dataload.cache.tier import Notes, Tier
+    from dataload.map_style import MapStyle
+    from dataload.samplers.rank_sampler import RankSampler
+
+STORE_SECONDS = 2  # to connect to the store of the agent
+SAME_ATTEMPT_SECONDS = 300.0  # Processes that began further apart are of different attempts of a job.
+MOST_LOOKS = 16  # after which a rank that shows nothing runs another program
+MOST_FILES = 1 << 12  # of which a rank shows a digest each: the store of a large job has those of all ranks
+FILE_BYTES = 4
+
+log = logging.getLogger(__name__)
+
+_started = time.time()
+_made = Counter[str]()  # loaders of this process, by the lines of the program that made them
+
+
+class Agreement:
+    """Compares what the loaders of a job's ranks read.
+
+    Args:
+        dataset: The dataset of the loader.
+        sampler: Its order.
+    """
+
+    def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
+        self._dataset = dataset
+        self._rank, size = sampler.rank, sampler.num_replicas
+        options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
+        self._order = json.loads(json.dumps({"world_size": size, "data": sampler.order.digest, **options}))
+        self._name = _place_in_program()
+        self._unseen = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks to compare with
+        self._looks = 0
+
+    def check(self) -> None:
+        """Show what this rank reads, and compare it with what others show by now.
+
+        Raises:
+            ConfigError: Another rank reads other rows.
+        """
+        if not self._unseen or self._looks == MOST_LOOKS:
+            return
+        difference = None
+        try:
+            if (board := _board(self._dataset.datasets[0].blocks.tier)) is not None:
+                difference = self._difference(board)
+        except Exception as error:  # noqa: BLE001 (best effort: a store may end at any time)
+            log.debug("cannot compare this rank with others: %r", error)
+        if difference is not None:
+            raise ConfigError(f"the ranks read different rows: {difference}")
+
+    def _difference(self, board: Board) -> str | None:
+        """Return how the rows of another rank differ, or None."""
+        if not self._looks:
+            board.show(f"{self._name} files {self._rank}", self._digests)
+            board.show(f"{self._name} {self._rank}", json.dumps(self._shown).encode())
+        self._looks += 1
+        for rank in sorted(self._unseen):
+            content = board.read(f"{self._name} {rank}")
+            other = None if content is None else json.loads(content)
+            if other is None or abs(other["started"] - _started) > SAME_ATTEMPT_SECONDS:
+                continue
+            if other["order"] == self._order:
+                self._unseen.discard(rank)
+            elif other["order"]["data"] != self._order["data"]:
+                return self._other_data(rank, other, board.read(f"{self._name} files {rank}") or b"")
+            else:
+                return self._other_arguments(rank, other["order"])
+        return None
+
+    @property
+    def _shown(self) -> dict[str, Any]:
+        return {"started": _started, "order": self._order, "files": len(self._files), "rows": len(self._dataset)}
+
+    @property
+    def _files(self) -> list[Object]:
+        groups = (group for each in self._dataset.datasets for group in each.manifest.row_groups)
+        return list(dict.fromkeys(group.file for group in groups))
+
+    @property
+    def _digests(self) -> bytes:
+        """A digest of the name and the size of each file; copies in another folder have the same."""
+        files = self._files[:MOST_FILES]
+        shared = len(os.path.commonprefix([f"{file.unsigned_path.rpartition('/')[0]}/" for file in files]))  # noqa: RUF071 (a part of a name is the same everywhere)
+        texts = (f"{file.unsigned_path[shared:]} {file.size}".encode(errors="surrogateescape") for file in files)
+        return b"".join(hashlib.blake2b(text, digest_size=FILE_BYTES).digest() for text in texts)
+
+    def _other_data(self, rank: int, other: Mapping[str, Any], digests: bytes) -> str:
+        def text(shown: Mapping[str, Any]) -> str:
+            data = shown["order"]["data"]
+            return f"{counted(shown['rows'], 'row')} in {counted(shown['files'], 'file')} (data {str(data)[:16]})"
+
+        own, files = self._digests, self._files
+        starts = range(0, max(len(own), len(digests)), FILE_BYTES)
+        first = next((at for at in starts if own[at : at + FILE_BYTES] != digests[at : at + FILE_BYTES]), None)
+        where = ""
+        if first is not None:
+            number = first // FILE_BYTES
+            name = files[number].name if number < len(files) else f"the one after {files[-1].name}"
+            where = f"; the first file that differs is {name}"
+        return (
+            f"rank {self._rank} has {text(self._shown)}, rank {rank} has {text(other)}{where}. List the files once, "
+            "when nobody writes them, and give all ranks the same"
+        )
+
+    def _other_arguments(self, rank: int, other: Mapping[str, Any]) -> str:
+        names = [name for name, value in self._order.items() if other.get(name) != value]
+        own, theirs = (", ".join(f"{name}={each.get(name)!r}" for name in names) for each in (self._order, other))
+        return f"rank {self._rank} has {own}, rank {rank} has {theirs}. Give all ranks the same"
+
+
+class Board:
+    """What the ranks of a job show each other, by name.
+
+    Args:
+        show: Shows some content.
+        read: Returns what a rank shows; None if it shows nothing yet.
+    """
+
+    def __init__(self, show: Callable[[str, bytes], None], read: Callable[[str], bytes | None]) -> None:
+        self.show = show
+        self.read = read
+
+
+def _board(tier: Tier) -> Board | None:
+    """Return the board of this job; None if there is none."""
+    place = meeting_place()
+    store = _store(place.agent)
+    if store is None:
+        notes = tier.notes
+        return None if notes is None else Board(partial(_note, notes, place.run), partial(_noted, notes, place.run))
+    prefix = f"dataload attempt {place.attempt}"  # The store of an agent outlives an attempt.
+    return Board(partial(_set, store, prefix), partial(_get, store, prefix))
+
+
+def _store(agent: tuple[str, int] | None) -> Any:
+    """Return the store of the process group, or else that of torchrun's agent; None if there is neither."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 (there is no public name)
+    if agent is None or not torch.distributed.is_available():
+        return None
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # Some builds of torch lack it.
+
+    patience = timedelta(seconds=STORE_SECONDS)
+    return TCPStore(*agent, is_master=False, timeout=patience, wait_for_workers=False)
+
+
+def _set(store: Any, prefix: str, name: str, content: bytes) -> None:
+    store.set(f"{prefix} {name}", base64.b64encode(content).decode())
+
+
+def _get(store: Any, prefix: str, name: str) -> bytes | None:
+    key = f"{prefix} {name}"
+    return base64.b64decode(store.get(key)) if store.check([key]) else None  # `get` waits for a key that is not there.
+
+
+def _note(notes: Notes, run: str, name: str, content: bytes) -> None:
+    notes.show(f"{run} {name}", content)
+
+
+def _noted(notes: Notes, run: str, name: str) -> bytes | None:
+    return notes.read(f"{run} {name}")
+
+
+def _place_in_program() -> str:
+    """Return a digest of the lines of the program that make a loader, and of how many loaders they have made."""
+    lines = []
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f"{PurePath(code.co_filename).name} {code.co_name} {frame.f_lineno}")
+        frame = frame.f_back
+    place = "\n".join(lines)
+    _made[place] += 1
+    return hashlib.blake2b(f"{place} {_made[place]}".encode(), digest_size=12).hexdigest()
