@@ -32,21 +32,25 @@ def nothing_left_behind():
     assert not dist.is_initialized()
 
 
+def launchers_store():
+    """Return the server of a store, which the launcher has, as with torchrun, so that no port is guessed."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 @pytest.fixture(name="ranks", scope="module")
 def forked_ranks():
     """Return `ranks(number, function, *args, **kwargs)`, which runs a function on `number` ranks.
 
     It returns the result or the exception of each rank. With `until=rank` it kills the other ranks after the answer of
-    that rank.
+    that rank. With `store`, they meet where earlier ranks have met, as in another attempt of torchrun.
     """
     pipe, theirs = SPAWN.Pipe()
     nursery = SPAWN.Process(target=_nurse, args=(theirs,))
     nursery.start()
     theirs.close()
 
-    def run(number, function, *args, until=None, **kwargs):
-        # As with torchrun, the launcher has the store, so that no port is guessed.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def run(number, function, *args, until=None, store=None, **kwargs):
+        store = store or launchers_store()
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
         environ |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
         environ |= {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}  # not that of the test that began first

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from ranks import LostError, forked_ranks, launchers_store, nothing_left_behind  # noqa: F401 - fixtures
 from regression import build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
 
@@ -143,7 +143,21 @@ def come_late():
 
 def test_the_others_do_not_wait_for_ever_for_a_rank_that_never_comes(ranks):
     error, _ = ranks(2, come_late, until=0)
-    assert "timeout after 3000ms" in str(error)
+    assert str(error).startswith("ranks [1] of 2 did not come within 3 s")
+
+
+def train_twice():
+    return [train_in_order(4, timeout=20) for _ in range(2)]
+
+
+def test_a_restarted_rank_does_not_meet_a_killed_one(ranks):
+    """The store of torchrun outlives an attempt, with the addresses of its ranks."""
+    store, expected = launchers_store(), train_in_order(8)
+    for attempt in range(2):
+        lost = ranks(2, go_wrong, attempt % 2, signal.SIGKILL, timeout=20, until=1 - attempt % 2, store=store)
+        assert lost[1 - attempt % 2].__notes__ == [f"rank {1 - attempt % 2} of 2, epoch 0, step 3"]
+    for answer in ranks(2, train_twice, store=store):
+        assert all(torch.allclose(vector, expected) for vector in answer)
 
 
 def timeout_in_a_group_of_ours():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
+from time import monotonic, sleep
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from dataload.world import World
 
 ENDING_SECONDS = 5.0  # after an error, how long a rank waits for the end of its process group
 
-_GROUPS = itertools.count()  # process groups started so far; the same number on every rank
 _STORES: dict[World, Any] = {}  # where the ranks of a world meet
 
 
@@ -51,8 +51,7 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
     # Host values use gloo: over NCCL each exchange would wait for the work that is queued on the GPU.
     backend, only = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
     waits: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    # The store outlives a group, and the keys of an earlier group point to closed connections.
-    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", _store_of(world, **waits))  # type: ignore[attr-defined]
+    store = _meet(world, **waits)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, device_id=only, **waits)
     try:
         yield
@@ -88,7 +87,7 @@ def check_ranks_run(loader: Any) -> None:
         )
 
 
-def _store_of(world: World, timeout: timedelta = default_pg_timeout) -> Any:
+def _store_of(world: World, timeout: timedelta) -> Any:
     """Return the store where the ranks meet, which lives as long as the process.
 
     Rank 0 may be its server. If it ended with a process group, another rank could start its next group by a store that
@@ -104,6 +103,46 @@ def _store_of(world: World, timeout: timedelta = default_pg_timeout) -> Any:
             ) from None
     _STORES[world].set_timeout(timeout)
     return _STORES[world]
+
+
+def _meet(world: World, timeout: timedelta = default_pg_timeout) -> Any:
+    """Wait until all ranks are here. Return a part of their store that only this process group uses.
+
+    The store of torchrun outlives its ranks. A rank that finds the address of a killed one in it may listen for ever,
+    while its peer listens, too. No variable of the launcher names an attempt: each node counts its own restarts. So
+    rank 0 makes up the name of the group, and answers each rank under a name that this rank has made up. A rank that
+    has read the name of an earlier group gets no answer, and reads again.
+
+    Raises:
+        RuntimeError: Another rank did not come within `timeout`.
+    """
+    store, own, deadline, pause = _store_of(world, timeout), uuid4().hex, monotonic() + timeout.total_seconds(), 0.01
+    if world.rank == 0:
+        store.set("group", own)
+        places = {f"{own}/{rank}": rank for rank in range(1, world.world_size)}
+        try:
+            store.wait(list(places))
+        except dist.DistStoreError as error:
+            missing = [rank for place, rank in places.items() if not store.check([place])]
+            raise _late(missing, world, timeout) from error
+        for place in places:
+            store.set(store.get(place).decode(), own)
+        return dist.PrefixStore(own, store)  # type: ignore[attr-defined]
+    while not store.check([own]):
+        if monotonic() > deadline:
+            raise _late([0], world, timeout)
+        if store.check(["group"]):
+            store.set(f"{store.get('group').decode()}/{world.rank}", own)
+        sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+    return dist.PrefixStore(store.get(own).decode(), store)  # type: ignore[attr-defined]
+
+
+def _late(ranks: list[int], world: World, timeout: timedelta) -> RuntimeError:
+    return RuntimeError(
+        f"ranks {ranks} of {world.world_size} did not come within {timeout.total_seconds():g} s: see their output, or "
+        "give fit a longer timeout"
+    )
 
 
 def device_of(world: World, device: torch.device | str | None) -> torch.device:
