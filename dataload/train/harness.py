@@ -146,8 +146,9 @@ def fit(
         `evaluate.name` if the name is taken.
 
     Raises:
-        ConfigError: An argument is invalid, ranks see different data or checkpoints, a state is not plain data, or a
-            plain parameter that a checkpoint would have once differs between ranks.
+        ConfigError: An argument is invalid, ranks see different data or checkpoints, the checkpoint to resume from is
+            damaged, another run saves into `checkpoint_dir`, a state is not plain data, or a plain parameter that a
+            checkpoint would have once differs between ranks.
         NonFiniteLoss: A loss or a parameter is NaN or infinite.
         RuntimeError: Another rank was lost (on CPUs). As in all errors of a step, a note names rank, epoch and step.
 
@@ -173,7 +174,7 @@ def fit(
         _check_ranks(loader, world, mesh)
         move(model, optimizer, device)
         begin_training(model)
-        with recomputed(model, activation_checkpointing):
+        with recomputed(model, activation_checkpointing), closing(Checkpoints(checkpoint_dir, keep)) as checkpoints:
             exchange = exchange_between(world, model, device, mesh, comm_hook=comm_hook, static_graph=static_graph)
             exchange.compile(compile)
             loop = TrainingLoop(
@@ -181,14 +182,14 @@ def fit(
                 loader,
                 OptimizerStep(exchange, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler),
                 world,
-                Checkpoints(checkpoint_dir, keep),
+                checkpoints,
                 LossMonitor(world.rank, check=check_finite),
                 checkpoint_every=checkpoint_every,
                 evaluate=evaluate,
                 mesh=mesh,
                 stats_dir=None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir),
             )
-            resumed = loop.resume(loop.checkpoints.find(resume))
+            resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, profile):
                 return loop.run(epochs, resumed, show_progress=progress and is_first())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -116,9 +117,10 @@ def fit_with_a_stale_entry(folder):
     written, first = checkpoints.dcp_save, World.detect().rank == 0
 
     def write(*args, **kwargs):
-        written(*args, **kwargs)
+        metadata = written(*args, **kwargs)
         for draft in folder.glob(".checkpoint-000001-*") if first else ():
             (draft / "stale").symlink_to("missing")
+        return metadata
 
     def pause(seconds):
         for draft in folder.glob(".checkpoint-*") if first else ():
@@ -137,9 +139,10 @@ def test_a_checkpoint_that_cannot_be_listed_is_not_published(tmp_path, monkeypat
     written = checkpoints.dcp_save
 
     def add_a_stale_entry(*args, **kwargs):
-        written(*args, **kwargs)
+        metadata = written(*args, **kwargs)
         [draft] = tmp_path.glob(".checkpoint-000001-*")
         (draft / "stale").symlink_to("missing")
+        return metadata
 
     run = Checkpoints(tmp_path, 1)
     monkeypatch.setattr(checkpoints, "dcp_save", add_a_stale_entry)
@@ -147,6 +150,7 @@ def test_a_checkpoint_that_cannot_be_listed_is_not_published(tmp_path, monkeypat
         ConfigError, match=r"\.checkpoint-000001-\w+ cannot be checked.*No such file or directory.*stale"
     ):
         run.save({"model": {"x": torch.ones(9)}}, {})
+    run.close()
     [draft] = names(tmp_path)
     assert draft.startswith(".checkpoint-000001-")
 
@@ -155,14 +159,16 @@ def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypat
     written = checkpoints.dcp_save
 
     def cut_short(*args, **kwargs):
-        written(*args, **kwargs)
+        metadata = written(*args, **kwargs)
         (file,) = tmp_path.glob(".checkpoint-*/*.distcp")
         os.truncate(file, file.stat().st_size - 1)
+        return metadata
 
     run = Checkpoints(tmp_path, 1)
     monkeypatch.setattr(checkpoints, "dcp_save", cut_short)
     with pytest.raises(ConfigError, match=r"does not see all of __0_0\.distcp"):
         run.save({"model": {"x": torch.ones(9)}}, {})
+    run.close()
     [draft] = names(tmp_path)
     assert draft.startswith(".checkpoint-000001-")
 
@@ -200,9 +206,9 @@ def fit_with_trouble_on_rank_0(folder, name, error):
 @pytest.mark.parametrize(
     ("name", "error", "kind"),
     [
-        ("save_plain", PermissionError("on purpose"), PermissionError),
-        ("sync_folder", OSError("on purpose"), OSError),
-        ("_SafeReader.read_metadata", EOFError("on purpose"), ConfigError),
+        ("manifest.write", PermissionError(errno.EACCES, "on purpose"), PermissionError),
+        ("sync_folder", OSError(errno.EIO, "on purpose"), OSError),
+        ("to_json", ConfigError("on purpose"), ConfigError),
     ],
 )
 def test_what_fails_on_rank_0_alone_is_raised_on_all_ranks(ranks, tmp_path, name, error, kind):
@@ -246,5 +252,5 @@ def test_one_process_finds_at_once_that_it_cannot_write(tmp_path):
 
     with pytest.raises(ConfigError, match="cannot create a folder there"):
         fit(*build(), in_order(4), never, epochs=1, checkpoint_dir=tmp_path / "file" / "run", progress=False)
-    Checkpoints(tmp_path / "run", 1)
+    Checkpoints(tmp_path / "run", 1).close()
     assert names(tmp_path / "run") == []

@@ -18,13 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from checkpoint_files import saved_state
 from nightly import NIGHTLY
 from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from torch import nn
 
 from dataload.dataset import make_dataset
 from dataload.loader import make_loader
-from dataload.train.checkpoint.checkpoints import NAME, REST
+from dataload.train.checkpoint.checkpoints import NAME
 from dataload.train.harness import fit
 from dataload.world import World
 
@@ -92,7 +93,7 @@ def rows_of(seen, number):
 
 def check_rows(before, checkpoint, after, ranks_before, ranks_after):
     """Check that each epoch has each row exactly once, except for the padding at its end."""
-    rest = torch.load(checkpoint / REST, weights_only=True) if checkpoint else None
+    rest = saved_state(checkpoint) if checkpoint else None
     step, state = (rest["step"], rest["processes"][0][1]["loader"]) if rest else (0, {"epoch": 0, "cursor": 0})
     long, longer = -(-N // (BATCH * ranks_before)), -(-N // (BATCH * ranks_after))
     epochs = [Counter() for _ in range(EPOCHS)]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
+import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
+import signal
+import socket
 from collections import defaultdict
 from itertools import count
 
@@ -15,17 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from checkpoint_files import change_state, saved_state, seal
 from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, build, in_order, parameters_of, squared_error
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import checkpoints, state
-from dataload.train.checkpoint.checkpoints import REST, Checkpoints, load
+from dataload.train.checkpoint import checkpoints, manifest
+from dataload.train.checkpoint.checkpoints import STATE, TENSORS, Checkpoints, load
 from dataload.train.harness import fit
 from dataload.train.rank_batches import batches_on
 from dataload.world import World
@@ -307,10 +314,9 @@ def test_skipped_steps_are_those_of_all_ranks(tmp_path):
 
     with pytest.raises(CrashError):
         run(tmp_path, crash_at=4)
-    file = tmp_path / "checkpoint-000001" / REST
-    rest = torch.load(file, weights_only=True)
+    rest = saved_state(tmp_path / "checkpoint-000001")
     [(_, own)] = rest["processes"]
-    torch.save({**rest, "processes": [(0, own), (1, own)]}, file)
+    change_state(tmp_path / "checkpoint-000001", {**rest, "processes": [(0, own), (1, own)]})
     assert run(tmp_path)["skipped_steps"] == run(None)["skipped_steps"] > 0
 
 
@@ -353,8 +359,7 @@ def test_a_signal_ends_the_run_while_a_checkpoint_is_written(tmp_path, monkeypat
         def write_data(self, *_):
             raise SystemExit(99)
 
-    monkeypatch.setattr(Checkpoints, "_check_format", lambda _: None)
-    monkeypatch.setattr(checkpoints, "FileSystemWriter", Interrupted)
+    monkeypatch.setattr(checkpoints, "_Writer", Interrupted)
     with pytest.raises(SystemExit) as ended:
         train_with_noise(tmp_path, 1)
     assert ended.value.code == 99
@@ -444,6 +449,7 @@ def test_the_last_ones_are_kept(tmp_path, keep):
     kept = Checkpoints(tmp_path, keep)
     for number in range(5):
         kept.save({"model": {"x": torch.tensor(number)}}, {})
+    kept.close()
     assert names(tmp_path) == [f"checkpoint-{number:06d}" for number in range(6 - keep, 6)]
     with pytest.raises(ConfigError, match="keep=0"):
         Checkpoints(tmp_path, 0)
@@ -468,30 +474,163 @@ class Evil:
         return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("file", [REST, ".metadata"])
-def test_checkpoints_run_no_code(tmp_path, file):
-    train_with_noise(tmp_path, 1)
-    with (tmp_path / "checkpoint-000001" / file).open("wb") as out:
-        (torch.save if file == REST else pickle.dump)({"history": Evil(tmp_path / "owned")}, out)
-    with pytest.raises(ConfigError, match="checkpoint-000001 cannot be read") as refused:
-        train_with_noise(tmp_path, 2)
-    assert type(refused.value.__cause__) is pickle.UnpicklingError
+def test_what_is_planted_in_a_checkpoint_runs_no_code(tmp_path):
+    """Whoever can write a file there can write its checksum, too."""
+    done, figures = train_with_noise(tmp_path, 1)
+    planted = tmp_path / "checkpoint-000001"
+    evil = pickle.dumps(Evil(tmp_path / "owned"))
+    (planted / TENSORS).write_bytes(evil)
+    seal(planted)
+    again, resumed = train_with_noise(tmp_path, 1)
+    assert torch.equal(again, done)
+    assert resumed == figures
+    for file in (STATE, "__0_0.distcp"):
+        content = (planted / file).read_bytes()
+        torch.save({"history": Evil(tmp_path / "owned")}, planted / file)
+        os.truncate(planted / file, len(content))
+        seal(planted)
+        with pytest.raises(ConfigError, match="checkpoint-000001 cannot be read"):
+            train_with_noise(tmp_path, 2)
+        (planted / file).write_bytes(content)
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("share", [0, 0.5])
-@pytest.mark.parametrize("file", [REST, ".metadata", "__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named(tmp_path, file, share):
-    """Without it, the run resumes from the one before."""
+def test_bytes_in_place_of_a_tensor_are_not_unpickled(tmp_path):
+    """DCP unpickles what its metadata declares as bytes."""
+    done, _ = train_with_noise(tmp_path, 1)
+    planted = tmp_path / "checkpoint-000001"
+    evil = planted / "__9_9.distcp"
+    torch.save(Evil(tmp_path / "owned"), evil)
+    metadata = FileSystemReader(planted).read_metadata()
+    for index, stored in metadata.storage_data.items():
+        metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+        stored.relative_path, stored.offset, stored.length = evil.name, 0, evil.stat().st_size
+    metadata.storage_data = {MetadataIndex(index.fqn): stored for index, stored in metadata.storage_data.items()}
+    (planted / TENSORS).write_bytes(pickle.dumps(metadata))
+    seal(planted)
+    assert torch.equal(train_with_noise(tmp_path, 1)[0], done)
+    assert not (tmp_path / "owned").exists()
+
+
+WILD = {
+    "another folder": {"file": "../checkpoint-000002/__0_0.distcp"},
+    "a negative start": {"start": -1},
+    "a start beyond the file": {"start": 1 << 60},
+    "a length beyond the file": {"bytes": 1 << 60},
+    "too few bytes": {"bytes": 8},
+    "sizes beyond the tensor": {"sizes": [1 << 40, 1]},
+    "negative offsets": {"offsets": [-1, 0]},
+    "other dimensions": {"offsets": [0], "sizes": [1]},
+    "a part of the tensor": {"sizes": [0, 0]},
+    "text": {"start": "0"},
+}
+
+
+@pytest.mark.parametrize("change", WILD.values(), ids=WILD.keys())
+def test_wild_offsets_in_a_checkpoint_are_refused(tmp_path, change):
+    train_with_noise(tmp_path, 2)
+    planted = tmp_path / "checkpoint-000002"
+    content = json.loads((planted / STATE).read_text())
+    content["tensors"]["model.0.weight"]["chunks"][0].update(change)
+    (planted / STATE).write_text(json.dumps(content))
+    seal(planted)
+    with pytest.raises(ConfigError, match="checkpoint-000002 cannot be read"):
+        train_with_noise(tmp_path, 3)
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
+    train_with_noise(tmp_path, 1)
+    listed = tmp_path / "checkpoint-000001" / manifest.MANIFEST
+    files = json.loads(listed.read_text())
+    listed.write_text(json.dumps({**files, "../checkpoint-000001/state.json": files[STATE]}))
+    with pytest.raises(ConfigError, match=r"is damaged: manifest.json names files elsewhere"):
+        train_with_noise(tmp_path, 2)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, None])
+@pytest.mark.parametrize("file", [manifest.MANIFEST, STATE, TENSORS, "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named_with_an_older_one_that_is_whole(tmp_path, file, share):
+    """A file is cut short, or lost."""
     done, figures = train_with_noise(tmp_path, 2)
     damaged = tmp_path / "checkpoint-000002"
-    os.truncate(damaged / file, int((damaged / file).stat().st_size * share))
-    with pytest.raises(ConfigError, match=rf"{damaged} cannot be read \(.*remove this folder"):
+    if share is None:
+        (damaged / file).unlink()
+    else:
+        os.truncate(damaged / file, int((damaged / file).stat().st_size * share))
+    whole = tmp_path / "checkpoint-000001"
+    way_out = f"checkpoint-000001 is whole: to resume from it, remove checkpoint-000002, or pass resume='{whole}'"
+    with pytest.raises(ConfigError, match=rf"{damaged} is damaged: {file} .*{re.escape(way_out)}"):
         train_with_noise(tmp_path, 2)
-    shutil.rmtree(damaged)
-    again, resumed = train_with_noise(tmp_path, 2)
+    again, resumed = train_with_noise(tmp_path, 2, resume=whole)
     assert torch.equal(again, done)
     assert resumed == figures
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-000003"]
+    shutil.rmtree(tmp_path / "checkpoint-000003")
+    shutil.rmtree(damaged)
+    assert torch.equal(train_with_noise(tmp_path, 2)[0], done)
+
+
+def test_older_checkpoints_are_verified_before_they_are_named(tmp_path):
+    kept = Checkpoints(tmp_path, 3)
+    for number in range(3):
+        kept.save({"model": {"x": torch.tensor(number)}}, {})
+    for number, file in ((3, STATE), (2, "__0_0.distcp")):
+        flip_a_bit(tmp_path / f"checkpoint-{number:06d}" / file, 99)
+    with pytest.raises(ConfigError, match=r"000003 is damaged: state.json .* checksum. checkpoint-000001 is whole"):
+        kept.find("auto")
+    flip_a_bit(tmp_path / "checkpoint-000001" / TENSORS, 99)
+    with pytest.raises(ConfigError, match=r"No earlier checkpoint .* is whole: pass resume=None"):
+        kept.find("auto")
+    kept.close()
+
+
+def flip_a_bit(file, number):
+    content = bytearray(file.read_bytes())
+    content[number // 8] ^= 1 << number % 8
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("trials", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_never_loaded(tmp_path, trials):
+    """Bits are flipped; parts are cut out, filled with zeros, or doubled; files are lost or swapped."""
+    saved = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
+    parts = {"model": saved, "optimizer": torch.optim.Adam(saved.parameters())}
+    saved(torch.rand(4, 3)).sum().backward()
+    parts["optimizer"].step()
+    kept, draw = Checkpoints(tmp_path, 9), random.Random(5)
+    for number in range(2):
+        kept.save({name: part.state_dict() for name, part in parts.items()}, {"number": number})
+    folder = kept.find("auto")
+    refused = 0
+    for trial in range(trials):
+        victim = draw.choice(sorted(folder.iterdir()))
+        before = victim.read_bytes()
+        start, length = draw.randrange(len(before)), draw.choice([1, 7, 512])
+        kind = draw.choice(["flipped", "cut", "cut out", "zeros", "doubled", "lost", "older"])
+        if kind == "lost":
+            victim.unlink()
+        else:
+            others = {"cut": before[:start], "older": (tmp_path / "checkpoint-000001" / victim.name).read_bytes()}
+            others |= {"cut out": before[:start] + before[start + length :]}
+            others |= {"zeros": before[:start] + bytes(length) + before[start + length :]}
+            others |= {"doubled": before[: start + length] + before[start:]}
+            victim.write_bytes(others.get(kind, before))
+        if kind == "flipped":
+            flip_a_bit(victim, 8 * start + draw.randrange(8))
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
+        again = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+        try:
+            assert load(kept.find("auto"), again)["number"] == 1
+        except ConfigError as error:
+            assert "is damaged" in str(error), (trial, kind)
+            assert "checkpoint-000001 is whole" in str(error)
+            refused += 1
+        else:
+            for name, part in parts.items():
+                torch.testing.assert_close(again[name].state_dict(), part.state_dict(), rtol=0, atol=0)
+        victim.write_bytes(before)
+    assert refused > 0.8 * trials
+    kept.close()
 
 
 def resumed_from_a_damaged_file_of_rank_1(folder):
@@ -505,18 +644,16 @@ def resumed_from_a_damaged_file_of_rank_1(folder):
 def test_a_damaged_checkpoint_is_named_on_all_ranks(ranks, tmp_path):
     for error in ranks(2, resumed_from_a_damaged_file_of_rank_1, tmp_path):
         assert isinstance(error, ConfigError)
-        assert f"{tmp_path}/checkpoint-000001 cannot be read (" in str(error)
+        assert f"{tmp_path}/checkpoint-000001 is damaged: __1_0.distcp has 0 bytes" in str(error)
 
 
-@pytest.mark.parametrize("reader", ["load_plain", "_metadata"])
-def test_an_error_of_the_disk_does_not_blame_the_checkpoint(tmp_path, monkeypatch, reader):
+def test_an_error_of_the_disk_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
     train_with_noise(tmp_path, 1)
 
     def fail(path):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Checkpoints, "_check_format", lambda _: None)
-    monkeypatch.setattr(checkpoints, reader, fail)
+    monkeypatch.setattr(manifest, "read", fail)
     with pytest.raises(OSError, match="Input/output error") as failed:
         train_with_noise(tmp_path, 2)
     assert failed.value.__notes__ == [f"while {tmp_path / 'checkpoint-000001'} was read"]
@@ -528,7 +665,7 @@ def test_a_lack_of_memory_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
     def fail(path):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(checkpoints, "load_plain", fail)
+    monkeypatch.setattr(checkpoints, "from_json", fail)
     with pytest.raises(torch.OutOfMemoryError):
         train_with_noise(tmp_path, 2)
 
@@ -536,9 +673,6 @@ def test_a_lack_of_memory_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
 def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):
     """DCP would unpickle them, so its files hold tensors only."""
     train_with_noise(tmp_path, 1)
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     known = FileSystemReader(tmp_path / "checkpoint-000001").read_metadata().state_dict_metadata
     assert {type(value) for value in known.values()} == {TensorStorageMetadata}
 
@@ -650,17 +784,6 @@ def test_what_could_not_be_read_back_is_not_saved(ranks, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_metadata_that_could_not_be_read_back_stops_the_run_before_it_trains(tmp_path, monkeypatch):
-    """A later version of torch may write classes that the list of allowed ones lacks."""
-    later = Checkpoints(tmp_path, 1)
-    monkeypatch.setattr(state.MetadataUnpickler, "MODULES", ())
-    with pytest.raises(ConfigError, match=r"may not contain torch.*: use an earlier torch or a later dataload"):
-        Checkpoints(tmp_path, 1)
-    with pytest.raises(pickle.UnpicklingError, match="may not contain torch"):
-        later.save({"model": {"x": torch.ones(1)}}, {})
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
 def schedules(optimizer):
     every = torch.optim.lr_scheduler
     chained = [every.ConstantLR(optimizer), every.ExponentialLR(optimizer, 0.9)]
@@ -747,32 +870,99 @@ def test_the_scale_of_sixteen_bit_losses_is_resumed(tmp_path):
     weight, history = run(4)
     assert history[-1]["loss"] < history[0]["loss"] / 10
     run(2, tmp_path)
-    saved = torch.load(tmp_path / "checkpoint-000002" / REST, weights_only=True)
+    saved = saved_state(tmp_path / "checkpoint-000002")
     assert saved["parts"]["scaler"]["_growth_tracker"] > 0
     again, _ = run(4, tmp_path)
     assert torch.equal(again, weight)
 
 
-def test_two_runs_in_one_folder_do_not_mix(tmp_path):
-    """A requeued job may start while its predecessor still saves. The second to publish a number raises an error."""
-    first, second = Checkpoints(tmp_path, 2), Checkpoints(tmp_path, 2)
+def test_a_second_run_in_a_live_folder_is_refused(tmp_path, monkeypatch):
+    """It neither removes the draft of the first one nor takes the number of its next checkpoint."""
+    monkeypatch.setattr(checkpoints, "SECONDS", 0)
+    model, optimizer = build()
+    steps, refused = count(), []
+
+    def loss(model, batch):
+        if next(steps) == 3:
+            draft = tmp_path / ".checkpoint-000001-draft"
+            draft.mkdir()
+            with pytest.raises(ConfigError) as error:
+                train_with_noise(tmp_path, 1)
+            refused.append(str(error.value))
+            assert draft.is_dir()
+        return squared_error(model, batch)
+
+    fit(model, optimizer, in_order(8), loss, epochs=2, checkpoint_dir=tmp_path, progress=False)
+    holder = f"process {os.getpid()} on host {socket.gethostname()}"
+    [message] = refused
+    assert message.startswith(f"checkpoint_dir {str(tmp_path)!r} is that of another run, {holder}: end that run")
+    train_with_noise(tmp_path / "another", 1)
+    assert {"checkpoint-000001", "checkpoint-000002"} <= set(names(tmp_path))
+
+
+def hold(folder, pipe):
+    Checkpoints(folder, 1)
+    pipe.send(os.getpid())
+    signal.pause()
+
+
+def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, monkeypatch, caplog):
+    ours, theirs = multiprocessing.Pipe()
+    fork = multiprocessing.get_context("fork")
+    holder = fork.Process(target=hold, args=(tmp_path, theirs))
+    holder.start()
+    pid = ours.recv()
+    waits = []
+
+    def end(seconds):
+        waits.append(seconds)
+        holder.kill()
+        holder.join()
+
+    monkeypatch.setattr(checkpoints, "sleep", end)
+    train_with_noise(tmp_path, 1)
+    assert len(waits) == 1
+    assert f"process {pid} on host {socket.gethostname()}: waiting for its end" in caplog.text
+    assert names(tmp_path) == ["checkpoint-000001"]
+
+
+def test_children_do_not_hold_the_folder_of_their_parent(tmp_path):
+    run = Checkpoints(tmp_path, 1)
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=signal.pause)
+    child.start()
+    os.close(run._lock._descriptor)  # as when the parent is killed
+    Checkpoints(tmp_path, 1).close()
+    child.kill()
+    child.join()
+
+
+def test_a_second_run_where_there_are_no_locks_takes_no_number_of_the_first(tmp_path):
+    """The second to publish a number raises an error."""
+    first = Checkpoints(tmp_path, 2)
+    first.close()
+    second = Checkpoints(tmp_path, 2)
     first.save({"model": {"x": torch.tensor(1)}}, {})
     with pytest.raises(ConfigError, match="checkpoint-000001 is the checkpoint of another run"):
         second.save({"model": {"x": torch.tensor(2)}}, {})
+    second.close()
     model = nn.Module()
     model.register_buffer("x", torch.tensor(0))
     load(tmp_path / "checkpoint-000001", {"model": model})
     assert model.x == 1
 
 
-def test_drafts_of_two_runs_are_apart(tmp_path, monkeypatch):
-    first, second = Checkpoints(tmp_path, 2), Checkpoints(tmp_path, 2)
-    drafts = []
-    monkeypatch.setattr(checkpoints, "dcp_save", lambda _, storage_writer: drafts.append(storage_writer.path))
-    for run in (first, second):
-        with pytest.raises(ConfigError, match="not published"):
-            run.save({"model": {"x": torch.tensor(1)}}, {})
-    assert len(set(drafts)) == 2
+def test_a_full_disk_is_named_and_what_was_written_makes_room(small_disk):
+    folder = small_disk / "run"
+    run = Checkpoints(folder, 2)
+    for size in (10_000, 20_000):
+        run.save({"model": {"x": torch.zeros(size)}}, {})
+    with pytest.raises(OSError, match=f"No space left on device while a checkpoint was saved: '{folder}'") as full:
+        run.save({"model": {"x": torch.zeros(300_000)}}, {})
+    assert full.value.errno == errno.ENOSPC
+    run.save({"model": {"x": torch.zeros(100_000)}}, {})
+    run.close()
+    assert names(folder) == ["checkpoint-000002", "checkpoint-000004"]
 
 
 def test_old_checkpoints_that_cannot_be_removed_wait(tmp_path, monkeypatch):
@@ -786,9 +976,10 @@ def test_old_checkpoints_that_cannot_be_removed_wait(tmp_path, monkeypatch):
         patch.setattr(shutil, "rmtree", busy)
         for number in range(3):
             kept.save({"model": {"x": torch.tensor(number)}}, {})
-        assert Checkpoints(tmp_path, 1).enabled
+        kept.close()
+        assert Checkpoints(tmp_path, 1).close() is None
     kept.save({"model": {"x": torch.tensor(3)}}, {})
-    Checkpoints(tmp_path, 1)
+    Checkpoints(tmp_path, 1).close()
     assert names(tmp_path) == ["checkpoint-000004"]
 
 

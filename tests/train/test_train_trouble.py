@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from checkpoint_files import saved_state
 from ranks import LostError, forked_ranks, launchers_store, nothing_left_behind  # noqa: F401 - fixtures
 from regression import build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
@@ -66,10 +67,7 @@ def test_a_skipped_step_is_none_of_the_schedule():
 
 def test_the_scale_halves_at_an_overflow(tmp_path):
     planted(1e38, 13, precision="fp16", checkpoint_dir=tmp_path)
-    scales = [
-        torch.load(path / "rest.pt", weights_only=True)["parts"]["scaler"]["scale"]
-        for path in sorted(tmp_path.iterdir())
-    ]
+    scales = [saved_state(path)["parts"]["scaler"]["scale"] for path in sorted(tmp_path.iterdir())]
     assert scales[1] == scales[0] / 2
 
 

@@ -2,16 +2,17 @@
 
 torch.distributed.checkpoint (DCP) writes the tensors, a share on each rank, under the names that DCP itself would use:
 `dcp.load({"model": tensors}, checkpoint_id=folder)` reads the model, where `tensors` are those of `model.state_dict()`.
-The file `rest.pt` holds everything else, with a meta tensor in place of each tensor. Saving raises an error for values
-that are not plain data, and loading unpickles only plain data.
+The file `state.json` holds everything else, and where each tensor is. The file `manifest.json` has the size and the
+checksum of every other file: they are verified, each by one rank, before any of them is trusted. No pickle is read but
+those of tensors, by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
@@ -33,21 +35,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from dataload.arguments import local_folder
 from dataload.cache.local.setup.durable_file import sync_folder
 from dataload.errors import ConfigError
+from dataload.train.checkpoint import manifest, tensor_layout
+from dataload.train.checkpoint.run_lock import RunLock
 from dataload.train.checkpoint.shared_folder import last_objections, require_shared
-from dataload.train.checkpoint.state import (
-    MetadataUnpickler,
-    load_plain,
-    map_leaves,
-    save_plain,
-    tensors,
-    to_meta,
-    to_plain,
-)
-from dataload.train.ranks.collectives import agree, is_first, on_first, process_number
+from dataload.train.checkpoint.state import from_json, map_leaves, tensors, to_json, to_meta
+from dataload.train.ranks.collectives import agree, is_first, on_each, on_first, process_count, process_number
 from dataload.train.ranks.sharded import allocator
 
-REST = "rest.pt"
+STATE = "state.json"
+TENSORS = ".metadata"  # which DCP writes for other readers of the tensors
 NAME = re.compile(r"checkpoint-(\d{6,})")
+SECONDS, PAUSE = 10.0, 0.1  # how long a run that is about to end may hold the folder; between two tries
 UNFINISHED = ".checkpoint-"  # prefix of folders that a killed process may have left half written or half removed
 
 log = logging.getLogger(__name__)
@@ -61,7 +59,8 @@ class Checkpoints:
         keep: Number of latest checkpoints of this run to keep.
 
     Raises:
-        ConfigError: `keep` is less than 1, or (on every rank) the ranks do not see the same folder.
+        ConfigError: `keep` is less than 1, or (on every rank) the ranks do not see the same folder, or another run
+            saves into it.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
@@ -70,16 +69,46 @@ class Checkpoints:
         self._folder = None if folder is None else local_folder("checkpoint_dir", folder)
         self._keep = keep
         agree("whether there is a checkpoint_dir", self.enabled)
+        self._lock: RunLock | None = None
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
         if self._folder is not None:
             require_shared(self._folder, f"{UNFINISHED}probe-")
+            self._acquire(self._folder)
         numbers = _numbers(self._folder)
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
         self._earlier = self._latest  # the last checkpoint of other runs, whose checkpoints stay
-        # Names the drafts of this run: another one may still save into the folder, such as that of a requeued job.
-        self._run: str = on_first(lambda: uuid4().hex)
+        self._run: str = on_first(lambda: uuid4().hex)  # names the drafts of this run
         on_first(partial(self._remove, f"{UNFINISHED}*"))
-        on_first(self._check_format)
+
+    def _acquire(self, folder: Path) -> None:
+        """Acquire the lock of the folder on rank 0. A run that is about to end, as before a requeue, has some time."""
+        lock, deadline, told = RunLock(folder), monotonic() + SECONDS, False
+        self._lock = lock
+        while True:
+            holder, late = on_first(lambda: (lock.acquire(), monotonic() >= deadline))
+            if holder is None:
+                return
+            if late:
+                raise ConfigError(
+                    f"checkpoint_dir {str(folder)!r} is that of another run, {holder}: end that run, or give each a "
+                    "checkpoint_dir of its own"
+                )
+            if is_first() and not told:
+                log.warning("%s is that of another run, %s: waiting for its end", folder, holder)
+            told = True
+            sleep(PAUSE)
+
+    def close(self) -> None:
+        """Let another run save into the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def enabled(self) -> bool:
@@ -96,15 +125,19 @@ class Checkpoints:
                 of a folder of checkpoints, whose latest is returned.
 
         Raises:
-            ConfigError: `resume` is a path without a checkpoint, or the checkpoint is damaged.
+            ConfigError: `resume` is a path without a checkpoint, or a file of the checkpoint is damaged. The message
+                names the latest earlier checkpoint that is whole.
+            OSError: A file cannot be read.
         """
         folder = self._folder if resume == "auto" else None if resume is None else local_folder("resume", resume)
         found = _latest_in(folder)
         if found is None and resume not in (None, "auto"):
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
+        if found is not None:
+            _require_whole(found)
         own = _latest_in(self._folder)
         if found is not None and own is not None and found.samefile(own):
-            self._earlier = _rest_of(found).get("earlier", 0)
+            self._earlier = _state_of(found)["earlier"]
         elif self._latest:
             log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
         return found
@@ -124,17 +157,27 @@ class Checkpoints:
         assert self._folder is not None
         self._latest += 1
         unfinished = self._folder / f".{_name(self._latest)}-{self._run}"
-        with _dcp_errors():
-            dcp_save(tensors(states), storage_writer=FileSystemWriter(unfinished))
-        if problem := last_objections(lambda: on_first(lambda: _incomplete(unfinished)))[0]:
-            raise ConfigError(problem)
-        on_first(partial(self._publish, unfinished, states, rest))
+        try:
+            with _dcp_errors():
+                metadata = dcp_save(tensors(states), storage_writer=_Writer(unfinished))
+            needed = tensor_layout.files_of(metadata)
+            own = [name for name in needed if name.startswith(f"__{process_number()}_")]
+            files = {k: v for each in on_each(lambda: manifest.entries(unfinished, own)) for k, v in each.items()}
+            if problem := last_objections(lambda: on_first(lambda: _incomplete(unfinished, needed, files)))[0]:
+                raise ConfigError(problem)
+            content = {"parts": map_leaves(states, to_meta), "earlier": self._earlier, **rest}
+            on_first(lambda: self._publish(unfinished, content, tensor_layout.to_json(metadata), files))
+        except OSError as error:
+            on_first(partial(self._remove, unfinished.name))  # which may make room for what the user does next
+            what = f"{error.strerror or error} while a checkpoint was saved"
+            raise OSError(error.errno or errno.EIO, what, str(self._folder)) from error
 
-    def _publish(self, unfinished: Path, states: dict[str, Any], rest: dict[str, Any]) -> None:
+    def _publish(self, unfinished: Path, content: Any, layout: Any, files: dict[str, manifest.Entry]) -> None:
         """Complete the folder and rename it into place. Remove the checkpoints that are no longer kept."""
         assert self._folder is not None
-        content = {"parts": map_leaves(states, to_meta), "earlier": self._earlier, **map_leaves(rest, to_plain)}
-        save_plain(unfinished / REST, content)
+        manifest.write_json(unfinished / STATE, {"state": to_json(content), "tensors": layout})
+        manifest.write(unfinished, {**files, **manifest.entries(unfinished, (TENSORS, STATE))})
+        sync_folder(unfinished)
         published = self._folder / _name(self._latest)
         try:
             unfinished.rename(published)
@@ -150,23 +193,6 @@ class Checkpoints:
             (self._folder / _name(number)).rename(self._folder / f"{UNFINISHED}{number}-leaving")
         self._remove(f"{UNFINISHED}*-leaving")
 
-    def _check_format(self) -> None:
-        """Raise ConfigError if the metadata that this torch writes has more than MetadataUnpickler allows."""
-        if self._folder is None:
-            return
-        probe = self._folder / f"{UNFINISHED}probe-{self._run}"
-        try:
-            with _dcp_errors():
-                dcp_save({"x": torch.zeros(1)}, storage_writer=FileSystemWriter(probe), no_dist=True)
-            _metadata(probe)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(
-                f"torch {torch.__version__} writes checkpoints that this version of dataload cannot read back "
-                f"({error}): use an earlier torch or a later dataload"
-            ) from error
-        finally:
-            self._remove(probe.name)
-
     def _remove(self, pattern: str) -> None:
         """Remove folders that hold no checkpoint of the run. On NFS, files that are open elsewhere stay until later."""
         for folder in self._folder.glob(pattern) if self._folder else ():
@@ -177,12 +203,12 @@ class Checkpoints:
 
 
 def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
-    """Load the state of each part from the checkpoint at `path`; return the rest.
+    """Load the state of each part from the checkpoint at `path`, which `find` has verified; return the rest.
 
     Raises:
-        ConfigError: The checkpoint has other parts, or the state of another model or optimizer, or it is damaged.
+        ConfigError: The checkpoint has other parts, or the state of another model or optimizer, or nonsense.
     """
-    rest = _rest_of(path)
+    rest = _state_of(path)
     states = rest.pop("parts")
     if unmatched := (states.keys() ^ parts.keys()) - {"evaluate"}:
         raise ConfigError(
@@ -194,11 +220,10 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     states = {name: state for name, state in states.items() if name in parts}
     live = tensors({name: part.state_dict() for name, part in parts.items()})
     states = map_leaves(states, allocator(live, parts.get("optimizer")))
+    with _reading(path):
+        metadata = tensor_layout.from_json(_json_of(path)["tensors"], manifest.read(path))
     with _dcp_errors():
-        reader = _SafeReader(path)
-        with _reading(path):
-            reader.read_metadata()  # here, because DCP would hide its errors
-        dcp_load(tensors(states), storage_reader=reader)
+        dcp_load(tensors(states), storage_reader=_Reader(path, metadata))
     for name, state in states.items():
         try:
             _load_optimizer(path, parts[name], state) if name == "optimizer" else parts[name].load_state_dict(state)
@@ -228,56 +253,93 @@ def _learning_rates(optimizer: Any) -> list[float]:
     return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
-class _SafeReader(FileSystemReader):
-    """A DCP reader that unpickles metadata with an allow-list, and names the checkpoint if its tensors are damaged."""
+class _Writer(FileSystemWriter):
+    """A DCP writer that raises the error of the filesystem, in whose place torch.save raises one of its own format."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
+class _Reader(FileSystemReader):
+    """A DCP reader of tensors that are known, which names the checkpoint if it cannot read one."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return _metadata(Path(self.path))
+        return self._metadata
 
     def read_data(self, *args: Any, **kwargs: Any) -> Any:
         with _reading(Path(self.path)):
             return super().read_data(*args, **kwargs)
 
 
-def _rest_of(path: Path) -> dict[str, Any]:
+def _json_of(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    return content
+
+
+def _state_of(path: Path) -> dict[str, Any]:
     with _reading(path):
-        return load_plain(path / REST)
+        state: dict[str, Any] = from_json(_json_of(path)["state"])
+        return state
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise the error of a damaged file as a ConfigError. An OSError stays one: a disk or a network may recover."""
+    """Raise the error of a file that makes no sense as a ConfigError. An OSError stays one: a disk may recover."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        # In a file that was cut short, torch seeks to a negative offset, which is an invalid argument.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            error.add_note(f"while {path} was read")
-            raise
+    except OSError as error:
+        error.add_note(f"while {path} was read")
+        raise
+    except Exception as error:
         raise ConfigError(
-            f"{path} cannot be read ({shorten(repr(error), 160)}): if its files are damaged, remove this folder, and "
-            "the run resumes from the checkpoint before"
+            f"{path} cannot be read ({shorten(repr(error), 160)}), although its checksums are right: another program "
+            "wrote it, or another version; resume from another checkpoint"
         ) from error
 
 
-def _metadata(folder: Path) -> Metadata:
-    with (folder / ".metadata").open("rb") as file:
-        metadata: Metadata = MetadataUnpickler(file).load()
-    return metadata
+def _require_whole(path: Path) -> None:
+    """Raise ConfigError on every rank if a file of the checkpoint is damaged."""
+    problem = _damage(path)
+    if problem is None:
+        return
+    match = NAME.fullmatch(path.name)
+    earlier = [path.with_name(_name(each)) for each in _numbers(path.parent) if not match or each < int(match[1])]
+    whole = next((each for each in reversed(earlier) if each != path and _damage(each) is None), None)
+    raise ConfigError(
+        f"{path} is damaged: {problem}. "
+        + (
+            f"{whole.name} is whole: to resume from it, remove {path.name}, or pass resume={str(whole)!r}"
+            if whole
+            else "No earlier checkpoint beside it is whole: pass resume=None to start again"
+        )
+    )
 
 
-def _incomplete(folder: Path) -> str | None:
+def _damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, of which each rank verifies a part; None if it is whole."""
+    found = on_each(lambda: manifest.damage(path, process_number(), process_count()))
+    return next((each for each in found if each is not None), None)
+
+
+def _incomplete(folder: Path, needed: dict[str, int], files: dict[str, manifest.Entry]) -> str | None:
     """Return a message that names the tensor files that rank 0 does not see in full; None if it sees all."""
-    needed: dict[str, int] = {}
     try:
-        for part in _SafeReader(folder).read_metadata().storage_data.values():
-            needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    except (OSError, EOFError) as error:  # A file that NFS has cached may be old.
+    except OSError as error:  # A file that NFS has cached may be old.
         return f"{folder} cannot be checked and is not published: {error}"
-    missing = sorted(name for name, size in needed.items() if sizes.get(name, -1) < size)
+    missing = sorted(name for name, least in needed.items() if not least <= files[name].size == sizes.get(name))
     if not missing:
         return None
     return (
@@ -301,7 +363,7 @@ def _dcp_errors() -> Iterator[None]:
             if not isinstance(own, (Exception, CheckpointException)):  # such as Ctrl-C, or a signal that ends the job
                 raise own from None
             for failure, _ in error.failures.values():
-                if isinstance(failure, ConfigError):
+                if isinstance(failure, (ConfigError, OSError)):
                     raise failure from error
             raise OSError(str(error)) from error
 
@@ -312,15 +374,20 @@ def _name(number: int) -> str:
 
 def _latest_in(folder: Path | None) -> Path | None:
     """Return `folder` if it is a checkpoint, else the latest checkpoint in it; None if there is none."""
-    if folder is not None and not (folder / REST).is_file():
-        return folder / _name(numbers[-1]) if (numbers := _numbers(folder)) else None
-    return folder
+    if folder is None or _is_checkpoint(folder):
+        return folder
+    return folder / _name(numbers[-1]) if (numbers := _numbers(folder)) else None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, which may have lost files. Other programs use such names, too."""
+    known = any((folder / name).is_file() for name in (manifest.MANIFEST, STATE, TENSORS))
+    return known or any(folder.glob("__*.distcp"))
 
 
 def _numbers(folder: Path | None) -> list[int]:
     """Return the numbers of the checkpoints in `folder`, oldest first."""
     if folder is None or not folder.is_dir():
         return []
-    names = [path.parent.name for path in folder.glob(f"*/{REST}")]  # Other programs use such names, too.
-    matches = (NAME.fullmatch(name) for name in names)
+    matches = (NAME.fullmatch(path.name) for path in folder.iterdir() if _is_checkpoint(path))
     return sorted(int(match[1]) for match in matches if match)

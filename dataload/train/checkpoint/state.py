@@ -1,17 +1,12 @@
-"""The state of a run: random generators, state trees (nested dicts, lists, tuples), and files that run no code."""
+"""The state of a run: random generators, and state trees (nested dicts, lists, tuples), also as JSON."""
 
 from __future__ import annotations
 
-import os
-import pickle
 import random
+from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import is_dataclass
-from enum import EnumType
-from io import BytesIO
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -21,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from dataload.errors import ConfigError
 
-NOT_PLAIN = (pickle.PickleError, TypeError, AttributeError)  # what torch.save and load_plain raise for other types
+SCALARS = (type(None), bool, int, float, str)
+DICTS = {each.__name__: each for each in (dict, OrderedDict, Counter)}
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 def map_leaves(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
@@ -29,7 +26,7 @@ def map_leaves(state: Any, function: Callable[[str, Any], Any], name: str = "") 
 
     Dicts, lists and tuples keep their types. A leaf is any other value. Its name is its path, such as "model.0.weight".
     """
-    if type(state) in (dict, OrderedDict, Counter):  # torch.load(weights_only=True) allows no other dicts
+    if type(state) in DICTS.values():
         mapped = type(state)(
             {
                 to_plain(name, key): map_leaves(value, function, f"{name}.{key}" if name else str(key))
@@ -70,7 +67,7 @@ def tensors(state: Any) -> dict[str, Any]:
 
 
 def to_plain(_: str, leaf: Any) -> Any:
-    """Convert a NumPy scalar, such as a scheduler has, to a Python number, which `load_plain` accepts."""
+    """Convert a NumPy scalar, such as a scheduler has, to a Python number, which JSON has."""
     return leaf.item() if isinstance(leaf, np.generic) else leaf
 
 
@@ -102,82 +99,87 @@ def _equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
-def save_plain(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`, sync it and read it back.
+def to_json(state: Any) -> Any:
+    """Return `state` as JSON, from which `from_json` makes it again.
+
+    Scalars and lists stand for themselves. Any other value is an object whose first key names its type. A tensor has
+    its bytes; a meta tensor has none.
 
     Raises:
-        ConfigError: Some of `content` cannot be read back. The message names these leaves.
+        ConfigError: Some of `state` is of another type. The message names these leaves.
     """
-    try:
-        with path.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        load_plain(path)
-    except NOT_PLAIN as error:
-        raise _not_plain(content, error) from error
+    unsafe: list[str] = []
+    encoded = _encode("", state, unsafe)
+    if unsafe:
+        raise ConfigError(
+            "a checkpoint holds tensors, numbers, strings, and dicts, lists and tuples of them, because no other type "
+            f"can be read back safely: convert to plain data {', '.join(unsafe)}"
+        )
+    return encoded
+
+
+def _encode(name: str, value: Any, unsafe: list[str]) -> Any:
+    """Return `value` as JSON. Add leaves that have none to `unsafe`."""
+    value = to_plain(name, value)
+    kind = type(value)
+    if kind in SCALARS:
+        return value
+    if kind in (list, tuple):
+        items = [_encode(f"{name}.{i}", each, unsafe) for i, each in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if kind in DICTS.values():
+        prefix = f"{name}." if name else ""
+        items = [
+            [_encode(f"{prefix}{key}", key, unsafe), _encode(f"{prefix}{key}", each, unsafe)]
+            for key, each in value.items()
+        ]
+        named = all(type(key) is str for key, _ in items)
+        versions = _encode(f"{prefix}_metadata", getattr(value, "_metadata", None), unsafe)
+        return {kind.__name__: dict(items) if named else items} | ({"_metadata": versions} if versions else {})
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        described = {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
+        if value.is_meta:
+            return described
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {**described, "bytes": b64encode(raw).decode()}
+    unsafe.append(f"{name} ({kind.__qualname__})")
+    return None
+
+
+def from_json(value: Any) -> Any:
+    """Return the state of which `value` is the JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: `value` is no JSON of a state.
+    """
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind, content = next(iter(value.items()))
+    if kind == "tuple":
+        return tuple(from_json(each) for each in content)
+    if kind == "tensor":
+        return _tensor(DTYPES[content], value["shape"], value["stride"], value.get("bytes"))
+    items = content.items() if isinstance(content, dict) else content
+    found = DICTS[kind]({from_json(key): from_json(each) for key, each in items})
+    if "_metadata" in value:
+        vars(found)["_metadata"] = from_json(value["_metadata"])
+    return found
+
+
+def _tensor(dtype: torch.dtype, shape: list[int], stride: list[int], encoded: str | None) -> Tensor:
+    if encoded is None:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    raw = bytearray(b64decode(encoded, validate=True))
+    flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
 
 
 def check_plain(content: dict[str, Any]) -> None:
     """Raise ConfigError, which names the leaves, if a checkpoint with `content` could not be read back."""
     tensors(content)
-    if error := _load_error(content):
-        raise _not_plain(content, error) from error
-
-
-def _not_plain(content: dict[str, Any], error: Exception) -> ConfigError:
-    unsafe = [f"{name} ({type(leaf).__qualname__})" for name, leaf in leaves(content).items() if _load_error(leaf)]
-    return ConfigError(
-        "a checkpoint holds tensors, numbers, strings, and dicts, lists and tuples of them, because no other type can "
-        f"be read back safely: convert to plain data {', '.join(unsafe) or error}"
-    )
-
-
-def load_plain(file: Path | BytesIO) -> dict[str, Any]:
-    """Read a file that `save_plain` wrote.
-
-    Raises:
-        pickle.UnpicklingError: The file contains a type that torch does not allow.
-    """
-    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return content
-
-
-def _load_error(content: Any) -> Exception | None:
-    """Return the error of a round trip through `torch.save` and `load_plain`; None if there is none."""
-    file = BytesIO()
-    try:
-        torch.save(content, file)
-        file.seek(0)
-        load_plain(file)
-    except NOT_PLAIN as error:
-        return error
-    return None
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """An unpickler of DCP's metadata. It allows DCP's own records, and dtypes, sizes and paths."""
-
-    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    LAYOUT = ("torch.serialization", "_get_layout")  # the only function that the metadata calls
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class of a record on the allow-list.
-
-        Raises:
-            pickle.UnpicklingError: The class is not on the allow-list.
-        """
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module, name) == self.LAYOUT:
-            return lambda _: torch.strided
-        if (module.split(".", maxsplit=1)[0], name) == ("pathlib", "PosixPath"):
-            return PurePosixPath
-        if module in self.MODULES:
-            found = super().find_class(module, name)
-            if is_dataclass(found) or isinstance(found, EnumType):
-                return found
-        raise pickle.UnpicklingError(f"the metadata of a checkpoint may not contain {module}.{name}")
+    to_json(content)
 
 
 def rng_state(more: Iterable[torch.Generator] = ()) -> dict[str, Any]:
@@ -202,6 +204,6 @@ def set_rng_state(state: dict[str, Any], more: Iterable[torch.Generator] = ()) -
     np.random.set_state(state["numpy"])  # noqa: NPY002
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    # A run may resume with another kind of loader, and older checkpoints have no further states.
-    for each, own in zip(more, state.get("more", ()), strict=False):
+    # A run may resume with another kind of loader.
+    for each, own in zip(more, state["more"], strict=False):
         each.set_state(own)

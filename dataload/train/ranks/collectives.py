@@ -30,6 +30,11 @@ def process_number() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def process_count() -> int:
+    """Return the number of all processes, data-parallel or not."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gather(value: Any, mesh: DeviceMesh | None = None) -> list[Any]:
     """Return the `value` of each rank, in rank order.
 
@@ -61,17 +66,23 @@ def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
 
 def on_first(work: Callable[[], T]) -> T:
     """Call `work` on rank 0 only. Return its result or raise its error on every rank."""
-    own: tuple[Any, Exception | None] = (None, None)
+    return on_each(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
+
+
+def on_each(work: Callable[[], T]) -> list[T]:
+    """Call `work` on every rank. Return the results in rank order, or raise the first error on every rank."""
+    own: tuple[Any, Exception | None]
     raised: Exception | None = None
-    if is_first():
-        try:
-            own = work(), None
-        except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
-            raised, own = error, (None, as_sent(error) or DataloadError(f"rank 0 failed: {error!r}"))
-    result, failure = gather(own)[0]
-    if failure is not None:
-        raise raised or failure
-    return result  # type: ignore[no-any-return]
+    try:
+        own = work(), None
+    except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
+        raised = error
+        own = None, as_sent(error) or DataloadError(f"rank {process_number()} failed: {error!r}")
+    answers = gather(own)
+    for rank, (_, failure) in enumerate(answers):
+        if failure is not None:
+            raise (raised if raised is not None and rank == process_number() else failure)
+    return [result for result, _ in answers]
 
 
 def agree(what: str, value: Any) -> None:
