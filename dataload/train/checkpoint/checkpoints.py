@@ -317,14 +317,10 @@ def _require_whole(path: Path) -> None:
     match = NAME.fullmatch(path.name)
     earlier = [path.with_name(_name(each)) for each in _numbers(path.parent) if not match or each < int(match[1])]
     whole = next((each for each in reversed(earlier) if each != path and _damage(each) is None), None)
-    raise ConfigError(
-        f"{path} is damaged: {problem}. "
-        + (
-            f"{whole.name} is whole: to resume from it, remove {path.name}, or pass resume={str(whole)!r}"
-            if whole
-            else "No earlier checkpoint beside it is whole: pass resume=None to start again"
-        )
-    )
+    way_out = "no earlier checkpoint beside it is whole: pass resume=None to start again"
+    if whole is not None:
+        way_out = f"{whole.name} is whole: to resume from it, remove {path.name}, or pass resume={str(whole)!r}"
+    raise ConfigError(f"{path} is damaged: {problem}; {way_out}")
 
 
 def _damage(path: Path) -> str | None:
