@@ -39,7 +39,6 @@ def test_a_sentinel_is_told_from_a_server(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     three_primaries: ServerCluster, clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
     one = clients(three_primaries.url)
     names = [f"{number}" for number in range(30)]
     for name in names:
@@ -160,7 +159,6 @@ def test_a_partition_is_noticed_by_all_nodes_at_once(
     three_primaries: ServerCluster, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first timeout, no node is asked for the others before it has answered."""
-    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
     one = clients(three_primaries.url)
     one.set("a", b"x")
     together, hello = threading.Barrier(2), client._hello
@@ -208,7 +206,6 @@ def test_a_name_that_is_looked_up_without_end_is_passed_over(
     cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the resolver hangs, no timeout of a socket ends the call."""
-    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
     released, look_up = threading.Event(), socket.getaddrinfo
 
     def hangs(host: Any, *args: Any, **options: Any) -> Any:
@@ -227,7 +224,7 @@ def test_a_name_that_is_looked_up_without_end_is_passed_over(
             written.result(PATIENCE)
         finally:
             released.set()
-    assert "valkey.test:6379 did not answer within 1 s: check its name and DNS" in str(error.value.__cause__)
+    assert "valkey.test:6379 did not answer within 2 s: check its name and DNS" in str(error.value.__cause__)
     assert cluster_server.ask("GET", "a") == b"x"
 
 

@@ -17,21 +17,16 @@ import pyarrow.dataset as pad
 import pyarrow.parquet as pq
 import pytest
 import tqdm
-import zarr
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-from zarr.core.sync import cleanup_resources
-from zarr.storage import FsspecStore
 
 BLOCK = 50_000
 ROWS = 20_000
 
 
 @pytest.fixture(autouse=True)
-def threads_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep progress bars from starting threads, and end zarr's loop with the test."""
+def threads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep progress bars from starting threads."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
-    yield
-    cleanup_resources()
 
 
 @pytest.fixture
@@ -229,8 +224,17 @@ def test_hugging_face_datasets(
     )
 
 
+@pytest.fixture
+def zarr() -> Iterator[Any]:
+    """Return zarr, whose import takes seconds. The loop that it starts ends with the test."""
+    import zarr
+
+    yield zarr
+    zarr.core.sync.cleanup_resources()
+
+
 @pytest.mark.parametrize("how", ["url", "filesystem"])
-def test_zarr(how: str, bucket: Any, options: Any, chained: Any, same_three_times: Any) -> None:
+def test_zarr(how: str, zarr: Any, bucket: Any, options: Any, chained: Any, same_three_times: Any) -> None:
     values = np.random.default_rng(0).integers(0, 1000, (300, 200))
     memory = zarr.storage.MemoryStore()
     group = zarr.create_group(memory)
@@ -239,16 +243,16 @@ def test_zarr(how: str, bucket: Any, options: Any, chained: Any, same_three_time
     for key, value in memory._store_dict.items():
         bucket.put(f"z.zarr/{key}", value.to_bytes())
 
-    def read(store: FsspecStore) -> list[Any]:
+    def read(store: Any) -> list[Any]:
         root = zarr.open_group(store, mode="r")
         return [root["plain"][:], root["sharded"][:], root["sharded"][5:25, 30:190], sorted(root.array_keys())]
 
     def cached() -> list[Any]:
         if how == "url":
             url = f"tiercache::s3://{bucket.name}/z.zarr"
-            return read(FsspecStore.from_url(url, storage_options=chained, read_only=True))
+            return read(zarr.storage.FsspecStore.from_url(url, storage_options=chained, read_only=True))
         fs = AsyncFileSystemWrapper(fsspec.filesystem("tiercache", **options), asynchronous=True)
-        return read(FsspecStore(fs, read_only=True, path=f"{bucket.name}/z.zarr"))
+        return read(zarr.storage.FsspecStore(fs, read_only=True, path=f"{bucket.name}/z.zarr"))
 
     def equal(found: list[Any], expected: list[Any]) -> bool:
         return found[3] == expected[3] and all(map(np.array_equal, found[:3], expected[:3]))

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 SPAWN = multiprocessing.get_context("spawn")
-DEADLINE = 60  # seconds for all ranks together
+DEADLINE = 120  # seconds for all ranks together; only a hang takes that long
 
 
 class LostError(Exception):
@@ -48,6 +48,7 @@ def forked_ranks():
     nursery = SPAWN.Process(target=_nurse, args=(theirs,))
     nursery.start()
     theirs.close()
+    assert pipe.recv() == "ready"  # The deadlines of ranks count from here.
 
     def run(number, function, *args, until=None, store=None, **kwargs):
         store = store or launchers_store()
@@ -56,7 +57,9 @@ def forked_ranks():
         environ |= {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}  # not that of the test that began first
         environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         pipe.send((number, environ, until, function, args, kwargs))
-        assert pipe.poll(DEADLINE + 10), "the ranks' parent does not answer"
+        if not pipe.poll(DEADLINE + 10):
+            nursery.kill()  # The next call must not get the answer to this one.
+            raise AssertionError("the ranks' parent does not answer")
         return [answer if isinstance(answer, LostError) else pickle.loads(answer) for answer in pipe.recv()]
 
     yield run
@@ -76,6 +79,7 @@ def _nurse(pipe):
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports more modules
     fork = multiprocessing.get_context("fork")
+    pipe.send("ready")
     with suppress(EOFError):
         while (job := pipe.recv()) is not None:
             number, environ, until, *call = job

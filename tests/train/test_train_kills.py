@@ -78,7 +78,7 @@ def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
             sys.setprofile(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(left) <= 0 else None)
         return ((model(batch["x"]).squeeze(1) - batch["y"]) ** 2).mean() * (1 + 0.1 * torch.rand(()))
 
-    options = {"epochs": EPOCHS, "precision": "fp32", "clip_grad_norm": 1.0, "scheduler": scheduler, "timeout": 30}
+    options = {"epochs": EPOCHS, "precision": "fp32", "clip_grad_norm": 1.0, "scheduler": scheduler, "timeout": 60}
     options |= {"checkpoint_dir": checkpoints, "checkpoint_every": checkpoints and EVERY, "progress": False}
     history = fit(model, optimizer, loader, loss, **options)
     state = torch.cat([value.double().ravel() for value in model.state_dict().values()])
