@@ -158,7 +158,7 @@ def nothing_left_behind() -> Iterator[None]:
     gc.collect()
     ours = [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
     for thread in ours:
-        thread.join(60)
+        thread.join(200)
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
     until = time.monotonic() + 60
     while (left := processes()) and time.monotonic() < until:

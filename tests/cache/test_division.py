@@ -18,7 +18,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, group_number
 
 SIZE = 10_000
-PATIENCE = 60  # seconds; only a hang takes that long
+PATIENCE = 200  # seconds; only a hang takes that long
 
 
 def key(dataset: str, number: int, part: str = "rows 0+8") -> BlobKey:

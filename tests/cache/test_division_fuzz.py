@@ -21,7 +21,7 @@ from dataload.cache.tier import Allocate, BlobKey, group_number
 SIZE, GROUPS = 20_000, 24
 DATASETS = "abcd"
 PROCESSES = 4
-PATIENCE = 120  # seconds; only a hang takes that long
+PATIENCE = 200  # seconds; only a hang takes that long
 
 
 def key(dataset: str, number: int, part: int) -> BlobKey:

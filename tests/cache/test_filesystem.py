@@ -445,7 +445,7 @@ def test_reads_do_not_wait_behind_a_prefetch(fs: TierCacheFileSystem, bucket: An
     parts = engine.parts
 
     def held(path: str, *rest: Any) -> Any:
-        assert "data.bin" in path or release.wait(60)
+        assert "data.bin" in path or release.wait(200)
         return parts(path, *rest)
 
     monkeypatch.setattr(engine, "parts", held)
@@ -588,7 +588,7 @@ class Held:
         def held(path: str, start: int, *rest: Any) -> Any:
             self.starts.append(start)
             begins(start)
-            self._release.wait(60)
+            self._release.wait(200)
             return parts(path, start, *rest)
 
         monkeypatch.setattr(engine, "parts", held)
@@ -596,7 +596,7 @@ class Held:
     def release(self) -> None:
         """Release the requests, and wait until all that were queued have begun or are cancelled."""
         self._release.set()
-        self._fs.blocks.submit(int).result(60)
+        self._fs.blocks.submit(int).result(200)
 
 
 @pytest.mark.parametrize("read", [
@@ -743,7 +743,7 @@ def test_threads_share_one_fetch(fs: TierCacheFileSystem, bucket: Any) -> None:
     found = []
 
     def read() -> None:
-        start.wait(30)
+        start.wait(200)
         found.append(fs.cat_file(bucket.url("folder/data.bin")))
 
     threads = [threading.Thread(target=read) for _ in range(8)]

@@ -519,7 +519,7 @@ def test_one_thread_tries_again_to_open_a_folder_and_the_others_go_on(
             until(tier._opening.locked)
             assert tier.division().region == 0
             assert not tries.done()
-        assert tries.result(60) == 0
+        assert tries.result(200) == 0
     assert tier._folder is not None
 
 

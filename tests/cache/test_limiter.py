@@ -20,7 +20,7 @@ from dataload.cache.origin.limiter import RequestLimiter, limiter_of
 from dataload.cache.origin.origin import Origin
 from dataload.runtime.counters import Counters, charged_to
 
-PATIENCE = 60
+PATIENCE = 200
 
 
 def limit_in_another_process(limiter: RequestLimiter) -> int:

@@ -119,7 +119,7 @@ def test_a_killed_filler_leaves_nothing(tmp_path: Path, stopping: Any) -> None:
     ready = SPAWN.Event()
     victim = SPAWN.Process(target=stopping, args=(str(path), ready))
     victim.start()
-    assert ready.wait(60)
+    assert ready.wait(200)
     assert len(list((path / "tmp").glob("*/*"))) == 1
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
@@ -155,7 +155,7 @@ def test_a_waiter_takes_over_from_a_killed_filler(tmp_path: Path) -> None:
     ready = SPAWN.Event()
     victim = SPAWN.Process(target=stop_in_fill, args=(str(path), ready))
     victim.start()
-    assert ready.wait(60)
+    assert ready.wait(200)
     tier = LocalTier(path)
     with tier.folder.locks.hold(key("a").digest, timeout=0) as alone:
         assert not alone
@@ -219,7 +219,7 @@ def fill_and_count(path: str, counter: str, start: Any, answers: Any) -> None:
             file.write("filled\n")
         allocate(SIZE)[:] = data_of("a")
 
-    start.wait(60)
+    start.wait(200)
     answers.put(bytes(tier.get_or_fill(key("a"), fill)) == data_of("a"))
 
 
@@ -230,7 +230,7 @@ def test_many_processes_fill_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     start.set()
-    assert [answers.get(timeout=60) for _ in processes] == [True] * 4
+    assert [answers.get(timeout=200) for _ in processes] == [True] * 4
     for process in processes:
         process.join()
     answers.close()
@@ -391,7 +391,7 @@ def test_many_threads_fork_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -806,7 +806,7 @@ def test_two_jobs_that_limit_one_cache_differently_are_told(
     job = SPAWN.Process(target=hold_open, args=(tmp_path / "c", 5 * ROW, is_open, done))
     job.start()
     try:
-        assert is_open.wait(60)
+        assert is_open.wait(200)
         with caplog.at_level(logging.WARNING):
             for name in "bc":
                 put(LocalTier(tmp_path / "c", limit), name)
@@ -877,7 +877,7 @@ def test_a_folder_that_another_thread_is_closing_is_opened_after_it(
 
     def slowly(index: Index, **options: bool) -> None:
         closing.set()
-        assert go_on.wait(60)
+        assert go_on.wait(200)
         shut(index, **options)
 
     monkeypatch.setattr(Index, "shut", slowly)
@@ -887,15 +887,15 @@ def test_a_folder_that_another_thread_is_closing_is_opened_after_it(
     with ThreadPoolExecutor(2) as pool:
         ending = pool.submit(let_go)
         del let_go
-        assert closing.wait(60)
+        assert closing.wait(200)
         if how == "closed":
             folders.clear()
         opening = pool.submit(open_folder, tmp_path / "c")
         with pytest.raises(TimeoutError):  # The opening waits; LMDB would raise at once.
             opening.result(0.2)
         go_on.set()
-        assert opening.result(60).index.rows() == []
-        ending.result(60)
+        assert opening.result(200).index.rows() == []
+        ending.result(200)
 
 
 def test_nothing_is_opened_before_the_first_use(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_rebuild_is_announced_and_reads_many_footers_at_a_time(
 ) -> None:
     """After a reboot the footers are not in the page cache, so the disk's latency counts."""
     (left / "index" / "data.mdb").unlink()
-    together, read = threading.Barrier(len(files_of(left)), timeout=30), blob_file.read_footer
+    together, read = threading.Barrier(len(files_of(left)), timeout=200), blob_file.read_footer
 
     def read_together(file: Path) -> Any:
         assert "rebuilding it from 4 blobs" in caplog.text

@@ -84,7 +84,7 @@ def read_by(processes: int, origin: Origin, cache: Path, faults: dict[str, Any],
     for one in running:
         one.stdin.write("go\n")
         one.stdin.flush()
-    told = [one.communicate(timeout=100)[0] for one in running]
+    told = [one.communicate(timeout=200)[0] for one in running]
     assert [one.returncode for one in running] == [0] * processes
     return [json.loads(said) for said in told]
 
@@ -115,7 +115,7 @@ def test_a_process_that_stands_still_in_its_requests_stops_no_other(origin: Orig
             until(lambda: origin.stats()["most_gets_at_once"])
             stopped.send_signal(signal.SIGSTOP)
             origin.behave(stalled=0.0)
-            told = json.loads(other.communicate("go\n", timeout=100)[0])
+            told = json.loads(other.communicate("go\n", timeout=200)[0])
             assert told["digests"] == dict(sorted(WANTED.items())[1:])
         finally:
             stopped.kill()

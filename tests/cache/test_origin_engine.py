@@ -546,7 +546,7 @@ def test_one_block_that_fails_ends_the_read_of_many(
     def fails(_memory: memoryview, _path: str, start: int, _version: str) -> None:
         started.append(start)
         if start:
-            are_cancelled.wait(60)
+            are_cancelled.wait(200)
         raise OriginError("down")
 
     def waiting(futures: Any, timeout: float, return_when: str = ALL_COMPLETED) -> Any:

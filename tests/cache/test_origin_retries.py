@@ -204,7 +204,7 @@ class _Hanging(_FlakyHead):
     def do_HEAD(self) -> None:
         if self.hanging:
             type(self).hanging -= 1
-            self.released.wait(60)
+            self.released.wait(200)
             self.close_connection = True
             return
         _FlakyHead.requests = 1

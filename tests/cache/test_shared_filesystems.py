@@ -185,4 +185,4 @@ def test_threads_call_other_filesystems_at_the_same_time(protocol: str) -> None:
             with engine.lock:
                 return True
 
-        assert pool.submit(other).result(30)
+        assert pool.submit(other).result(200)

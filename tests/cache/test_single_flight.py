@@ -39,7 +39,7 @@ def test_a_wait_for_another_thread_holds_no_reservation(kind: str, tmp_path: Pat
 
     def make() -> memoryview:
         made.append(threading.current_thread().name)
-        assert second_is_free.wait(60)
+        assert second_is_free.wait(200)
         return tier.get_or_fill(key("x/0"), fill_of("x/0"))
 
     def ask() -> None:
@@ -55,5 +55,5 @@ def test_a_wait_for_another_thread_holds_no_reservation(kind: str, tmp_path: Pat
     finally:
         second_is_free.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(200)
     assert made == ["first"]

@@ -101,7 +101,7 @@ def test_many_threads_fill_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> 
     def fill(allocate: Allocate) -> None:
         calls.append(1)
         for _ in range(7):  # A thread that starts a second fill does not wait.
-            assert waits.acquire(timeout=30)
+            assert waits.acquire(timeout=200)
         allocate(3)[:] = b"one"
 
     with ThreadPoolExecutor(8) as pool:

@@ -637,7 +637,7 @@ def test_an_error_ends_the_scan(stored: Stored, monkeypatch: pytest.MonkeyPatch)
     released.set()
     for thread in threading.enumerate():
         if thread.name.startswith("dataload-filter"):
-            thread.join(60)
+            thread.join(200)
             assert not thread.is_alive()
     assert len(read) <= 1 + ROW_GROUPS_AT_ONCE
 

@@ -201,16 +201,16 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
             submitted.set()
 
     def name(run: list[Object]) -> Object:
-        assert run == [first] or first_asked.wait(60)
+        assert run == [first] or first_asked.wait(200)
         return _name(run[:1])
 
     def fetch(obj: Object, _: Blocks) -> bytes:
         asked.append(obj)
         if obj == first:
             first_asked.set()
-            assert submitted.wait(60)
+            assert submitted.wait(200)
             raise DataError(obj.path)
-        assert raised.wait(60)
+        assert raised.wait(200)
         return b""
 
     monkeypatch.setattr("dataload.catalog.footer_cache._runs", lambda _: [[first], Others(others)])
@@ -221,7 +221,7 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     with pytest.raises(DataError, match="part-00000"):
         read_footers([first, *others], blocks, lambda *_: None)
     raised.set()
-    fetches.submit(int).result(60)  # after all that were submitted
+    fetches.submit(int).result(200)  # after all that were submitted
     assert asked in ([first], [first, others[0]])
 
 

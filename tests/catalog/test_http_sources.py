@@ -35,7 +35,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.requests.append((self.command, path, "Range" in self.headers))
         if self.command == "HEAD" and self.together is not None:
-            self.together.wait(60)
+            self.together.wait(200)
         body = self.bodies.get(path.rstrip("/"))
         if body is None or self.status != 200:
             self._answer(404 if body is None else self.status, b"", None)

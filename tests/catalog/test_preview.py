@@ -76,7 +76,7 @@ def test_the_nulls_of_several_files_are_counted_at_the_same_time(tmp_path: Path,
     for number in range(4):
         pq.write_table(pa.table({"a": [1, None]}), tmp_path / f"{number}.parquet")
     dataset, together, done = make_dataset(tmp_path, cache=False), threading.Barrier(4), list[int]()
-    parsed(lambda: together.wait(60))
+    parsed(lambda: together.wait(200))
     assert nulls(dataset, lambda: done.append(1)) == 4
     assert len(done) == 4
 

@@ -342,7 +342,7 @@ def test_the_objects_of_a_list_in_s3_are_listed_at_the_same_time(
     together, whole = threading.Barrier(4), Origin.list
 
     def held(self: Origin, path: str, **options: Any) -> Any:
-        together.wait(60)
+        together.wait(200)
         return whole(self, path, **options)
 
     monkeypatch.setattr(Origin, "list", held)

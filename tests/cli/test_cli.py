@@ -558,7 +558,7 @@ def test_warming_goes_on_where_it_was_interrupted(
     )
     until(lambda: origin.stats()["get_requests"] >= FILES + 20)  # the footers, and some of the rows
     started.send_signal(signal.SIGINT)
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=200)
     assert (started.returncode, out) == (130, "")
     assert err == ("dataload: interrupted: the cache keeps the fetched row groups; run the same command to continue\n")
 

@@ -83,7 +83,7 @@ def test_serving_the_data_of_the_first_program(monkeypatch: pytest.MonkeyPatch) 
         assert all(torch.equal(batch["row_id"], batch["number"]) for batch in batches)
         assert {int(label) for batch in batches for label in batch["label"]} == set(range(10))
         assert max(int(batch["image"].max()) for batch in batches) > 200
-        assert serving.wait(60) == 0
+        assert serving.wait(200) == 0
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_closed_terminal_ends_the_server() -> None:
         assert serving.stdout is not None
         assert serving.stdout.readline().startswith("export")
         serving.send_signal(signal.SIGHUP)
-        assert serving.wait(60) == 128 + signal.SIGHUP
+        assert serving.wait(200) == 128 + signal.SIGHUP
 
 
 @pytest.mark.slow

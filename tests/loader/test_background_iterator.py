@@ -24,7 +24,7 @@ from dataload.rows import collate
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 T = TypeVar("T")
-SECONDS = 60  # a deadline that a busy machine does not reach
+SECONDS = 200  # a deadline that a busy machine does not reach
 
 
 def ahead_of(

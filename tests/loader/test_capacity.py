@@ -75,7 +75,7 @@ def test_a_memory_budget_is_never_exceeded() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert not any(thread.is_alive() for thread in threads)
     assert most[0] <= 10
 
@@ -97,7 +97,7 @@ def test_a_memory_budget_is_granted_in_request_order() -> None:
         assert granted == []
         assert not budget.fits(1)
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert granted == [8, 4, 7, 9]
     assert budget.idle
 
@@ -118,14 +118,14 @@ def test_a_reservation_that_waits_gets_all_of_a_budget_that_became_smaller() -> 
     with budget.reserve(2):
         with budget.reserve(3):
             thread.start()
-            assert looks.acquire(timeout=60)
+            assert looks.acquire(timeout=200)
             budget.resize(4)
-            assert looks.acquire(timeout=60)
-        assert looks.acquire(timeout=60)
+            assert looks.acquire(timeout=200)
+        assert looks.acquire(timeout=200)
         with budget._mutex:  # It looked, and waits again.
             assert not granted.is_set()  # 2 of 4 are free.
         budget.resize(6)
-    thread.join(60)
+    thread.join(200)
     assert granted.is_set()
     assert budget.idle
 
@@ -152,9 +152,9 @@ def test_a_cancelled_reservation_blocks_no_other() -> None:
             threading.Event().wait(0.001)
         cancelled.set()
         threads[1].start()
-        assert granted.wait(60)
+        assert granted.wait(200)
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert caught == [ReservationCancelled]
 
 

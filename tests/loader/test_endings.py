@@ -92,7 +92,7 @@ def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool
         assert trainer.stdout.readline() == "looping\n", trainer.stderr.read()
         if end == "interrupted":
             trainer.send_signal(signal.SIGINT)
-        stderr = trainer.communicate(timeout=60)[1]
+        stderr = trainer.communicate(timeout=200)[1]
     assert trainer.returncode == {"error": 1, "interrupted": -signal.SIGINT}.get(end, 0)
     assert stderr.count("Error") + stderr.count("Interrupt") == (trainer.returncode != 0), stderr
     assert not [process for process in started if process.is_running()]
@@ -117,7 +117,7 @@ loader = dataload.make_loader(folder + "/x.parquet", 16, cache=False, {arguments
 it = iter(loader)
 print(next(it)["a"].shape)
 """
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (0, "")
     if "stats_dir" in arguments:
         line = (tmp_path / "rank-0.jsonl").read_text()
@@ -200,7 +200,7 @@ assert statistics() == before
 assert sum(len(batch["a"]) for batch in batches) == 500 - 16
 assert statistics() != before
 """
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -251,7 +251,7 @@ threads = DaemonExecutor(1, "filling")
 threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", "all"), fill)
 filling.wait()
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=200)
     tier = LocalTier(tmp_path / "c", 10**6)
     assert tier.folder.index.used_bytes() == 0
     assert fsck.verify(tier.folder).problems == []

@@ -539,7 +539,7 @@ def test_metadata_of_objects_is_requested_concurrently(s3: TierCacheFileSystem, 
     info = type(s3.blocks.origin).info
 
     def held(self: Any, path: str) -> Any:
-        together.wait(60)
+        together.wait(200)
         return info(self, path)
 
     monkeypatch.setattr(type(s3.blocks.origin), "info", held)

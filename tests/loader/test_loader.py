@@ -463,7 +463,7 @@ def test_a_loader_in_use_can_be_sent_to_another_process(dataset: Any, options: d
     assert copied.state_dict() == loader.state_dict()
     copied.load_state_dict(copied.state_dict())
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        assert process.submit(ids, copied).result(timeout=60) == expected[16:]
+        assert process.submit(ids, copied).result(timeout=200) == expected[16:]
     assert ids(batches) == expected[16:]
 
 
@@ -627,7 +627,7 @@ def test_threads_end_with_their_loader(bucket: Any, dataset_of: Callable[..., st
     del loader
     gc.collect()
     for thread in pools:
-        thread.join(30)
+        thread.join(200)
         assert not thread.is_alive()
 
 
@@ -641,7 +641,7 @@ loader = dataload.make_loader({dataset_of(FILES)!r}, 4, **{options!r})
 batches = iter(loader)
 next(batches)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
 # Bad input

@@ -66,7 +66,7 @@ def test_sources_are_opened_at_the_same_time(
     bucket: Any, dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = {name: dataset_of(files, name) for name, files in FILES.items()}
-    together, make = threading.Barrier(len(urls), timeout=60), mixture.make_dataset
+    together, make = threading.Barrier(len(urls), timeout=200), mixture.make_dataset
 
     def open_with_the_others(*args: Any, **options: Any) -> Dataset:
         together.wait()
@@ -331,7 +331,7 @@ def test_a_killed_run_continues(tmp_path: Path) -> None:
     def run(rows: str, *, kill: bool) -> int:
         arguments = [str(tmp_path), str(tmp_path / f"{rows}.json"), str(tmp_path / rows), str(tmp_path / "cache")]
         command = [sys.executable, "-c", KILLED, *arguments, "kill" if kill else "go on"]
-        return subprocess.run(command, check=False, timeout=100).returncode
+        return subprocess.run(command, check=False, timeout=200).returncode
 
     assert run("whole", kill=False) == 0
     assert run("parts", kill=True) == -signal.SIGKILL
@@ -525,7 +525,7 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
 
     def late(self: RowGroupCache, number: int, life: Any = None) -> Any:
         if self is store.blobs.by_dataset[NAMES.index(last)]:
-            assert others.wait(60)
+            assert others.wait(200)
         return load(self, number, life)
 
     monkeypatch.setattr(RowGroupCache, "load", late)
@@ -627,7 +627,7 @@ def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources
     decoder = BackgroundDecoder(blobs)
     make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     try:
         for group in [number for number, group in enumerate(mixture.row_groups) if group.rows]:
             assert make_in_background(decoder, group)

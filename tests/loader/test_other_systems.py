@@ -70,5 +70,5 @@ def test_a_loader_without_a_cache_needs_no_call_that_only_linux_has(tmp_path: Pa
     }
     pq.write_table(pa.table(table), tmp_path / "rows.parquet", row_group_size=sizes)
     program = [sys.executable, "-c", WITHOUT_LINUX + READ, str(tmp_path / "rows.parquet")]
-    ran = subprocess.run(program, capture_output=True, text=True, check=False, timeout=100)
+    ran = subprocess.run(program, capture_output=True, text=True, check=False, timeout=200)
     assert (ran.returncode, ran.stdout) == (0, "read text 7\n"), ran.stderr

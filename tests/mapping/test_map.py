@@ -892,7 +892,7 @@ def test_a_function_may_read_another_dataset(file: Path, monkeypatch: pytest.Mon
     mapped = make_dataset(file, cache=False).map(with_other, version=1)
     reader = threading.Thread(target=lambda: read.extend(ids(mapped)), daemon=True)
     reader.start()
-    reader.join(60)  # only a deadlock takes that long
+    reader.join(200)  # only a deadlock takes that long
     assert read == [*range(SHIFT, ROWS + SHIFT)]
 
 

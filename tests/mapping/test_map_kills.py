@@ -97,10 +97,10 @@ def test_a_kill_of_the_background_decoder(file: Path, cache: CacheConfig, tmp_pa
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     decoder.begin()
     process = decoder._process
-    assert process.ready.wait(60)
+    assert process.ready.wait(200)
     assert make_in_background(decoder, 0)
     assert not make_in_background(decoder, 6)
-    assert process.ended.wait(60)
+    assert process.ended.wait(200)
     assert (tmp_path / "killed").exists()
     check(dataset)
     decoder.end()

@@ -51,7 +51,7 @@ def check(rank, start, processes):
         next(iter(make_loader(mapped, 1)))
         decoder = mapped.rowstore.scheduler.decoder
         decoder.begin()
-        assert decoder._process.ready.wait(30)
+        assert decoder._process.ready.wait(200)
     method = start if start in ("spawn", "forkserver") else None
     workers = {"num_workers": 1, "transform": dict, "multiprocessing_context": method} if method else {}
     assert sum(int(batch["x"].sum()) for batch in make_loader(mapped, 64, **workers)) == 3 * sum(range(1000))

@@ -35,7 +35,7 @@ class Calls:
 
     def _call(self, number: int) -> int:
         if number == 0:
-            assert self._second_runs.wait(60)
+            assert self._second_runs.wait(200)
             self._first()
         else:
             self._second_runs.set()
@@ -49,7 +49,7 @@ class Calls:
         self.loop_ended.set()
         assert 1 in ended
         assert self.futures[3].cancelled()
-        self._threads.submit(int).result(60)
+        self._threads.submit(int).result(200)
         assert 3 not in self.ended
 
 

@@ -113,7 +113,7 @@ def files(origin: Origin, name: str) -> set[Object]:
 def settled(dataset: Any) -> None:
     """Wait for all prefetched row groups."""
     for asked in list(dataset.rowstore.scheduler._lives.values()):
-        asked.contents.result(60)
+        asked.contents.result(200)
 
 
 def epochs(origin: Origin, dataset: Any, name: str, count: int) -> list[Fetched]:
@@ -491,7 +491,7 @@ def test_warming_makes_as_many_row_groups_at_once_as_training_has_requests(
 ) -> None:
     pq.write_table(pa.table({"x": range(2 * IN_FLIGHT)}), tmp_path / "x.parquet", row_group_size=2)
     blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB")).rowstore.blobs
-    together, make = threading.Barrier(IN_FLIGHT, timeout=30), blobs.make
+    together, make = threading.Barrier(IN_FLIGHT, timeout=200), blobs.make
     monkeypatch.setattr(blobs, "make", lambda group: [together.wait(), make(group)][1])
     assert warm(blobs, range(IN_FLIGHT)) == IN_FLIGHT
 

@@ -46,7 +46,7 @@ def decoder(dataset: Any) -> Iterator[BackgroundDecoder]:
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     yield decoder
     decoder.end()
 
@@ -90,7 +90,7 @@ def test_an_error_of_the_process_is_raised_by_the_caller(
     dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     make_in_background(decoder, 0)
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     for found in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]:
         bucket.client.delete_object(Bucket=bucket.name, Key=found["Key"])
     with pytest.raises(OriginNotFound, match="is gone from"):
@@ -108,7 +108,7 @@ def test_after_an_error_that_only_the_process_has_the_caller_decodes(
     dataset = make_dataset(f"scarce://{tmp_path}/x.parquet", storage_options=options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     make_in_background(decoder, 0)
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     assert not make_in_background(decoder, 1)
     assert decoder._process.made == 0
     assert dataset.rowstore.gather(np.array([7])).rows["row_id"].tolist() == [7]
@@ -118,11 +118,11 @@ def test_after_an_error_that_only_the_process_has_the_caller_decodes(
 def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: BackgroundDecoder, dataset: Any) -> None:
     first = decoder._process
     first._popen.kill()
-    assert first.ended.wait(60)
+    assert first.ended.wait(200)
     assert not make_in_background(decoder, 1)
     assert dataset.rowstore.gather(np.array([5])).rows["row_id"].tolist() == [5]
     assert decoder._process is not first
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     assert make_in_background(decoder, 2)
 
 
@@ -140,9 +140,9 @@ def test_a_kill_is_noticed_while_others_hold_its_socket(dataset: Any, monkeypatc
     make_in_background(decoder, 0)  # starts it
     process = decoder._process
     try:
-        assert process.ready.wait(60)
+        assert process.ready.wait(200)
         process._popen.kill()
-        assert process.ended.wait(60)
+        assert process.ended.wait(200)
     finally:
         decoder.end()
         for descriptor in held:
@@ -172,7 +172,7 @@ def test_demand_ends_the_wait_for_the_process(
         threading.Event().wait(0.001)
     assert not answers
     with demand.waiting():
-        asking.join(60)
+        asking.join(200)
         assert answers == [False]
         assert not make_in_background(decoder, 9, demand)
         assert 9 not in process._requests
@@ -193,7 +193,7 @@ def test_requests_to_a_stopped_process_never_block(decoder: BackgroundDecoder) -
 
     asking = threading.Thread(target=ask)
     asking.start()
-    asking.join(30)
+    asking.join(200)
     assert answers == [None] * 2000
 
 
@@ -214,7 +214,7 @@ def test_the_kill_of_a_stopped_process_ends_the_wait(decoder: BackgroundDecoder)
     while 7 not in process._requests:
         threading.Event().wait(0.001)
     process._popen.kill()
-    asking.join(60)
+    asking.join(200)
     assert answers == [False]
 
 
@@ -225,7 +225,7 @@ def test_row_groups_that_the_cache_has_no_space_for_pause_the_decoder(
     dataset = make_dataset(dataset_of([[50] * 4]), storage_options=bucket.options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     make_in_background(decoder, 0)
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     cached = [make_in_background(decoder, group) for group in range(4)]
     assert not all(cached)
     assert decoder._paused_until > 0
@@ -254,7 +254,7 @@ def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: p
         if decoder._process is None:
             break
         seen.add(decoder._process)
-        assert decoder._process.ended.wait(60)
+        assert decoder._process.ended.wait(200)
     assert len(seen) == 3
     decoder.end()
 
@@ -269,10 +269,10 @@ def test_failures_before_much_work_are_forgotten_and_each_is_logged(
         process = decoder._process
         assert process is not None
         process._popen.kill()
-        assert process.ended.wait(60)
+        assert process.ended.wait(200)
         make_in_background(decoder, 0)
         assert decoder._process is not None
-        assert decoder._process.ready.wait(60)
+        assert decoder._process.ready.wait(200)
     message = "the background process that decodes row groups was killed by SIGKILL, perhaps because memory ran out: "
     assert caplog.messages == [message + "another one will be started"] * (MAX_FAILURES + 1)
 
@@ -386,9 +386,9 @@ def test_it_does_not_outlive_its_parent(bucket: Any, dataset_of: Callable[..., s
         filling = psutil.Process(int(trainer.stdout.readline()))
         if end == "killed":
             trainer.kill()
-        filling.wait(30)
+        filling.wait(200)
         trainer.stdin.close()
-        assert trainer.wait(30) == (-9 if end == "killed" else 0)
+        assert trainer.wait(200) == (-9 if end == "killed" else 0)
         assert not trainer.stderr.read()
 
 
@@ -406,7 +406,7 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
     for _ in range(MAX_FAILURES):
         assert not make_in_background(decoder, 0)
         assert decoder._process is not None
-        assert decoder._process.ended.wait(60)
+        assert decoder._process.ended.wait(200)
     assert not make_in_background(decoder, 0)
     assert "cannot pickle a session" in caplog.text
     decoder.end()
@@ -414,7 +414,7 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
     with theirs:
         process = start_process(f"{worker.__name__}:run", theirs.fileno())
     ours.close()
-    assert process.wait(60) == 0
+    assert process.wait(200) == 0
     assert "Traceback" not in capfd.readouterr().err
 
 

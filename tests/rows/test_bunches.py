@@ -527,7 +527,7 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
 
     def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
         if start == first:
-            assert arrives.wait(60)
+            assert arrives.wait(200)
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
@@ -557,7 +557,7 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
 
     def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
         if start in firsts:
-            assert arrives.wait(60)
+            assert arrives.wait(200)
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
@@ -568,11 +568,11 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
     request_all(dataset)
     lives = scheduler._lives.copy()
     for number in lives.keys() - late:
-        assert lives[number].contents.result(60) is not None
+        assert lives[number].contents.result(200) is not None
     assert [len(bunch & late) for bunch in sorted(bunched, key=min)[:4]] == [1] * 4
     assert dataset.rowstore.blobs.memory.held.reserved < 5 * 4 * (1 << 20)  # of the late ones only
     arrives.set()
-    assert all(lives[number].contents.result(60) is not None for number in late)
+    assert all(lives[number].contents.result(200) is not None for number in late)
 
 
 def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
@@ -585,7 +585,7 @@ def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
     other, fetch = LocalTier(tmp_path / "cache"), blocks.fetch_into  # the first as another process has it
 
     def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
-        assert arrives.wait(60)
+        assert arrives.wait(200)
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
@@ -610,7 +610,7 @@ def test_a_hit_does_not_say_that_the_cache_keeps_what_is_made(tmp_path: Path, wr
     scheduler.is_cached = False
     request_all(dataset)
     lives = scheduler._lives.copy()
-    assert all(life.contents.result(60) is not None for life in lives.values())
+    assert all(life.contents.result(200) is not None for life in lives.values())
     assert not scheduler.is_cached
 
 
@@ -798,6 +798,6 @@ def test_the_seconds_of_a_bunch_count_if_another_process_makes_its_first_row_gro
                 scheduler.request(number, count)
         lives = scheduler._lives.copy()
         for number in range(1, count):
-            assert lives[number].contents.result(60) is not None
+            assert lives[number].contents.result(200) is not None
         until(lambda: scheduler._spent.snapshot().get("decode"))
-    assert lives[0].contents.result(60) is not None
+    assert lives[0].contents.result(200) is not None

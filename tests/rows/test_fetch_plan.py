@@ -149,9 +149,9 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
         with maker.memory.decoding.reserve(sys.maxsize):  # The decoders are busy.
             made = [pool.submit(blobs.make, group) for group in range(GROUPS)]
             for _ in range(together):
-                assert fetched.acquire(timeout=30)
+                assert fetched.acquire(timeout=200)
             assert not any(future.done() for future in made)
-        assert all(future.result(30) for future in made)
+        assert all(future.result(200) for future in made)
     assert maker.memory.held.idle
     assert maker.memory.decoding.idle
 
@@ -175,9 +175,9 @@ def test_record_batches_are_decompressed_in_the_memory_of_decoders(
         with maker.memory.decoding.reserve(sys.maxsize):  # The decoders are busy.
             made = [pool.submit(blobs.make, group) for group in range(groups)]
             for _ in range(groups):
-                assert fetched.acquire(timeout=30)
+                assert fetched.acquire(timeout=200)
             assert pa.total_allocated_bytes() - before < size
-        assert all(future.result(30) for future in made)
+        assert all(future.result(200) for future in made)
 
 
 def test_a_list_of_structs_is_streamed_as_several_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +221,11 @@ def test_a_wait_for_another_process_holds_no_memory(
         with tier.key_lock(blobs._key(0, "row group")) as busy:
             assert busy is None
             waits = pool.submit(blobs.make, 0)
-            assert waiting.wait(30)
+            assert waiting.wait(200)
             assert blobs.maker.memory.held.idle
             assert blobs.make(1), "another row group meanwhile"
             assert not waits.done()
-        assert waits.result(30)
+        assert waits.result(200)
 
 
 def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(

@@ -114,7 +114,7 @@ def test_the_owner_counts_the_row_groups_of_each_state(dataset: Any) -> None:
         store.gather(np.array([row]))
     assert store.states() == {"planned": 0, "fetching": 0, "decoding": 0, "cached": 0, "mapped": 3}
     store.prefetch([0])
-    store.scheduler._lives[0].contents.result(60)
+    store.scheduler._lives[0].contents.result(200)
     assert store.states() == {"planned": 0, "fetching": 0, "decoding": 0, "cached": 1, "mapped": 3}
     store.capacity = 5
     store.gather(np.array([1]))  # More row groups may be open now, so the open ones are closed.
@@ -127,5 +127,5 @@ def test_a_row_group_waits_as_planned_until_there_is_memory(dataset: Any) -> Non
         store.prefetch(range(4))
         assert store.states()["planned"] == 4
     for group in range(4):
-        store.scheduler._lives[group].contents.result(60)
+        store.scheduler._lives[group].contents.result(200)
     assert store.states()["cached"] == 4

@@ -230,7 +230,7 @@ def test_a_row_group_whose_disk_fails_before_it_is_open_is_loaded_again(
     dataset = make_dataset(dataset_of([[5] * 2]), storage_options=bucket.options, cache=cache, columns=["row_id"])
     store = dataset.rowstore
     store.prefetch([0])
-    assert store.scheduler._lives[0].contents.result(60)
+    assert store.scheduler._lives[0].contents.result(200)
     for blob in Path(cache.cache_dir).glob("blobs/*/*"):
         blob.write_bytes(b"")
     assert store.gather(np.array([3])).rows["row_id"].tolist() == [3]
@@ -269,7 +269,7 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
         cancelled = [load for group, load in store.scheduler._lives.items() if group != 7]
         store.forget()
         store.prefetch([7])
-    assert len(store.scheduler._lives[7].contents.result(60)) == 1
+    assert len(store.scheduler._lives[7].contents.result(200)) == 1
     assert not wait([load.contents for load in cancelled], 60).not_done
     assert all(load.is_stale() for load in cancelled)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
@@ -288,7 +288,7 @@ def test_a_gather_restarts_a_load_that_another_loop_cancels(dataset: Any, monkey
         threading.Event().wait(0.001)
     store.forget()
     go.set()
-    waiting.join(60)
+    waiting.join(200)
     assert found == [999]
 
 
@@ -333,7 +333,7 @@ def test_a_long_wait_for_a_row_group_is_logged(
 
     def held(*arguments: Any) -> Any:
         with dataset.blocks.origin.limiter.request():
-            assert go.wait(60)
+            assert go.wait(200)
         return read(*arguments)
 
     monkeypatch.setattr(scheduler, "LOG_SECONDS", 0.01)

@@ -112,7 +112,7 @@ def test_two_threads_look_up_the_blocks_of_a_file(
     def sources_seen_halfway(number: int, *given: Any) -> Any:
         if number == GROUPS // 2 and not begun:
             begun.append(number)
-            threads.submit(shared.discard, 0, blobs.keys).result(60)
+            threads.submit(shared.discard, 0, blobs.keys).result(200)
         return sources(number, *given)
 
     monkeypatch.setattr(blobs.maker, "sources", sources_seen_halfway)

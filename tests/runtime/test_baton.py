@@ -23,11 +23,11 @@ def held_elsewhere() -> Iterator[None]:
     def hold() -> None:
         with computing():
             holds.set()
-            end.wait(60)
+            end.wait(200)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert holds.wait(60)
+    assert holds.wait(200)
     try:
         yield
     finally:

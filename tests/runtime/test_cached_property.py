@@ -38,18 +38,18 @@ def test_a_child_forked_while_another_thread_computes_it_is_not_held_up() -> Non
         def value(self) -> int:
             if threading.current_thread() is not threading.main_thread():
                 computing.set()
-                assert goes_on.wait(60)
+                assert goes_on.wait(200)
             return 7
 
     thread = threading.Thread(target=lambda: Slow().value)
     thread.start()
-    assert computing.wait(60)
+    assert computing.wait(200)
     child = os.fork()
     if not child:
         os._exit(Slow().value)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     goes_on.set()
-    thread.join(60)
+    thread.join(200)
 
 
 def test_no_lock_of_functools_is_left() -> None:

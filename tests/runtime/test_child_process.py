@@ -46,18 +46,18 @@ def running(program: Callable[[int], None]) -> ChildProcesses:
 
 def test_a_request_is_answered() -> None:
     processes = running(echo)
-    assert [processes.submit(request).result(60) for request in (b"a", b"b")] == [b"hello a", b"hello b"]
+    assert [processes.submit(request).result(200) for request in (b"a", b"b")] == [b"hello a", b"hello b"]
     assert len(processes.running) == 1
 
 
 def test_a_process_that_died_while_it_had_no_work_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "ATTEMPTS", 1)  # No request may fail for it.
     processes = running(echo)
-    processes.submit(b"a").result(60)
+    processes.submit(b"a").result(200)
     [child] = processes.running
     child._popen.kill()
-    child._popen.wait(60)
-    assert processes.submit(b"b").result(60) == b"hello b"
+    child._popen.wait(200)
+    assert processes.submit(b"b").result(200) == b"hello b"
     assert len(processes.running) == 1
 
 
@@ -80,7 +80,7 @@ def test_an_error_of_the_program_is_no_end_of_the_connection(
     monkeypatch.setattr(child_process, "EXIT_SECONDS", 60)  # A process that is killed has another status.
     processes = running(program)
     with pytest.raises(ProcessDied, match=r"exit status 1\)"):
-        processes.submit(b"request").result(60)
+        processes.submit(b"request").result(200)
     assert f"{error}: " in capfd.readouterr().err
     assert processes.running == []
 
@@ -97,10 +97,10 @@ def test_a_process_whose_answer_cannot_be_received_ends(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(child_process._Child, "call", too_large)
         with pytest.raises(MemoryError):
-            processes.submit(b"large").result(60)
+            processes.submit(b"large").result(200)
     assert processes.running == []
     assert children[0]._popen.poll() is not None
-    assert processes.submit(b"small").result(60) == b"hello small"
+    assert processes.submit(b"small").result(200) == b"hello small"
     assert len(processes.running) == 1
 
 
@@ -117,7 +117,7 @@ def test_the_end_of_a_process_is_noticed_while_others_hold_its_socket(monkeypatc
     processes = running(is_killed)
     try:
         with pytest.raises(ProcessDied, match=r"exit status -9, -9, -9\)"):
-            processes.submit(b"request").result(60)
+            processes.submit(b"request").result(200)
     finally:
         for descriptor in held:
             os.close(descriptor)

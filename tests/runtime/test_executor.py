@@ -12,7 +12,7 @@ from threads import no_more_threads
 from dataload.runtime.executor import DaemonExecutor, shared_executor
 from dataload.runtime.turns import in_turn
 
-PATIENCE = 60
+PATIENCE = 200
 
 
 def test_a_call_that_no_thread_can_run_raises_and_never_runs() -> None:

@@ -51,7 +51,7 @@ def test_a_child_neither_leaks_objects_nor_blocks_new_ones() -> None:
         del notified
         thread = threading.Thread(target=Notified, daemon=True)
         thread.start()
-        thread.join(60)
+        thread.join(200)
         os._exit(int(thread.is_alive() or kept() is not None))
     assert os.waitpid(child, 0)[1] == 0
 
@@ -107,5 +107,5 @@ def test_an_exception_after_a_fork_keeps_no_other_object_waiting() -> None:
     assert [len(member.events) for member in members] == [*[2] * 20, 1, *[2] * 20]
     thread = threading.Thread(target=Notified, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(200)
     assert not thread.is_alive()

@@ -30,7 +30,7 @@ def exit_code_of_fork(work) -> int:
 
 def test_two_threads_that_make_an_object_get_the_same_one() -> None:
     shared: Instances[str, Thing] = Instances(inherited=True)
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=200)
 
     def make() -> Thing:
         both.wait()
@@ -68,7 +68,7 @@ def test_a_process_may_fork_while_another_thread_makes_an_object() -> None:
     def make() -> Thing:
         fork = threading.Thread(target=lambda: codes.append(exit_code_of_fork(lambda: 0)), daemon=True)
         fork.start()
-        fork.join(60)
+        fork.join(200)
         return Thing()
 
     shared.get("key", make)

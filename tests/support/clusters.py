@@ -15,7 +15,7 @@ import pytest
 import valkey
 from ports import free_port
 
-PATIENCE = 60  # seconds; only a hang takes that long
+PATIENCE = 200  # seconds; only a hang takes that long
 NODE_TIMEOUT = 1000  # milliseconds until a cluster marks a node as failed
 SLOTS = 16384
 PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -64,7 +64,7 @@ def forked_ranks():
 
     yield run
     pipe.send(None)
-    nursery.join(60)
+    nursery.join(200)
     if nursery.is_alive():
         nursery.kill()
         nursery.join()

@@ -24,7 +24,7 @@ from dataload.cache.tier import Allocate, BlobKey
 SIZES = (20_000, 1, 4096, 30_001, 0, 66_000)
 ROOM = 300  # bytes; larger than a footer, for every size in SIZES
 LIMIT = 100_000
-PATIENCE = 60  # seconds; only a hang takes that long
+PATIENCE = 200  # seconds; only a hang takes that long
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOADED = ["pytest", "dataload.cache.local.tier", "dataload.cache.local.fsck"]
 

@@ -64,7 +64,7 @@ def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     dataset.rowstore.prefetch([])
     decoder = dataset.rowstore.scheduler.decoder
     make_in_background(decoder, 0)
-    assert decoder._process.ready.wait(60)
+    assert decoder._process.ready.wait(200)
     return decoder
 
 

@@ -86,7 +86,7 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
         monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
         dataset.rowstore.prefetch([])
         make_in_background(dataset.rowstore.scheduler.decoder, 0)
-        assert dataset.rowstore.scheduler.decoder._process.ready.wait(60)
+        assert dataset.rowstore.scheduler.decoder._process.ready.wait(200)
     origin.behave(latency=0.1, bytes_per_second=4e6 if background else 1e7)  # the low-priority process decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
     stats = epoch(make_loader(dataset, 4, window=2, **options))

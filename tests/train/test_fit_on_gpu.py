@@ -16,7 +16,7 @@ from dataload.benchmarks import gpu
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be the whole benchmark")
 def test_it_runs_without_a_gpu_and_says_so():
     command = [sys.executable, "-m", "dataload.benchmarks.gpu", "--json"]
-    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout)
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout)
     assert said["device"].startswith("no GPU here")
     figures = {row["what"].strip(): row for row in said["rows"]}
     assert figures["batches as on the host"]["figure"] == "16 of 16"
