@@ -29,8 +29,9 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
-    test_examples test_demo_parts test_local_tier_kills test_demo test_cluster_training test_filters test_loader
-    test_train_kills test_endings test_integrations test_mesh test_background_decoder test_bad_rows test_docs
+    test_docs test_cluster_training test_local_tier_kills test_filters test_loader test_mesh test_endings
+    test_origin_server test_background_decoder test_benchmarks test_integrations test_consumers test_train_kills
+    test_bad_rows test_demo test_examples test_demo_parts test_suite test_cold
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 

@@ -227,7 +227,7 @@ def test_a_slow_maker_is_waited_for(
 def test_a_process_that_makes_many_row_groups_together_shows_that_it_runs(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 5)
+    monkeypatch.setattr(key_locks, "SILENCE_SECONDS", PATIENCE)
     keys = [key("a"), key("b")]
     with tier.bulk.lock_together(keys) as held:
         assert None not in held
