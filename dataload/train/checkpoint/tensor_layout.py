@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -18,6 +17,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from dataload.train.checkpoint.manifest import Entry
 from dataload.train.checkpoint.state import DTYPES
+
+
+class Stored(NamedTuple):
+    """Where the bytes of a chunk are, as DCP's reader of files wants to know it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] = ()
 
 
 def files_of(metadata: Metadata) -> dict[str, int]:
@@ -70,7 +78,7 @@ def from_json(tensors: Mapping[str, Any], files: Mapping[str, Entry]) -> Metadat
             if not (inside and start >= 0 and least <= length <= files[file].size - start):
                 raise ValueError(f"a chunk of tensor {name} is not within it, or not within {file}")
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            metadata.storage_data[MetadataIndex(name, offsets)] = _StorageInfo(file, start, length)
+            metadata.storage_data[MetadataIndex(name, offsets)] = Stored(file, start, length)
         if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
             raise ValueError(f"the chunks of tensor {name} are not all of it")
         metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
