@@ -16,7 +16,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.errors import is_transient
+from dataload.cache.origin.errors import is_transient, is_unsupported
 from dataload.cache.origin.identity import address_of, is_s3
 from dataload.cache.origin.listings import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
@@ -156,6 +156,8 @@ class Fsspec:
         self.reason = reason
         self._filesystem = filesystem
         self._versions = Comparison()
+        # s3fs has this option for stores that reject If-Match.
+        self._sends_conditions = not getattr(filesystem, "local_expiry_check", False)
         self._credentials = Credentials(lambda: filesystem)
         self.lock = _lock_of(filesystem)
 
@@ -191,13 +193,24 @@ class Fsspec:
             if tag != version:
                 self._check_version(path, version)
             return data
+        return self._get_from_s3(path, start, stop, version)
+
+    def _get_from_s3(self, path: str, start: int, stop: int, version: str) -> Any:
+        filesystem = self._filesystem
         bucket, key, version_id = filesystem.split_path(path)
         requested = f"bytes={start}-{stop - 1}"
-        condition = {"VersionId": version_id} if version_id else {"IfMatch": version} if is_tag(version) else {}
-        if getattr(filesystem, "local_expiry_check", False):  # The store rejects If-Match.
-            condition.pop("IfMatch", None)
-        options = {**filesystem.req_kw, **condition}  # An older `call_s3` adds no requester_pays itself.
-        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=requested, **options)
+        condition = {"VersionId": version_id} if version_id else {}
+        if not version_id and self._sends_conditions and is_tag(version):
+            condition = {"IfMatch": version}
+        # An older `call_s3` adds no requester_pays itself.
+        request = {"Bucket": bucket, "Key": key, "Range": requested, **filesystem.req_kw}
+        try:
+            response = filesystem.call_s3("get_object", **request, **condition)
+        except Exception as error:
+            if "IfMatch" not in condition or not is_unsupported(error):
+                raise
+            response = filesystem.call_s3("get_object", **request)  # The ETag of the answer is compared.
+            self._sends_conditions = False
         sent = response.get("ContentRange")
         try:
             if not version_id:

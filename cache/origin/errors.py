@@ -40,6 +40,8 @@ DENIALS = frozenset(
     }
 )
 
+UNSUPPORTED = (501, 505)  # HTTP statuses for what a server cannot do
+
 _PROVIDER = "External AWS credential provider"  # in the messages of obstore
 _STATUS_TEXT = re.compile(r"status code: (\d{3})")  # in the messages of obstore
 _REDIRECT = "redirect without LOCATION"  # in the messages of obstore: S3's answer to requests in a wrong region
@@ -88,7 +90,7 @@ def is_transient(error: BaseException) -> bool:
     if getattr(error, "errno", None) in BAD_NAMES:
         return False
     code = status(error)
-    return code is None or code in (408, 429) or code >= 500
+    return code is None or code in (408, 429) or (code >= 500 and code not in UNSUPPORTED)
 
 
 def denied(error: BaseException) -> bool:
@@ -101,6 +103,11 @@ def denied(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Return whether a store may have rejected the credentials, which other ones could mend."""
     return status(error) in (400, 401, 403)
+
+
+def is_unsupported(error: BaseException) -> bool:
+    """Return whether a store may not know a part of the request."""
+    return status(error) in (400, *UNSUPPORTED)
 
 
 def status(error: BaseException) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from dataload.cache.origin.errors import MISSING, denied, is_store_error, status, underlying_error
+from dataload.cache.origin.errors import MISSING, denied, is_store_error, is_unsupported, status, underlying_error
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.runtime.exhaustion import with_causes
@@ -21,6 +21,7 @@ UNREACHABLE = f"set {ENDPOINT} to the store's address, or check the network and 
 TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its keys"  # noqa: S105 (no password)
 REGION = "set AWS_DEFAULT_REGION (or region_name in client_kwargs) to the region of the bucket"
 ARCHIVED = "restore the object from the archive, or leave it out"
+UNLISTABLE = "name its files in a list: the store does not know ListObjectsV2"
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
 # The fixes for S3's error codes. An answer to HEAD has no code, only the HTTP status.
@@ -51,9 +52,17 @@ TYPES = {
     "NoRegionError": "set AWS_DEFAULT_REGION (or region in ~/.aws/config)",
     "PartialCredentialsError": f"set {KEYS}",
     "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
+    "ProxyConnectionError": "check HTTP_PROXY and HTTPS_PROXY, or add the store's host to NO_PROXY",
     "SSOTokenLoadError": "log in: aws sso login",
     "SSLError": "set AWS_CA_BUNDLE to the file of the store's certificates, or begin the endpoint with http://",
     "UnauthorizedSSOTokenError": "log in again: aws sso login",
+}
+
+# The fixes for what errors say, of botocore and obstore.
+TEXTS = {
+    "Invalid endpoint": f"begin {ENDPOINT} with http:// or https://",
+    "InvalidCertificate": TYPES["SSLError"],
+    "kind: Connect": UNREACHABLE,
 }
 
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
@@ -95,15 +104,14 @@ def fix_of(error: BaseException) -> str | None:
     code, _ = _answer(error)
     if target := _redirect(error):
         return f"if you trust {target}, to which it redirects and which is not followed, set {ENDPOINT} to it"
+    operations = [str(getattr(cause, "operation_name", "")) for cause in with_causes(error)]
+    if is_unsupported(error) and "ListObjectsV2" in operations:
+        return CODES.get(code, UNLISTABLE)
     for cause in with_causes(error):
         if fix := TYPES.get(type(cause).__name__):
             return fix
-        if "Invalid endpoint" in str(cause):
-            return f"begin {ENDPOINT} with http:// or https://"
-        if "InvalidCertificate" in str(cause):  # of obstore
-            return TYPES["SSLError"]
-        if "kind: Connect" in str(cause):  # of obstore
-            return UNREACHABLE
+        if found := next((fix for text, fix in TEXTS.items() if text in str(cause)), None):
+            return found
     return CODES.get(code) or (RIGHTS if denied(error) else None)
 
 

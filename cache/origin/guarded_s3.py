@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from urllib.parse import quote
 from weakref import WeakSet
 
+from dataload.cache.origin.known_s3 import read_bundle
 from dataload.errors import OriginError
 from dataload.runtime.redact import redacted
 
@@ -25,6 +27,8 @@ def guarded_s3(filesystem: Any) -> None:
         own = filesystem.get_s3
 
         async def get_s3(bucket: str | None = None) -> Any:  # Each client of s3fs comes from here.
+            if bundle := os.environ.get("AWS_CA_BUNDLE"):
+                read_bundle(bundle)  # aiohttp would name neither file nor variable.
             client = await own(bucket)
             if client not in _guarded:
                 _guarded.add(client)
@@ -44,6 +48,7 @@ def _guard(client: Any) -> None:
     events.register("provide-client-params.s3.ListObjectsV2", _continue)
     events.register("before-call.s3.ListObjectsV2", _add_marker)
     events.register_last("after-call.s3.ListObjectsV2", _check_page)
+    events.register_first("needs-retry.s3", _raise_at_once)
     session = client._endpoint.http_session  # noqa: SLF001 (botocore has no public name for it)
     own = getattr(session, "_get_session", None)
     if own is not None:  # httpx, the other transport, follows no redirects by itself.
@@ -52,6 +57,14 @@ def _guard(client: Any) -> None:
             return _Unredirected(await own(proxy))
 
         session._get_session = get_session  # noqa: SLF001
+
+
+def _raise_at_once(caught_exception: Exception | None = None, **_: Any) -> None:
+    """Raise the error of a server that cannot be reached: `Origin` repeats requests, and says for how long."""
+    from botocore.exceptions import ConnectionError as UnreachableError  # type: ignore[import-untyped]
+
+    if isinstance(caught_exception, UnreachableError):
+        raise caught_exception
 
 
 class _Unredirected:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataload.errors import ConfigError
+
 FLAGS = frozenset({"anon", "requester_pays"})
 TEXTS = frozenset({"endpoint_url", "key", "secret", "token"})
 CLIENT_TEXTS = frozenset({"endpoint_url", "region_name"})
@@ -64,7 +66,7 @@ class KnownS3:
     @property
     def certificate(self) -> bytes | None:
         """The content of `ca_bundle`, if connections use it."""
-        return Path(self.ca_bundle).read_bytes() if self.ca_bundle and self.endpoint.startswith("https:") else None
+        return read_bundle(self.ca_bundle) if self.ca_bundle and self.endpoint.startswith("https:") else None
 
     def place_of(self, bucket: str) -> tuple[str, str] | None:
         """Return endpoint and region of a bucket; None if only a session of botocore can tell them."""
@@ -103,6 +105,20 @@ def known_s3(options: Mapping[str, Any], environ: Mapping[str, str]) -> KnownS3 
         return None
     bundle = environ.get("AWS_CA_BUNDLE") or bundle_of_requests(environ)
     return KnownS3(endpoint, region or "us-east-1", bool(given.get("requester_pays")), credentials, bundle)
+
+
+def read_bundle(path: str) -> bytes:
+    """Return the certificates in a file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        what = "is a folder" if Path(path).is_dir() else f"cannot be read ({error.strerror})"
+        fix = "set AWS_CA_BUNDLE (or ca_bundle in ~/.aws/config) to a file of certificates, or unset it"
+        raise ConfigError(f"{path}, which holds the certificates to trust, {what}: {fix}") from error
 
 
 def bundle_of_requests(environ: Mapping[str, str]) -> str | None:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dataload.cache.origin.credentials import Credentials, provided
-from dataload.cache.origin.errors import UnsuitableError, is_transient
-from dataload.cache.origin.known_s3 import AMAZON, KnownS3, bundle_of_requests
+from dataload.cache.origin.errors import UnsuitableError, is_transient, is_unsupported
+from dataload.cache.origin.known_s3 import AMAZON, KnownS3, bundle_of_requests, read_bundle
 from dataload.cache.origin.s3_names import VERSION, S3Names
 from dataload.cache.origin.version import Answer, Comparison, is_tag
 from dataload.errors import ObjectChanged
@@ -120,6 +119,7 @@ class Obstore(ForkAware):
         self.reason = reason
         self._filesystem = filesystem
         self._versions = Comparison()
+        self._sends_conditions = True
         self._making = threading.Lock()
         self._stores: dict[str, Any] = {}
         self._settings = {} if resolved is None else dict(resolved.settings)
@@ -165,25 +165,15 @@ class Obstore(ForkAware):
         return iter(self._response(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
 
     def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
-        import obstore
-
         bucket, key, version_id = self._split(path)
         if not _is_plain(key):
             raise UnsuitableError("obstore changes the names of such objects", whole_store=False)
-        options: dict[str, Any] = (
-            {"version": version_id} if version_id else {"if_match": version} if is_tag(version) else {}
-        )
-        options["range"] = (start, stop)
-        try:
-            found = obstore.get(self._store(bucket), key, options=options)  # type: ignore[arg-type] # a TypedDict
-        except obstore.exceptions.GenericError as error:
-            if NOT_PARTIAL in str(error):
-                raise UnsuitableError(
-                    "the store answers a range with the whole object, which obstore rejects"
-                ) from error
-            if NOWHERE in str(error):
-                raise UnsuitableError("the store redirects to another host", whole_store=False) from error
-            raise
+        options: dict[str, Any] = {"range": (start, stop)}
+        if version_id:
+            options["version"] = version_id
+        elif self._sends_conditions and is_tag(version):
+            options["if_match"] = version
+        found = self._requested(bucket, key, options)
         meta = found.meta
         modified = meta["last_modified"] if meta["last_modified"].timestamp() else None  # obstore has 1970 for none.
         try:
@@ -193,6 +183,25 @@ class Obstore(ForkAware):
         except ObjectChanged:
             del found  # An error's traceback refers to this frame, which would keep the connection.
             raise
+        return found
+
+    def _requested(self, bucket: str, key: str, options: dict[str, Any]) -> GetResult:
+        import obstore
+
+        store = self._store(bucket)
+        try:
+            return obstore.get(store, key, options=options)  # type: ignore[arg-type] # a TypedDict
+        except Exception as error:
+            if NOT_PARTIAL in str(error):
+                what = "the store answers a range with the whole object, which obstore rejects"
+                raise UnsuitableError(what) from error
+            if NOWHERE in str(error):
+                raise UnsuitableError("the store redirects to another host", whole_store=False) from error
+            if "if_match" not in options or not is_unsupported(error):
+                raise
+        del options["if_match"]  # The ETag of the answer is compared.
+        found = obstore.get(store, key, options=options)  # type: ignore[arg-type]
+        self._sends_conditions = False
         return found
 
     def _split(self, path: str) -> tuple[str, str, str | None]:
@@ -249,7 +258,7 @@ def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
     certificate = None
     bundle = filesystem.session.get_config_variable("ca_bundle") or bundle_of_requests(os.environ)
     if bundle and endpoint.startswith("https:"):
-        certificate = Path(bundle).read_bytes()
+        certificate = read_bundle(bundle)
     pays, anon = bool(filesystem.req_kw), bool(filesystem.anon)
     return _arguments(bucket, endpoint, region, pays=pays, anon=anon, certificate=certificate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
 from dataload.doctor import object_store as doctor
-from dataload.errors import ObjectChanged, OriginError
+from dataload.errors import ConfigError, ObjectChanged, OriginError
 
 BLOCK = 1 << 12
 OLD, NEW = b"old." * BLOCK, b"new!" * BLOCK
@@ -226,3 +227,63 @@ def test_a_redirect_over_http_is_followed_without_credentials(tmp_path: Path, gi
             assert {name.lower() for asked in target.asked for name in asked.headers} <= kept
             assert any("a-secret" in str(asked.headers) or "Basic" in str(asked.headers) for asked in store.asked)
             origin.close_session(origin.loop, origin._session)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("status", [400, 501])
+def test_a_store_that_rejects_conditions_is_read_and_its_answers_are_compared(
+    tmp_path: Path, client: str, status: int
+) -> None:
+    def reject(asked: Asked) -> Answer | None:
+        return Answer.error(status, "NotImplemented") if "If-Match" in asked.headers else None
+
+    with faulty_store(fault=reject) as store, opened(store, tmp_path, client) as fs:
+        store.put("x", OLD)
+        obj = fs.object("bucket/x")
+        assert fs.blocks.read(obj, 0, BLOCK) == OLD[:BLOCK]
+        store.put("x", NEW)
+        with pytest.raises(ObjectChanged):
+            fs.blocks.read(obj, BLOCK, 2 * BLOCK)
+        assert sum("If-Match" in asked.headers for asked in store.asked) == 1
+
+
+@pytest.mark.parametrize("status", [400, 501])
+def test_a_store_that_cannot_list_is_named_at_once(status: int) -> None:
+    def reject(asked: Asked) -> Answer | None:
+        return Answer.error(status, "NotImplemented") if asked.kind == "list" else None
+
+    with faulty_store(fault=reject) as store, pytest.raises(OriginError, match="name its files in a list"):
+        origin_of("deferred", **store.options).list("bucket/d")
+    assert len(store.asked) < 8
+
+
+@pytest.mark.parametrize("client", ["deferred", "fsspec"])
+@pytest.mark.parametrize("bundle", ["missing", "folder"])
+def test_certificates_that_cannot_be_read_are_named_with_their_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, bundle: str
+) -> None:
+    path = tmp_path / "certificates"
+    if bundle == "folder":
+        path.mkdir()
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(path))
+    with pytest.raises(ConfigError, match=r"certificates, which holds .* set AWS_CA_BUNDLE"):
+        origin_of(client, key="k", secret="s", endpoint_url="https://127.0.0.1:9").list("bucket/d")
+
+
+def test_an_access_point_of_several_regions_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "awscrt", None)
+    arn = "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap"
+    with pytest.raises(OriginError, match="pip install awscrt"):
+        origin_of("deferred", key="k", secret="s").list(f"{arn}/d")
+
+
+def test_a_store_that_cannot_be_reached_is_tried_no_oftener_than_the_message_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Botocore would try it four times more, for ten seconds and more, before each of our own attempts."""
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0)
+    with faulty_store() as store:
+        options = {**store.options, "endpoint_url": store.url.replace("http:", "https:")}
+        with pytest.raises(OriginError, match="SSLError"):
+            origin_of("fsspec", **options).list("bucket/d")
+        assert store.connections == 1

@@ -102,6 +102,7 @@ class Store:
     spoil: Callable[[Asked, Answer], Answer] | None = None
     asked: list[Asked] = field(default_factory=list)
     url: str = ""
+    connections: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -232,6 +233,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815 (names of http.server)
 
     def handle(self) -> None:
+        self.store.connections += 1
         try:
             super().handle()
         except OSError:
