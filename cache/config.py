@@ -13,6 +13,7 @@ import bitmath
 import platformdirs
 
 from dataload.arguments import did_you_mean, local_folder
+from dataload.cache.cluster.mac import check_key
 from dataload.cache.cluster.url import ClusterUrl
 from dataload.errors import ConfigError
 
@@ -47,6 +48,9 @@ class CacheConfig:
         cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,
             through which hosts share cached data. Give user and password in the URL, or in VALKEY_USERNAME and
             VALKEY_PASSWORD. None: each host fetches its own data.
+        cluster_key: A secret of all hosts that share the cluster, from `openssl rand -hex 32`. Values that were written
+            without it are not used. Default: DATALOAD_CLUSTER_KEY, where no list of processes shows it. None: whoever
+            can write to the cluster can change the data.
         origin_id: Name of the store in cache keys. Default: its protocol and endpoint; all regions of Amazon have one.
             Give two addresses of one store (a VPC endpoint, a proxy) the same name to share their cached data.
         allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
@@ -68,6 +72,7 @@ class CacheConfig:
     engine: str = "auto"
     in_flight: int = 64
     cluster: str | None = field(default=None, repr=False)
+    cluster_key: str | None = field(default=None, repr=False)
     origin_id: str | None = None
     allow_network_filesystem: bool = False
 
@@ -79,6 +84,10 @@ class CacheConfig:
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
             ClusterUrl.parse(self.cluster)
+        if self.cluster_key is not None:
+            check_key("cluster_key", self.cluster_key)
+            if self.cluster is None:
+                raise ConfigError("cluster_key: needs cluster=, the address of the Valkey whose values it protects")
         if not isinstance(self.in_flight, int) or self.in_flight < 1:
             raise ConfigError(f"in_flight={self.in_flight!r} must be an integer of at least 1")
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):

@@ -81,6 +81,7 @@ class TierCacheFileSystem(MetadataFileSystem):
         cluster: str | None = None,
         origin_id: str | None = None,
         allow_network_filesystem: bool = False,
+        cluster_key: str | None = None,
         **kwargs: Any,
     ) -> None:
         check_names(kwargs)
@@ -93,6 +94,7 @@ class TierCacheFileSystem(MetadataFileSystem):
             engine=engine,
             in_flight=in_flight,
             cluster=cluster,
+            cluster_key=cluster_key,
             origin_id=origin_id,
             allow_network_filesystem=allow_network_filesystem,
         )

@@ -108,7 +108,7 @@ class Blocks(ForkAware):
         else:
             network = config.allow_network_filesystem
             local = LocalTier(folder, config.limit, config.policy, allow_network_filesystem=network)
-        tier = local if config.cluster is None else ClusterTier.of(local, config.cluster)
+        tier = local if config.cluster is None else ClusterTier.of(local, config.cluster, config.cluster_key)
         limiter = limiter_of(str(folder), config.in_flight)
         return cls(Origin(filesystem, config.origin_id, config.engine, limiter), tier, config.block)
 

@@ -1,6 +1,7 @@
 """The blob store that hosts share: a Valkey or Redis, one server or a cluster.
 
-A blob has the same format as on disk (payload, checksums, name, footer), split into parts of 8 MiB:
+A blob has the same format as on disk (payload, checksums, name, footer), split into parts of 8 MiB. With a key, the
+digest is keyed, and a tag of 32 bytes follows the footer; see `Mac`:
 
     dataload:1:<digest>:0      its first 8 MiB
     dataload:1:<digest>:1      the next 8 MiB
@@ -28,6 +29,7 @@ from typing import Any
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.leases import Leases
+from dataload.cache.cluster.mac import Mac
 from dataload.cache.cluster.url import ClusterUrl
 from dataload.cache.local import blob_file
 from dataload.cache.tier import BlobKey, Waited
@@ -65,15 +67,17 @@ class Cluster(ForkAware):
     Args:
         url: URL with the credentials, if any; never logged.
         clock: Monotonic time in seconds.
+        key: Key of the values; see `Mac`. Never logged.
 
     Raises:
-        ConfigError: The URL is invalid, or the package valkey is missing.
+        ConfigError: The URL or the key is invalid, or the package valkey is missing.
     """
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic, key: str | None = None) -> None:
         if importlib.util.find_spec("valkey") is None:
             raise ConfigError("cluster: needs the package valkey: pip install 'dataload[cluster]'")
-        self.url = url
+        self.url, self.key = url, key
+        self._mac = Mac(key)
         self.address = ClusterUrl.parse(url)
         self._clock = clock
         self.after_fork_in_child()
@@ -96,16 +100,18 @@ class Cluster(ForkAware):
 
     def get(self, key: BlobKey) -> memoryview | None:
         """Return a verified, read-only blob. Return None if it is missing or corrupt, or no server answers."""
-        name = _name(key)
+        name = self._name(key)
         try:
             with doing("cluster"), self._reading:
-                whole = self._read(name)
+                read = self._read(name)
         except ClusterUnavailable:
             return None
-        if whole is None:
+        if read is None:
             return None
         try:
-            payload = blob_file.payload_of(whole, key.digest, name)
+            if not self._mac.is_valid(name, *read):
+                raise CorruptEntry(f"{name} was not written with this cluster key")  # noqa: TRY301 (as for damage)
+            payload = blob_file.payload_of(read[0], key.digest, name)
             key.check_structure(payload, name)
         except CorruptEntry as error:  # The caller makes the blob again and overwrites this one.
             self.health.report("reading", error)
@@ -116,7 +122,7 @@ class Cluster(ForkAware):
 
     def put(self, key: BlobKey, payload: memoryview) -> None:
         """Queue a copy of a blob for writing, if the write-behind queue has space; see `waiting_for_space`."""
-        size = blob_file.size_on_disk(len(payload), key.name)
+        size = blob_file.size_on_disk(len(payload), key.name) + self._mac.tag_bytes
         sealed = None if self.health.reads.tripped else self._queue_buffer(size)
         if sealed is None:
             self.counters.add(unkept=1)
@@ -135,7 +141,7 @@ class Cluster(ForkAware):
         Notes:
             Best effort: two hosts may make the same blob.
         """
-        name, token, wait_for_other = f"{_name(key)}:lease", None, None
+        name, token, wait_for_other = f"{self._name(key)}:lease", None, None
         with suppress(ClusterUnavailable):
             token = self._leases.take(name)
             wait_for_other = partial(self._wait, name, key.name) if token is None else None
@@ -165,28 +171,37 @@ class Cluster(ForkAware):
             "health": self.health.stats(),
         }
 
-    def _read(self, name: str) -> memoryview | None:
-        last = self._client.get(name)
-        if last is None:
+    def _name(self, key: BlobKey) -> str:
+        return f"dataload:{blob_file.VERSION}:{self._mac.name(key.digest)}"
+
+    def _read(self, name: str) -> tuple[memoryview, bytes] | None:
+        """Return a value and its tag, both unverified."""
+        tagged = self._client.get(name)
+        if tagged is None:
             return None
+        end = max(0, len(tagged) - self._mac.tag_bytes)
+        last, tag = memoryview(tagged)[:end], tagged[end:]
         parts = []
         try:
-            for number in range((blob_file.size_from(last, name) - len(last)) // PART_BYTES):
+            size = blob_file.size_from(bytes(last[-blob_file.FOOTER_BYTES :]), name)
+            for number in range((size - len(last)) // PART_BYTES):
                 part = self._client.get(f"{name}:{number}")
                 if part is None:  # A part was evicted: the blob is incomplete.
                     return None
                 parts.append(part)
         except CorruptEntry:
             pass  # `get` verifies the whole blob and reports the error.
-        return memoryview(b"".join([*parts, last]) if parts else last)
+        return memoryview(b"".join([*parts, last])) if parts else last, tag
 
     def _write(self, key: BlobKey, sealed: mmap.mmap, payload: int, size: int) -> None:
-        name, last = _name(key), (size - blob_file.FOOTER_BYTES) // PART_BYTES * PART_BYTES
+        name, end = self._name(key), size - self._mac.tag_bytes
+        last = (end - blob_file.FOOTER_BYTES) // PART_BYTES * PART_BYTES
         try:
             if not self.health.writes.allows():
                 raise ClusterUnavailable  # noqa: TRY301 (handled below like a failed command)
             blob_file.seal(sealed, payload, key.digest, key.name)
             with memoryview(sealed) as whole:
+                whole[end:size] = self._mac.tag(name, whole[:end])
                 for start in range(0, last, PART_BYTES):
                     self._client.set(f"{name}:{start // PART_BYTES}", whole[start : start + PART_BYTES])
                 self._client.set(name, whole[last:size])
@@ -244,21 +259,18 @@ def _flush_at_exit(reference: weakref.ref[Cluster]) -> None:
         cluster.settle(PATIENCE_SECONDS)
 
 
-def _name(key: BlobKey) -> str:
-    return f"dataload:{blob_file.VERSION}:{key.digest.hex()}"
+_clusters: Instances[tuple[str, str, str | None], Cluster] = Instances(inherited=True)
 
 
-_clusters: Instances[tuple[str, str], Cluster] = Instances(inherited=True)
-
-
-def shared_cluster(url: str, cache: str) -> Cluster:
+def shared_cluster(url: str, cache: str, key: str | None = None) -> Cluster:
     """Return this process's view of the store at a URL, for all datasets of a cache: they share connections and queue.
 
     Args:
         url: URL of the store; see `Cluster`.
         cache: The location of the cache of this host; see `Tier`.
+        key: Key of the values; see `Mac`.
 
     Raises:
         ConfigError: As for `Cluster`.
     """
-    return _clusters.get((url, cache), lambda: Cluster(url))
+    return _clusters.get((url, cache, key), lambda: Cluster(url, key=key))

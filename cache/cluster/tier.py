@@ -31,16 +31,16 @@ class ClusterTier(Tier):
         self.cluster = cluster
 
     @classmethod
-    def of(cls, local: Tier, url: str) -> ClusterTier:
-        """Return a tier with the shared view that this process has of the store at a URL.
+    def of(cls, local: Tier, url: str, key: str | None = None) -> ClusterTier:
+        """Return a tier with the shared view that this process has of the store at a URL, and with a key for values.
 
         Raises:
             ConfigError: As for `Cluster`.
         """
-        return cls(local, shared_cluster(url, local.location))
+        return cls(local, shared_cluster(url, local.location, key))
 
-    def __reduce__(self) -> tuple[Any, tuple[Tier, str]]:
-        return ClusterTier.of, (self.local, self.cluster.url)
+    def __reduce__(self) -> tuple[Any, tuple[Tier, str, str | None]]:
+        return ClusterTier.of, (self.local, self.cluster.url, self.cluster.key)
 
     @property
     def shared(self) -> bool:

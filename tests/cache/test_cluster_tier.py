@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import pickle
 import subprocess
@@ -15,15 +16,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from clusters import Clock, Server, ServerCluster, running_cluster, running_server, standing_clock, until  # noqa: F401
 from tiers import Filler
 
-from dataload import CacheConfig
+from dataload import CacheConfig, make_dataset
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster, waiting_for_space
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local import blob_file
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import FILL_SECONDS, INFO, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
@@ -51,8 +55,9 @@ def hosts(tmp_path: Path, clock: Clock) -> Hosts:
     """Create hosts, each with an empty disk."""
     numbers = iter(range(100))
 
-    def host(url: str, limit: int = 1 << 30) -> ClusterTier:
-        return ClusterTier(LocalTier(tmp_path / f"host-{next(numbers)}", limit, "pin", clock), Cluster(url, clock))
+    def host(url: str, limit: int = 1 << 30, key: str | None = None) -> ClusterTier:
+        local = LocalTier(tmp_path / f"host-{next(numbers)}", limit, "pin", clock)
+        return ClusterTier(local, Cluster(url, clock, key))
 
     return host
 
@@ -157,6 +162,89 @@ def test_a_damaged_or_evicted_part_is_made_again(cluster_server: Server, hosts: 
     cluster_server.ask("DEL", f"{name_of()}:0")
     assert shares(third, "a", 3 * PART) == 1
     assert third.stats()["cluster"]["errors"] == 0, "evicting is no trouble"
+
+
+KEY, OTHER_KEY = "0123456789abcdef", "fedcba9876543210"
+
+
+@pytest.mark.parametrize("size", [0, 10_000, PART - 72, 3 * PART])
+@pytest.mark.usefixtures("small_parts")
+def test_hosts_with_the_same_key_share_values(cluster_server: Server, hosts: Hosts, size: int) -> None:
+    assert [shares(hosts(cluster_server.url, key=KEY), size=size) for _ in range(2)] == [1, 0]
+
+
+def test_the_key_of_the_environment_is_that_of_the_argument(
+    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shares(hosts(cluster_server.url, key=KEY)) == 1
+    monkeypatch.setenv("DATALOAD_CLUSTER_KEY", KEY)
+    assert shares(hosts(cluster_server.url)) == 0
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(None, KEY), (KEY, None), (OTHER_KEY, KEY)])
+def test_values_of_another_key_are_not_found(
+    cluster_server: Server, hosts: Hosts, writer: str | None, reader: str | None
+) -> None:
+    first, second = hosts(cluster_server.url, key=writer), hosts(cluster_server.url, key=reader)
+    assert [shares(first), shares(second)] == [1, 1]
+    assert first.stats()["cluster"]["errors"] == second.stats()["cluster"]["errors"] == 0
+
+
+@pytest.mark.parametrize("planted", ["without the key", "of another blob", "of another size", "shorter than a tag"])
+def test_a_value_without_a_valid_proof_of_the_key_is_made_again(
+    cluster_server: Server, hosts: Hosts, planted: str
+) -> None:
+    first, second, third = (hosts(cluster_server.url, key=KEY) for _ in range(3))
+    assert [shares(first), shares(first, "other")] == [1, 1]
+    names = cluster_server.ask("KEYS", "*")
+    [name] = [each for each in names if cluster_server.ask("GET", each).startswith(data_of("a"))]
+    sealed = mmap.mmap(-1, blob_file.size_on_disk(10_000, key().name))
+    blob_file.seal(sealed, 10_000, key().digest, key().name)  # of zeros: the digest and the checksums are right
+    [other] = {*names} - {name}
+    tag = cluster_server.ask("GET", name)[-32:]
+    values = {
+        "without the key": bytes(sealed) + tag,
+        "of another blob": cluster_server.ask("GET", other),
+        "of another size": b"\0" + cluster_server.ask("GET", name),
+        "shorter than a tag": b"short",
+    }
+    cluster_server.ask("SET", name, values[planted])
+    assert shares(second) == 1
+    assert second.stats()["cluster"]["errors"] > 0
+    assert shares(third) == 0, "it was overwritten"
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_part_of_another_value_is_made_again(cluster_server: Server, hosts: Hosts) -> None:
+    first, second = hosts(cluster_server.url, key=KEY), hosts(cluster_server.url, key=KEY)
+    shares(first, size=3 * PART)
+    parts = sorted(name for name in cluster_server.ask("KEYS", "*") if name.endswith((b":0", b":1")))
+    values = [cluster_server.ask("GET", name) for name in parts]
+    for name, value in zip(parts, reversed(values), strict=True):
+        cluster_server.ask("SET", name, value)
+    assert shares(second, size=3 * PART) == 1
+
+
+def test_the_key_reaches_no_text_and_no_file(
+    cluster_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CacheConfig(str(tmp_path / "cache"), "1GB", cluster=cluster_server.url, cluster_key=KEY)
+    pq.write_table(pa.table({"a": range(3)}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path / "x.parquet", cache=config)
+    assert dataset[1]["a"] == 1
+    dataset.blocks.settle()
+    assert dataset.blocks.stats()["cluster"]["written"] > 0
+    blocks = dataset.blocks
+    assert KEY not in repr([config, dataset, blocks.tier.cluster, blocks.stats(), dataset.fingerprint, caplog.text])
+    for wrong in ("0123456789abcde", 16 * b"k", ""):
+        with pytest.raises(ConfigError, match="cluster_key: needs a text of at least 16 characters") as caught:
+            CacheConfig(cluster=cluster_server.url, cluster_key=wrong)  # type: ignore[arg-type]
+        assert not wrong or str(wrong) not in str(caught.value)
+    with pytest.raises(ConfigError, match="cluster_key: needs cluster="):
+        CacheConfig(cluster_key=KEY)
+    values = [cluster_server.ask("GET", name) for name in cluster_server.ask("KEYS", "*")]
+    values += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [value for value in values if KEY.encode() in value]
 
 
 def test_hosts_that_come_at_once_make_a_blob_once(cluster_server: Server, hosts: Hosts) -> None:
