@@ -99,6 +99,9 @@ class Health:
         name: Name of the cache in the log.
         clock: Monotonic time in seconds.
         counters: Counts the errors.
+
+    Attributes:
+        reason: Why the state is what it is: the last error, for the log.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Health:
         self._name = name
         self._counters = counters or Counters()
         self._reported: set[str] = set()
-        self._reason = ""  # the last error
+        self.reason = ""
         self._state = "normal"
         self._counts = {"normal": 0, "degraded": 0, "off": 0}
         self.reads = CircuitBreaker(READ_FAILURES, clock, self._changed)
@@ -127,9 +130,9 @@ class Health:
         """Count an error, and log the first of each kind. The caller goes on without the cache."""
         self._counters.add(errors=1)
         # Text: a log handler that keeps the exception would keep the folder open through its traceback.
-        self._reason = redacted(error) or type(error).__name__
+        self.reason = redacted(error) or type(error).__name__
         if self.is_new(f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"):
-            log.warning("cache %s: error while %s; falling back without the cache: %s", self._name, doing, self._reason)
+            log.warning("cache %s: error while %s; falling back without the cache: %s", self._name, doing, self.reason)
 
     def is_new(self, kind: str) -> bool:
         """Return whether a kind of event is reported for the first time."""
@@ -153,5 +156,5 @@ class Health:
             "degraded": "cannot be written to: cached data is served, new data is not cached",
             "off": "cannot be used: all data comes from the origin",
         }[state]
-        reason = "" if state == "normal" else f"; it is retried periodically; the last error: {self._reason}"
+        reason = "" if state == "normal" else f"; it is retried periodically; the last reason: {self.reason}"
         log.warning("cache %s %s%s", self._name, effect, reason)

@@ -89,6 +89,8 @@ class Blocks(ForkAware):
         self.tier = tier
         self.block_bytes = block_bytes
         self._bypasses_cache = bypasses_cache
+        if isinstance(tier, ClusterTier):
+            origin.took = tier.cluster.origin_took
         self.after_fork_in_child()
         super().__init__()
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from dataload.cache.cluster.pace import Pace
 from dataload.cache.cluster.url import PASSWORD, USERNAME, ClusterUrl, Node
 from dataload.cache.health import CircuitBreaker, Health
 from dataload.runtime.counters import Counters
@@ -37,6 +38,7 @@ class Client:
     Attributes:
         health: Reads trip when no server answers. Writes trip on their own: a server that is full, or too slow for
             large values, is still read. Each node of a cluster has its own breaker.
+        pace: Reads also trip if the origin answers sooner.
 
     Notes:
         Every command raises ClusterUnavailable and no other error.
@@ -51,6 +53,7 @@ class Client:
         self._client: Any = None
         self._known: list[Node] = []
         self._nodes: dict[str, CircuitBreaker] = {}
+        self.pace = Pace()
 
     def get(self, name: str) -> Any:
         """Return the value as bytes, or None if the key does not exist."""
@@ -83,17 +86,30 @@ class Client:
             breaker = self._breaker_of(client, name)
             if breaker is not self.health.reads and not breaker.allows():  # `_connected` checked health.reads.
                 raise ClusterUnavailable
+            since = time.perf_counter()
             try:
                 answer = getattr(client, command)(*args, **options)
             except Exception as error:  # During a failover, a client shared by threads raises arbitrary errors.
                 self._failed(command, client, breaker, error, large=large)
                 raise ClusterUnavailable from error
-        breaker.worked()
+        if breaker is not self.health.reads:
+            breaker.worked()
+        if not large:
+            self._compare(time.perf_counter() - since, len(answer) if isinstance(answer, bytes) else 0)
         return answer
+
+    def _compare(self, seconds: float, num_bytes: int) -> None:
+        """Leave out the cluster for a pause if the origin answers sooner."""
+        reads = self.health.reads
+        if self.pace.is_late(seconds, num_bytes, alone=reads.tripped):
+            self.health.reason = f"it takes {seconds:.2f} s to answer, and the origin less"
+            reads.failed(for_good=True)
+        else:
+            reads.worked()
 
     def _connected(self) -> Any:
         client, failures = self._client, self._failures
-        if client is not None:
+        if client is not None and not self.health.reads.tripped:
             return client
         if not self.health.reads.allows():
             raise ClusterUnavailable

@@ -151,6 +151,10 @@ class Cluster(ForkAware):
             if token is not None:
                 self._later(self._leases.end, name, token)
 
+    def origin_took(self, seconds: float, num_bytes: int) -> None:
+        """Record a request to the origin for some bytes: a cluster that takes longer is left out."""
+        self._client.pace.origin_took(seconds, num_bytes)
+
     def settle(self, patience: float | None = None) -> None:
         """Wait until queued blobs are written or given up, `patience` seconds at most."""
         with in_turn(0):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from multiprocessing.reduction import ForkingPickler
+from time import perf_counter
 from typing import Any, TypeVar
 
 import fsspec
@@ -46,6 +47,9 @@ class Origin(ForkAware):
         limiter: Limits the requests in flight; None: no limit.
         resolved: Settings and credentials that the sending process has resolved.
 
+    Attributes:
+        took: Called with the seconds and the bytes of each request that worked.
+
     Notes: thread-safe. Transient errors are retried for `RETRY_SECONDS`, or `FIRST_CONTACT_SECONDS` without any answer.
     """
 
@@ -67,6 +71,7 @@ class Origin(ForkAware):
         self._engine: Engine | None = None
         self._second: Fsspec | None = None  # for objects that the engine cannot read
         self.counters = Counters()
+        self.took: Callable[[float, int], object] | None = None
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,7 +193,7 @@ class Origin(ForkAware):
             return found
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
-            return self._retried(lambda: self._request(whole))
+            return self._retried(lambda: self._request(whole, stop - start))
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
@@ -204,7 +209,7 @@ class Origin(ForkAware):
             _check(received, len(buffer))
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
-            self._retried(lambda: self._request(receive))
+            self._retried(lambda: self._request(receive, len(buffer)))
 
     def _retried(self, request: Callable[[], T]) -> T:
         found = retried(request, self._retry_seconds, self._count_retry)
@@ -223,12 +228,16 @@ class Origin(ForkAware):
         message = f"{self.address} {reason}; retrying for up to {seconds:.0f} s"
         warn_once(f"{self.address} {type(error).__name__} {status(error)}", message)
 
-    def _request(self, call: Callable[[Engine], T]) -> T:
+    def _request(self, call: Callable[[Engine], T], num_bytes: int) -> T:
         """Make one request for bytes as soon as the limiter allows it."""
         with _slot(self.limiter):
             self.counters.add(requests=1)
             charge(requests_origin=1)
-            return self._admitted(lambda: self._suited(call))
+            since = perf_counter()
+            found = self._admitted(lambda: self._suited(call))
+        if self.took is not None:
+            self.took(perf_counter() - since, num_bytes)
+        return found
 
     def _suited(self, call: Callable[[Engine], T]) -> T:
         """Make a request by the engine that can read the object."""

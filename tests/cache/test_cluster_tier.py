@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from clusters import Clock, Server, ServerCluster, running_cluster, running_server, standing_clock, until  # noqa: F401
+from clusters import Clock, FarAway, Server, ServerCluster, running_cluster, running_server, standing_clock, until  # noqa: F401
 from tiers import Filler
 
 from dataload import CacheConfig, make_dataset
@@ -426,6 +427,58 @@ def test_a_server_that_is_lost_is_left_alone_and_tried_again(
     assert shares(tier, "after") == 1
     assert tier.cluster.health.state == "normal"
     assert shares(other, "after") == 0, "what is made then is shared again"
+
+
+def test_a_server_that_is_farther_away_than_the_origin_is_left_alone(
+    cluster_server: Server, hosts: Hosts, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FarAway(cluster_server, 0.25) as far:
+        tier = hosts(far.url)
+        for _ in range(4):
+            tier.cluster.origin_took(0.1, 1000)
+        assert [shares(tier, f"{number}") for number in range(4)] == [1] * 4
+        assert tier.stats()["cluster"]["health"]["state"] == "off"
+        asked = far.requests
+        assert [shares(tier, f"more {number}") for number in range(20)] == [1] * 20
+        assert far.requests == asked
+        [message] = [record.getMessage() for record in caplog.records]
+        assert re.search(
+            r"all data comes from the origin; .*: it takes 0\.\d+ s to answer, and the origin less$", message
+        )
+        clock.now += 2
+        assert shares(tier, "tried again") == 1
+        assert tier.stats()["cluster"]["health"] == {"state": "off", "normal": 0, "degraded": 0, "off": 1}
+        far.seconds = 0
+        clock.now += 10
+        assert shares(tier, "near") == 1
+        assert tier.stats()["cluster"]["health"]["state"] == "normal"
+
+
+def test_a_server_that_is_far_away_is_used_if_the_origin_is_farther(cluster_server: Server, hosts: Hosts) -> None:
+    with FarAway(cluster_server, 0.1) as far:
+        first, second = hosts(far.url), hosts(far.url)
+        for tier in (first, second):
+            for _ in range(4):
+                tier.cluster.origin_took(60, 1000)
+        assert [shares(tier, f"{number}") for tier in (first, second) for number in range(3)] == [1, 1, 1, 0, 0, 0]
+
+
+def test_requests_to_the_origin_are_compared_with_a_server_that_has_everything(
+    cluster_server: Server, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"a": range(200)}), tmp_path / "x.parquet", row_group_size=10)
+    with FarAway(cluster_server, 0) as far:
+
+        def read(host: str) -> dict[str, Any]:
+            config = CacheConfig(str(tmp_path / host), "1GB", cluster=far.url)
+            dataset = make_dataset(tmp_path / "x.parquet", cache=config)
+            assert [int(dataset[row]["a"]) for row in range(0, 200, 10)] == [*range(0, 200, 10)]
+            dataset.blocks.settle()
+            return dataset.blocks.stats()
+
+        assert read("first")["cluster"]["health"]["state"] == "normal"
+        far.seconds = 0.2
+        assert read("second")["cluster"]["health"]["state"] == "off"
 
 
 def test_another_server_of_the_url_is_found(cluster_server: Server, tmp_path: Path, hosts: Hosts, clock: Clock) -> None:

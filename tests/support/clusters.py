@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -144,6 +145,54 @@ class Server:
     def ask(self, *words: Any) -> Any:
         with self.client() as one:
             return one.execute_command(*words)
+
+
+class FarAway:
+    """A TCP proxy to a server, in a thread, that delays each request.
+
+    Attributes:
+        seconds: Delay of a request.
+        requests: Pieces of requests that came.
+    """
+
+    def __init__(self, server: Server, seconds: float) -> None:
+        self.seconds, self.requests = seconds, 0
+        self._server = server
+
+    def __enter__(self) -> Self:
+        began = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._listen(began),))
+        self._thread.start()
+        assert began.wait(PATIENCE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join()
+
+    async def _listen(self, began: threading.Event) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as listener:
+            self.url = f"valkey://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            began.set()
+            await self._ended.wait()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection("127.0.0.1", self._server.port)
+        answers = asyncio.ensure_future(self._answer(back, writer))
+        with suppress(asyncio.CancelledError, ConnectionError):  # at the end of the block
+            while piece := await reader.read(1 << 16):
+                self.requests += 1
+                self._loop.call_later(self.seconds, forth.write, piece)
+        answers.cancel()
+        forth.close()
+        writer.close()
+
+    @staticmethod
+    async def _answer(back: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await back.read(1 << 16):
+            writer.write(piece)
+            await writer.drain()
 
 
 class ServerCluster:

@@ -1,0 +1,46 @@
+"""Whether the cluster answers sooner than the origin."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from statistics import median
+
+FEW = 4  # requests of each, before they are compared
+LAST = 16  # requests of each that are compared
+NEAR_SECONDS = 0.05  # An answer that takes less is never too late, whatever noise the origin's figures have.
+
+
+class Pace:
+    """Compares the cluster's answers with requests to the origin. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._delays = deque[float](maxlen=LAST)  # of the cluster, in seconds beyond what the origin would take
+        self._origin = deque[tuple[float, int]](maxlen=LAST)
+
+    def origin_took(self, seconds: float, num_bytes: int) -> None:
+        """Record a request to the origin for some bytes."""
+        with self._mutex:
+            self._origin.append((seconds, num_bytes))
+
+    def is_late(self, seconds: float, num_bytes: int, *, alone: bool) -> bool:
+        """Record an answer of the cluster. Return whether the origin, at its best, answers sooner than the cluster.
+
+        A cluster that is far away is late until there are figures of the origin to compare it with.
+
+        Args:
+            seconds: Time of the answer.
+            num_bytes: Its size.
+            alone: Judge this answer only, and not the last ones.
+        """
+        with self._mutex:
+            usual = 0.0
+            if len(self._origin) >= FEW:
+                rate = max(size / max(took, 1e-6) for took, size in self._origin)
+                usual = min(took for took, _ in self._origin) + (num_bytes / rate if rate else 0.0)
+            delay = min(seconds - usual, seconds - NEAR_SECONDS)
+            if alone:
+                self._delays.clear()
+            self._delays.append(delay)
+            return (alone or len(self._delays) >= FEW) and median(self._delays) > 0
