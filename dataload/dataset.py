@@ -29,6 +29,7 @@ from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
 from dataload.mapping.stage import Stage, fingerprint_of, order_key_of
+from dataload.rows.known_nulls import known_nulls
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
@@ -136,6 +137,11 @@ class Dataset(MapStyle):
     def order_key(self) -> str:
         """Hex digest that decides the order of the rows; see `order_key_of`."""
         return order_key_of(self.manifest)
+
+    @property
+    def known_nulls(self) -> str | None:
+        """Which columns are known to have nulls that end a loop; None: none. See `known_nulls.known_nulls`."""
+        return known_nulls(self.manifest, self._columns, self.fill_null, null_masks=self.null_masks)
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})

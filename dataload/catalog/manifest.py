@@ -24,13 +24,17 @@ from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns
-from dataload.formats.schema import flatten, structs_of
+from dataload.formats.schema import flatten, holds_nulls, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 9
+VERSION = 10
 
 log = logging.getLogger(__name__)
+
+
+Nulls = tuple[tuple[str, int], ...]
+"""Names of columns and how many nulls they have."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class RowGroup:
         sizes: Uncompressed, encoded bytes of each of the manifest's `ragged` columns.
         constants: Names and values of the partition columns, which come from folder names, and None for each column
             that the file lacks.
+        nulls: Names of columns whose batches cannot hold nulls, and how many they have by the footer's statistics.
     """
 
     file: Object
@@ -55,6 +60,7 @@ class RowGroup:
     bytes: int
     sizes: tuple[int, ...] = ()
     constants: Constants = ()
+    nulls: Nulls = ()
 
     @property
     def name(self) -> str:
@@ -193,11 +199,13 @@ class Manifest:
         files: dict[Object, tuple[int, int, int, list[Any]]] = {}
         runs: dict[Object, int] = {}
         constants: dict[Constants, int] = {}
+        nulls: dict[Nulls, int] = {}
         for group in self.row_groups:
             run = runs.setdefault(group.footer_at.run, len(runs))
             shared = constants.setdefault(group.constants, len(constants))
             *_, groups = files.setdefault(group.file, (run, group.footer_at.number, shared, []))
-            groups.append((group.number, group.rows, group.bytes, group.sizes))
+            counted = nulls.setdefault(group.nulls, len(nulls))
+            groups.append((group.number, group.rows, group.bytes, group.sizes, counted))
         for obj in (*runs, *files):
             paths.setdefault(obj.path, len(paths))
         return json.dumps(
@@ -207,6 +215,7 @@ class Manifest:
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
                 "constants": list(constants),
+                "nulls": list(nulls),
                 "runs": [[paths[run.path], run.version] for run in runs],
                 "conflicts": self.conflicts,
                 "partial": self.partial,
@@ -222,13 +231,16 @@ class Manifest:
         groups = []
         paths = [*known, *content["paths"]]
         runs = [Object(paths[path], 0, version) for path, version in content["runs"]]
-        constants = [tuple((name, value) for name, value in shared) for shared in content["constants"]]
+        constants, nulls = (
+            [tuple((name, value) for name, value in shared) for shared in content[kind]]
+            for kind in ("constants", "nulls")
+        )
         for path, size, version, run, position, shared, row_groups in content["files"]:
             file = Object(paths[path], size, version)
             footer_at = FooterLocation(runs[run], position)
             groups += [
-                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants[shared])
-                for number, rows, size_bytes, sizes in row_groups
+                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants[shared], nulls[counted])
+                for number, rows, size_bytes, sizes, counted in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
         differing = {name: content[name] for name in ("conflicts", "partial")}
@@ -319,25 +331,26 @@ def _read_footers(
         texts = [
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if is_ragged(field)
         ]
-        for number, (rows, stored_bytes, own_sizes) in enumerate(row_groups):
+        for number, (rows, stored_bytes, own_sizes, counted) in enumerate(row_groups):
             by_name = dict(zip(own.ragged, own_sizes, strict=True))
             sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
-            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + nulls[own]))
+            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + nulls[own], counted))
     whole = pa.schema([*schema, *partitions])
     return Manifest(whole, tuple(groups), fingerprint, conflicts=conflicts, partial=partial)
 
 
 @dataclass(frozen=True, eq=False)
 class _Schema:
-    """A file's own schema, its flat form, and the ragged columns of that."""
+    """A file's own schema, its flat form, and the ragged columns of that and those whose batches can hold no nulls."""
 
     own: pa.Schema
     flat: pa.Schema
     ragged: list[str]
+    holding_no_nulls: list[str]
 
 
 class _Summarize:
-    """Returns a footer's schema, its row groups (rows, stored bytes, bytes by ragged column), and unreadable columns.
+    """Returns a footer's schema, its row groups (rows, bytes, bytes by ragged column, nulls), unreadable columns.
 
     Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
     """
@@ -346,16 +359,26 @@ class _Summarize:
 
     def __call__(
         self, footer: Footer, obj: Object
-    ) -> tuple[_Schema, list[tuple[int, int, list[int]]], Mapping[str, str]]:
+    ) -> tuple[_Schema, list[tuple[int, int, list[int], Nulls]], Mapping[str, str]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
             flat = flatten(footer.schema)
-            schema = _Schema(footer.schema, flat, [field.name for field in flat if is_ragged(field)])
+            ragged = [field.name for field in flat if is_ragged(field)]
+            schema = _Schema(footer.schema, flat, ragged, [field.name for field in flat if not holds_nulls(field)])
             self._latest = schema
         row_groups = [
-            (rows, footer.stored_bytes(number), footer.decoded_bytes(number, schema.ragged))
+            (
+                rows,
+                footer.stored_bytes(number),
+                footer.decoded_bytes(number, schema.ragged),
+                _known(schema.holding_no_nulls, footer.null_counts(number, schema.holding_no_nulls)),
+            )
             for number, rows in enumerate(footer.lengths)
         ]
-        if any(min([size, *sizes]) < 0 for _, size, sizes in row_groups):
+        if any(min([size, *sizes]) < 0 for _, size, sizes, _ in row_groups):
             raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
         return schema, row_groups, footer.unreadable
+
+
+def _known(names: Iterable[str], counts: Iterable[int | None]) -> Nulls:
+    return tuple((name, count) for name, count in zip(names, counts, strict=True) if count)

@@ -15,7 +15,7 @@ from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.catalog.footer_cache import FooterReader, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import DataError
-from dataload.formats.schema import Field, fields_of, flatten_table
+from dataload.formats.schema import Field, fields_of, flatten_table, holds_nulls
 from dataload.runtime.executor import DaemonExecutor
 
 COLUMN_BYTES = 1 << 20  # to fetch of each column at first: a large row group is not fetched for its first rows
@@ -32,6 +32,7 @@ class PreviewColumn:
         batch: Its form in a batch of B rows; None: no batch can hold it.
         problem: The reason why not, or None.
         nulls: Number of nulls; None: unknown.
+        holds_nulls: Whether batches can represent a null.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PreviewColumn:
     batch: str | None
     problem: str | None
     nulls: int | None
+    holds_nulls: bool
 
 
 def preview_columns(
@@ -63,7 +65,9 @@ def preview_columns(
             form = _form(*fields_of(pa.schema([field])))
         except DataError as error:
             problem = str(error)
-        described.append(PreviewColumn(field.name, str(field.type), form, problem, nulls.get(field.name)))
+        described.append(
+            PreviewColumn(field.name, str(field.type), form, problem, nulls.get(field.name), holds_nulls(field))
+        )
     return described
 
 
@@ -80,7 +84,7 @@ def _null_counts(
         stored = [name for name in columns if name not in constants and name not in unknown]
         footer = footers.read(groups[0].file, groups[0].footer_at) if stored and rows else None
         for group, name in product(groups, stored):
-            nulls = 0 if footer is None or not group.rows else footer.null_count(group.number, [name])
+            [nulls] = [0] if footer is None or not group.rows else footer.null_counts(group.number, [name])
             if nulls is None or (nulls and pa.types.is_nested(manifest.schema.field(name).type)):
                 unknown.add(name)
             else:

@@ -89,7 +89,7 @@ def _by_statistics(
     for group in groups:
         if group.number not in possible:
             yield False
-        elif proves and group.number not in failing and footer.null_count(group.number, stored) == 0:
+        elif proves and group.number not in failing and set(footer.null_counts(group.number, stored)) <= {0}:
             yield True
         else:
             yield None

@@ -22,6 +22,7 @@ from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginNotFound
 from dataload.formats.hive_partitions import Keys, Partitioning
+from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
 from dataload.runtime.cached_property import cached_property
 
 TIMEOUT = 5.0  # seconds
@@ -236,7 +237,9 @@ def dataset(case: Case) -> Finding:
     if case.reads is None:
         advice = "mend or remove what this names, or choose other objects"
         return problem(f"the dataset cannot be read: {case.unreadable}", advice)
-    order, _ = case.reads
+    order, blobs = case.reads
+    if nulls := blobs.known_nulls:
+        return problem(nulls, ON_THE_COMMAND_LINE)
     return ok(f"the footers describe {order.n:,} rows")
 
 

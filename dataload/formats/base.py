@@ -93,8 +93,8 @@ class Footer(Protocol):
             guarantee: An expression that holds in all rows of the file.
         """
 
-    def null_count(self, number: int, columns: Collection[str]) -> int | None:
-        """Return the nulls of these columns in a row group by its statistics; None: unknown.
+    def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
+        """Return the nulls of each of these columns in a row group by its statistics; None: unknown.
 
         The count of a column of lists has the empty lists too.
         """

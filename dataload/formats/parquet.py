@@ -150,13 +150,24 @@ class ParquetFooter:
         options = pads.ParquetReadOptions(coerce_int96_timestamp_unit=self._unit)
         return pads.ParquetFileFormat(options).make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
 
-    def null_count(self, number: int, columns: Collection[str]) -> int | None:
-        if not self.unreadable.keys().isdisjoint(columns):
-            return None
-        known = [chunk.statistics for chunk in self._chunks(number, columns)]
-        if not all(each is not None and each.has_null_count for each in known):
-            return None
-        return sum(int(each.null_count) for each in known)
+    def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
+        group, counts = self._metadata.row_group(number), list[int | None]()
+        for leaves in map(self._columns.leaves.__getitem__, self._columns.own(columns)):
+            count: int | None = 0
+            for leaf in leaves:
+                known = None if leaf in self._required else group.column(leaf).statistics
+                if known is not None and known.has_null_count:
+                    count = None if count is None else count + known.null_count
+                elif leaf not in self._required:
+                    count = None
+            counts.append(count)
+        return counts
+
+    @cached_property
+    def _required(self) -> frozenset[int]:
+        """The leaves that have no nulls by the schema."""
+        schema = self._metadata.schema
+        return frozenset(leaf for leaf in range(len(schema)) if not schema.column(leaf).max_definition_level)
 
     @contextmanager
     def open_row_group(

@@ -200,6 +200,15 @@ def is_unsupported(field: pa.Field) -> bool:
     return False
 
 
+def holds_nulls(field: pa.Field) -> bool:
+    """Return whether batches can represent each null of a column, or its nulls cannot be told from empty lists."""
+    try:
+        own = _field(field)
+    except DataError:
+        return True
+    return own.ragged or not needs_mask(own) or is_list(storage(field.type))
+
+
 def mask_name(field: Field) -> str:
     """Return the name of the column that tells which rows of a column have nulls."""
     return f"{field.name}.is_null"

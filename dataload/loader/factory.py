@@ -15,7 +15,7 @@ from dataload.arguments import local_folder
 from dataload.cache.config import CacheConfig
 from dataload.catalog.sources import Source
 from dataload.dataset import make_dataset
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError
 from dataload.loader.arguments import check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
@@ -23,6 +23,7 @@ from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
+from dataload.rows.known_nulls import IN_PYTHON
 from dataload.rows.numbered_rows import ROW_IDS
 from dataload.samplers.order import Shuffle
 from dataload.world import World
@@ -127,7 +128,8 @@ def make_loader(
         ConfigError: An argument is invalid, the cache is too small for the shuffle window, or ranks that need equal
             batches would get different ones (pass `mesh`).
         OriginError: The source cannot be read.
-        DataError: A file or a column type is not supported.
+        DataError: A file or a column type is not supported, or a column is known to have nulls that batches cannot
+            hold.
 
     Example:
         ```python
@@ -148,6 +150,9 @@ def make_loader(
     if partitioning != "hive":
         given["partitioning"] = partitioning
     dataset = _dataset_of(source, given)
+    for nulls in (each.known_nulls for each in dataset.datasets):
+        if nulls is not None:
+            raise DataError(f"{nulls}: {IN_PYTHON}")
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)

@@ -22,6 +22,7 @@ from dataload.formats.base import SHARED_BYTES
 from dataload.formats.schema import Layout
 from dataload.rows import row_block
 from dataload.rows.columns import Column, concatenate
+from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.bunches import Made, Member, bunched_bytes, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
@@ -121,6 +122,11 @@ class RowGroupCache(SizeForecast):
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
                 return self.get_all(keys, (0, 0)) is not None
             return True
+
+    @property
+    def known_nulls(self) -> str | None:
+        """Which columns are known to have nulls that batches cannot hold; None: none."""
+        return known_nulls(self.manifest, self._columns, self._fill_null, null_masks=self._null_masks)
 
     def touch(self) -> None:
         row_groups = range(len(self.manifest.row_groups))

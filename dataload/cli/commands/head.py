@@ -77,7 +77,10 @@ def head(
 
 
 def _nulls(column: PreviewColumn) -> str:
-    return ", may have nulls" if column.nulls is None else f", {counted(column.nulls, 'null')}" if column.nulls else ""
+    if column.nulls is None:
+        return ", may have nulls"
+    way = "" if column.holds_nulls else ": pass fill_null= or null_masks=True"
+    return f", {counted(column.nulls, 'null')}{way}" if column.nulls else ""
 
 
 def _plain(value: Any) -> Any:

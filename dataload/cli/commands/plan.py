@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,6 +86,7 @@ def plan(
     """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
     from dataload.planning.plan import plan as make_plan
+    from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
@@ -109,8 +110,10 @@ def plan(
     local_world_size = math.ceil(world_size / num_streams)
     ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=limit)
+    nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.known_nulls)]
+    result = replace(result, advice=(*nulls, *result.advice))
     show(asdict(result), table(lines(result)), as_json=as_json)
-    if result.first_epoch is None:
+    if result.first_epoch is None or nulls:
         raise typer.Exit(FOUND_A_PROBLEM)
 
 

@@ -30,7 +30,7 @@ from dataload.cli.commands.options import (
     open_row_groups,
 )
 from dataload.cli.console import progress, show
-from dataload.errors import ConfigError, DataloadError
+from dataload.errors import ConfigError, DataError, DataloadError
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def warm(
     """
     from dataload.cache.local.read_only import is_read_only
     from dataload.planning.orders import part_of
+    from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
 
     node, nodes = node_of(shard)
     cache_config = config(
@@ -82,6 +83,8 @@ def warm(
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
     reads |= {"null_masks": null_masks, "partitioning": partitioning}
     blobs = open_row_groups(url, storage_options, cache_config, **reads, quiet=as_json)
+    if nulls := blobs.known_nulls:
+        raise DataError(f"{nulls}: {ON_THE_COMMAND_LINE}")
     manifest, blocks = blobs.manifest, blobs.blocks
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)

@@ -96,8 +96,8 @@ class ArrowFooter:
     def for_statistics(self, guarantee: object) -> None:  # noqa: ARG002
         return None
 
-    def null_count(self, number: int, columns: Collection[str]) -> None:  # noqa: ARG002
-        return None
+    def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:  # noqa: ARG002
+        return [None] * len(columns)
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         dictionaries = sum(message.stop - message.start for message in self._dictionaries[number])
