@@ -39,13 +39,13 @@ optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 options = {"epochs": 12, "precision": "fp32", "checkpoint_every": 4, "progress": False}
 fit(model, optimizer, loader, loss, checkpoint_dir=checkpoints, **options)
 if rank == 0:
-    torch.save(nn.utils.parameters_to_vector(model.parameters()).detach(), result)
+    Path(result).write_bytes(nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes())
 """
 
 
 def train(folder: Path, seed: int, kills: int) -> tuple[bytes, str]:
-    """Return the file of the trained parameters, and what torchrun wrote."""
-    program, result = folder / "program.py", folder / f"result-{seed}.pt"
+    """Return the bytes of the trained parameters, and what torchrun wrote."""
+    program, result = folder / "program.py", folder / f"result-{seed}"
     program.write_text(PROGRAM)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "12"]
     arguments = [program, folder / "data", folder / f"checkpoints-{seed}", result, str(seed), str(kills)]
