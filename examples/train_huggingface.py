@@ -41,7 +41,13 @@ def main():
     args = parser.parse_args()
 
     arguments = TrainingArguments(
-        "checkpoints", num_train_epochs=args.epochs, eval_strategy="epoch", label_names=["label"], report_to="none"
+        "checkpoints",
+        per_device_train_batch_size=args.batch_size,  # what the Trainer logs: the loader decides
+        per_device_eval_batch_size=args.batch_size,
+        num_train_epochs=args.epochs,
+        eval_strategy="epoch",
+        label_names=["label"],
+        report_to="none",
     )
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     loader = make_loader(args.train, args.batch_size, **options)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,6 +122,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def __len__(self) -> int:
         self.rank_sampler.renew()
         return super().__len__()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse to be a dataset of another DataLoader, such as that of a Hugging Face Trainer."""
+        raise TypeError(
+            "a loader has batches and no rows by number, so it cannot be the dataset of another DataLoader: use the "
+            "loader itself (in a Hugging Face Trainer, return it from get_train_dataloader), or its loader.dataset"
+        )
 
     @property
     def padding(self) -> int:

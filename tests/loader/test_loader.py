@@ -705,6 +705,12 @@ def test_rows_outside_the_dataset(dataset: Any) -> None:
             dataset.__getitems__(wrong)
 
 
+def test_a_loader_as_the_dataset_of_a_dataloader_names_the_way_out(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    with pytest.raises(TypeError, match="Hugging Face Trainer, return it from get_train_dataloader"):
+        next(iter(torch.utils.data.DataLoader(loader, batch_size=4)))  # type: ignore[arg-type]
+
+
 def test_nulls_name_file_row_group_and_column(bucket: Any, cache: CacheConfig) -> None:
     import pyarrow as pa
 
