@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import io
+import logging
 import os
 import pkgutil
 import re
@@ -29,6 +30,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
+from quiet import noise
 
 import dataload
 from dataload.cli import app
@@ -157,12 +159,25 @@ def run_shell(block, text, monkeypatch):
         assert ended.value.code == 0, f"{block}: {line}"
 
 
+WARNINGS = {  # that a page causes on purpose, and one of torch about the cost of workers on a small machine
+    "docs/guides/bad-rows.md": "is replaced",
+    "docs/guides/mixtures.md": "the state has weights=",
+    "docs/loader.md": "worker processes in total",
+}
+
+
 @pytest.mark.parametrize("page", sorted({str(block.page.relative_to(ROOT)) for block in BLOCKS if not block.why}))
-def test_blocks_run(page, reader, tmp_path, monkeypatch):
-    """The blocks of a page run from top to bottom as one program."""
+def test_blocks_run(page, reader, tmp_path, monkeypatch, capfd, caplog):
+    """The blocks of a page run from top to bottom as one program, which says nothing but progress and costs."""
     names = {"__name__": "__main__"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of other libraries; dataload logs lines
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.resetwarnings()
+        for hidden in (
+            DeprecationWarning,
+            PendingDeprecationWarning,
+            ResourceWarning,
+        ):  # as Python hides those of others
+            warnings.filterwarnings("ignore", category=hidden)
         for block in blocks_of(ROOT / page):
             if block.why is None:
                 text = block.text.replace("/nvme/", f"{tmp_path}/")
@@ -170,6 +185,9 @@ def test_blocks_run(page, reader, tmp_path, monkeypatch):
                     run_python(block, text, names)
                 else:
                     run_shell(block, text, monkeypatch)
+    logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    written = [capfd.readouterr().err, *logged, *(str(warning.message) for warning in warned)]
+    assert noise("\n".join(written), *filter(None, [WARNINGS.get(page)])) == []
 
 
 def test_the_quick_start_is_a_whole_program(reader):
@@ -178,6 +196,7 @@ def test_the_quick_start_is_a_whole_program(reader):
     Path("train.py").write_text(QUICK_START.text)
     ran = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+    assert noise(ran.stderr) == []
     assert ran.stdout.startswith(f"epoch 9: {ROWS} rows in ")
     assert "0 bytes from the origin" in ran.stdout
     size = len(dict(objects())["train/part-0.parquet"])
@@ -191,6 +210,7 @@ def test_each_of_two_ranks_reads_half_of_the_rows_in_the_plain_loop(reader):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     ran = subprocess.run(launch, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+    assert noise(ran.stderr, "OMP_NUM_THREADS", "*****") == []  # of torchrun
     for rank in (0, 1):
         assert f"epoch 9, rank {rank} of 2: {ROWS // 2} rows in " in ran.stdout
     assert reader.stats()["get_bytes"] <= 1.1 * len(dict(objects())["train/part-0.parquet"])

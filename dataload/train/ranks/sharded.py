@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from dataload.errors import ConfigError
 from dataload.train.ranks.collectives import gather, on_first
@@ -143,7 +143,13 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a plain tensor. For a sharded one, all ranks of its mesh must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim in reversed(range(len(placements))):  # One at a time: torch warns of two reductions in one call.
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], limit: float) -> None:
