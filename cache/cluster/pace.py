@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from statistics import median
 
-FEW = 4  # requests of each, before they are compared
-LAST = 16  # requests of each that are compared
+FEW = 4  # requests to the origin, before they are compared
+LAST = 16  # of them that are compared
+ANSWERS = 8  # of the cluster, all of which must be late: on a busy machine, some are
 NEAR_SECONDS = 0.05  # An answer that takes less is never too late, whatever noise the origin's figures have.
 
 
@@ -16,7 +16,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._delays = deque[float](maxlen=LAST)  # of the cluster, in seconds beyond what the origin would take
+        self._delays = deque[float](maxlen=ANSWERS)  # of the cluster, in seconds beyond what the origin would take
         self._origin = deque[tuple[float, int]](maxlen=LAST)
 
     def origin_took(self, seconds: float, num_bytes: int) -> None:
@@ -25,7 +25,7 @@ class Pace:
             self._origin.append((seconds, num_bytes))
 
     def is_late(self, seconds: float, num_bytes: int, *, alone: bool) -> bool:
-        """Record an answer of the cluster. Return whether the origin, at its best, answers sooner than the cluster.
+        """Record an answer of the cluster. Return whether the origin, at its best, would have been sooner each time.
 
         A cluster that is far away is late until there are figures of the origin to compare it with.
 
@@ -43,4 +43,4 @@ class Pace:
             if alone:
                 self._delays.clear()
             self._delays.append(delay)
-            return (alone or len(self._delays) >= FEW) and median(self._delays) > 0
+            return (alone or len(self._delays) == ANSWERS) and min(self._delays) > 0
