@@ -65,6 +65,7 @@ class LmdbFile(ForkAware):
         self._environment: Any = None
         self._descriptor: int | None = None  # of LMDB's file; holds the lock
         self._file: tuple[int, int] | None = None  # device and inode
+        self._file_bytes = 0  # at the last transaction
         self._shut = False
         super().__init__()
 
@@ -138,6 +139,7 @@ class LmdbFile(ForkAware):
                 descriptor = self._lock_file(create=create)
                 try:
                     if set_lock(descriptor, 0, fcntl.F_WRLCK):
+                        self._check_not_cut(descriptor)
                         with self._ready(create=create).begin(write=write) as txn:
                             yield txn
                         return
@@ -153,6 +155,14 @@ class LmdbFile(ForkAware):
         holders = f"; {users(self._path.parent)}" if timeout else ""  # It takes longer than a transaction.
         reason = f"another process has held the index for {timeout:g} s{holders}"
         raise TimeoutError(errno.ETIMEDOUT, reason, str(self._path))
+
+    def _check_not_cut(self, descriptor: int) -> None:
+        """Raise lmdb.CorruptedError if the file has become shorter: a read past its end would be a SIGBUS."""
+        size = os.fstat(descriptor).st_size
+        if size < self._file_bytes and self._environment is not None:
+            self.close()  # The next one to open the file extends it, see `_fill_up`.
+            raise lmdb.CorruptedError(f"the index was cut from {self._file_bytes} bytes to {size}")
+        self._file_bytes = size
 
     def _lacks_space(self, error: lmdb.Error) -> bool:
         """Return whether a full disk or quota caused an error. LMDB calls a short write an input/output error."""

@@ -15,6 +15,7 @@ from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.fatal_frames import reading
 
 ROW_ID = "row_id"
 """Name of the column of row numbers."""
@@ -113,7 +114,7 @@ class NumberedRows(Sequence[dict[str, Any]]):
 
         The other Python objects of a batch are made when it is taken.
         """
-        batch = columns_of(self._records, **self._shape, empty=empty)
+        batch = reading(self._records.place, columns_of, self._records, **self._shape, empty=empty)
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self),), torch.int64

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -270,12 +270,14 @@ class Records:
         rows: The records, `layout.dtype` [n].
         blobs: The blobs that hold the ragged values.
         which: Index in `blobs` of each row's blob, int64 [n].
+        place: Names the files that hold the ragged values, see `reading`.
     """
 
     layout: Layout
     rows: Array
     blobs: Sequence[Blob]
     which: Array
+    place: str = ""
 
     @classmethod
     def none(cls, layout: Layout) -> Records:
@@ -286,7 +288,7 @@ class Records:
         return len(self.rows)
 
     def __getitem__(self, part: slice) -> Records:
-        return Records(self.layout, self.rows[part], self.blobs, self.which[part])
+        return replace(self, rows=self.rows[part], which=self.which[part])
 
     def dense(self, field: Field) -> Array:
         """Return a dense column, [n, …], as a strided view."""

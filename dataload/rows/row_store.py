@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from dataload.rows.row_block import Records
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.scheduler import RowGroupScheduler
+from dataload.runtime.fatal_frames import print_fatal_frames, reading
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Largest
@@ -98,6 +99,7 @@ class RowStore(ForkAware):
         plan = blobs.plan
         self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
         self._blob_index = IntervalIndex(plan.row_starts)
+        self._place = f"the cache {blobs.by_dataset[0].tier.location}: its disk failed, or a file in it was cut short"
         self._make_selected = selected
         self._by_use = by_use
         self.after_fork_in_child()
@@ -176,11 +178,11 @@ class RowStore(ForkAware):
                 row_groups = self._open_row_groups(needed)
                 row_groups.make_room(loaded, keep=needed)  # once: it passes over all open row groups that are needed
                 self._put(loaded, lives, unreadable)
-                found = row_groups.take(rows, blobs)
+                found = reading(self._place, row_groups.take, rows, blobs)
                 if found is not None:
                     if self._by_use:
                         row_groups.use(loads.opened if loads else ())
-                    return found
+                    return replace(found, place=self._place)
                 if stop is not None and stop.done():  # No request may follow `forget`.
                     raise CancelledError
                 needed = list(loads.opened) if loads else self._row_groups_of(blobs)
@@ -271,5 +273,6 @@ class RowStore(ForkAware):
         capacity = max(min(self.capacity, most), count)
         if self._open is None or self._open.capacity < capacity:
             self._open = OpenRowGroups(capacity, plan.group_starts, plan.row_starts, plan.layout)
+            print_fatal_frames()
         self._open.keep_at_most(max(min(most_open, most), count), needed)
         return self._open
