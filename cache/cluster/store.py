@@ -122,7 +122,7 @@ class Cluster(ForkAware):
 
     def put(self, key: BlobKey, payload: memoryview) -> None:
         """Queue a copy of a blob for writing, if the write-behind queue has space; see `waiting_for_space`."""
-        size = blob_file.size_on_disk(len(payload), key.name) + self._mac.tag_bytes
+        size = blob_file.file_bytes(len(payload), key.name) + self._mac.tag_bytes
         sealed = None if self.health.reads.tripped else self._queue_buffer(size)
         if sealed is None:
             self.counters.add(unkept=1)

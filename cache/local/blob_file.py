@@ -31,6 +31,8 @@ from dataload.runtime.filemap import FileMap
 MAGIC = b"dataload"
 VERSION = 1
 SEGMENT_BYTES = 64 << 10
+DISK_BLOCK = 4 << 10  # the unit in which disks allocate
+ENTRY_BYTES = 1 << 10  # of a file in its folder and in the index, at most, unless its name is long
 # Bytes of one write call. For a large write the kernel allocates a large folio, from memory that is cold in the CPU's
 # caches. Small folios come from recently freed memory.
 WRITTEN_BYTES = 32 << 10
@@ -92,12 +94,22 @@ class VerifiedSegments:
 def path_in(blobs: str | Path, digest: bytes) -> str:
     """Return the path of a blob's file below the folder `blobs`."""
     name = digest.hex()
-    return f"{blobs}/{name[:2]}/{name}"
+    return f"{blobs}/{name[0]}/{name}"
+
+
+def file_bytes(payload: int, name: str) -> int:
+    """Return the size in bytes of the file of a blob with a payload of `payload` bytes."""
+    return Footer(payload, len(name.encode()), b"", b"").size
+
+
+def allocated(size: int) -> int:
+    """Return the bytes that a disk allocates for a file of `size` bytes, with its entries in folder and index."""
+    return -(-size // DISK_BLOCK) * DISK_BLOCK + ENTRY_BYTES
 
 
 def size_on_disk(payload: int, name: str) -> int:
-    """Return the size in bytes of the file of a blob with a payload of `payload` bytes."""
-    return Footer(payload, len(name.encode()), b"", b"").size
+    """Return the bytes that a disk allocates for a blob with a payload of `payload` bytes."""
+    return allocated(file_bytes(payload, name))
 
 
 def create(path: str | Path) -> int:
@@ -106,8 +118,8 @@ def create(path: str | Path) -> int:
 
 
 def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
-    """Write checksums, name and footer after the first `payload` bytes of a map of at least `size_on_disk` bytes."""
-    with memoryview(written)[: size_on_disk(payload, name)] as whole:
+    """Write checksums, name and footer after the first `payload` bytes of a map of at least `file_bytes` bytes."""
+    with memoryview(written)[: file_bytes(payload, name)] as whole:
         whole[payload:] = _end(whole[:payload], digest, name)
 
 

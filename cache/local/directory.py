@@ -55,7 +55,7 @@ class CacheFolder:
 
         FORMAT   version and identity, as JSON      locks    one byte per key, never unlinked
         index/   LMDB and its shutdown state        tmp/     one staging folder per running process
-        blobs/   ab/<digest>                        LIMIT    the default limit in bytes
+        blobs/   a/<digest>                         LIMIT    the default limit in bytes
 
     Opening creates a missing folder with mode 0700 and removes the partial files of dead processes. It rebuilds the
     index from the blobs if the index is lost, damaged or not trusted (`recovery`). Only a process that has the folder

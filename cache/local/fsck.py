@@ -172,8 +172,9 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
         if error.errno in EXHAUSTED:  # of this process: the blob may be intact
             raise
         return str(error)
-    if (name, status.st_size) != (row.name, row.size):
-        return f"is {name!r} of {status.st_size} bytes, the index says {row.name!r} of {row.size}"
+    size = blob_file.allocated(status.st_size)
+    if (name, size) != (row.name, row.size):
+        return f"is {name!r} of {size} bytes, the index says {row.name!r} of {row.size}"
     return None
 
 

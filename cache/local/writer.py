@@ -52,13 +52,18 @@ class BlobWriter(Draft):
         self._size = 0  # of the file, in bytes
 
     def memory_for(self, size: int) -> memoryview:
-        self._size = blob_file.size_on_disk(size, self.key.name)
+        self._size = blob_file.file_bytes(size, self.key.name)
         if self._folder is not None:
             with self._tier.fallback("allocating a blob", self._tier.health.writes, self._folder):
                 self._buffer = self._on_disk(self._folder)
         if self._buffer is None and self._must_cache:
             raise CacheFullError(self.key.name)
         return super().memory_for(size) if self._buffer is None else memoryview(self._buffer)[:size]
+
+    @property
+    def _allocated(self) -> int:
+        """Bytes that the disk allocates for the file."""
+        return blob_file.allocated(self._size)
 
     def publish(self, span: Span | None = None) -> memoryview:
         in_memory = super().publish(span)
@@ -90,7 +95,7 @@ class BlobWriter(Draft):
         Raises:
             OSError: The disk is full, and the policy allows no eviction.
         """
-        reserve = partial(self._tier.reserve, folder, self.key, self._size, draft)
+        reserve = partial(self._tier.reserve, folder, self.key, self._allocated, draft)
         try:
             return reserve()
         except OSError as error:
@@ -124,7 +129,7 @@ class BlobWriter(Draft):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if not self._tier.reserve(folder, self.key, self._size, draft, folder.index.used_bytes()):
+            if not self._tier.reserve(folder, self.key, self._allocated, draft, folder.index.used_bytes()):
                 raise
             folder.index.drop(self.key.digest)
         return blob_file.create(draft)
@@ -140,7 +145,7 @@ class BlobWriter(Draft):
             folder.index.drop(self.key.digest)
             free = shutil.disk_usage(folder.path).free if error.errno == errno.ENOSPC else 0
             limit = folder.index.used_bytes() + free
-            if not self._tier.reserve(folder, self.key, self._size, self._path, limit):
+            if not self._tier.reserve(folder, self.key, self._allocated, self._path, limit):
                 raise
         return write()
 
@@ -175,8 +180,8 @@ class BunchedBlobWriter(BlobWriter):
         self._content = payload
         self._target = folder
         self.draft = self._path = folder.staging.draft(key.digest)
-        self._size = blob_file.size_on_disk(len(payload), key.name)
-        self.row = Row(key.digest, key.name, self._size)
+        self._size = blob_file.file_bytes(len(payload), key.name)
+        self.row = Row(key.digest, key.name, self._allocated)
         self._descriptor = self._create(folder, self.draft)
         self.is_entered = False  # whether the index has the row
 

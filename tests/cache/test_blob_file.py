@@ -31,7 +31,7 @@ FOOTER = NAMED + len(NAME.encode())
 
 
 def write(path: Path, data: bytes = DATA, name: str = NAME, digest: bytes = DIGEST) -> Path:
-    size = blob_file.size_on_disk(len(data), name)
+    size = blob_file.file_bytes(len(data), name)
     buffer = mmap.mmap(-1, size)
     buffer[: len(data)] = data
     blob_file.seal(buffer, len(data), digest, name)

@@ -199,7 +199,7 @@ def test_a_value_without_a_valid_proof_of_the_key_is_made_again(
     assert [shares(first), shares(first, "other")] == [1, 1]
     names = cluster_server.ask("KEYS", "*")
     [name] = [each for each in names if cluster_server.ask("GET", each).startswith(data_of("a"))]
-    sealed = mmap.mmap(-1, blob_file.size_on_disk(10_000, key().name))
+    sealed = mmap.mmap(-1, blob_file.file_bytes(10_000, key().name))
     blob_file.seal(sealed, 10_000, key().digest, key().name)  # of zeros: the digest and the checksums are right
     [other] = {*names} - {name}
     tag = cluster_server.ask("GET", name)[-32:]

@@ -73,7 +73,7 @@ def assert_sound(tier: LocalTier, names: set[str]) -> None:
     assert {row.name for row in tier.folder.index.rows()} == {key(name).name for name in names}
     assert (
         tier.folder.index.used_bytes()
-        == sum(path.stat().st_size for path in files_of(tier))
+        == sum(blob_file.allocated(path.stat().st_size) for path in files_of(tier))
         == sum(map(row_bytes, names))
     )
 
@@ -615,7 +615,7 @@ def test_the_limit_holds(tmp_path: Path, policy: str) -> None:
     tier = LocalTier(tmp_path / "c", 3 * ROW, policy)
     for name in "abcdefg":
         assert put(tier, name) == data_of(name)
-        assert sum(path.stat().st_size for path in files_of(tier)) <= 3 * ROW
+        assert sum(blob_file.allocated(path.stat().st_size) for path in files_of(tier)) <= 3 * ROW
     assert_sound(tier, {"a", "b", "c"} if policy == "pin" else {"e", "f", "g"})
 
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from nightly import NIGHTLY
 from tiers import FORKSERVER, LIMIT, data_of, key, look, put
 
-from dataload.cache.local import fsck
+from dataload.cache.local import blob_file, fsck
 from dataload.cache.local.tier import LocalTier
 
 SETTINGS = settings(
@@ -215,9 +215,11 @@ class Machine(RuleBasedStateMachine):
         index, files = self._tier.folder.index, tiers.files_of(self._path)
         rows = {row.digest: row.size for row in index.rows()}
         assert sum(rows.values()) == index.used_bytes() <= LIMIT
-        assert {digest: file.stat().st_size for digest, file in files.items() if digest not in self._damaged} == {
-            digest: size for digest, size in rows.items() if digest not in self._damaged
-        }
+        assert {
+            digest: blob_file.allocated(file.stat().st_size)
+            for digest, file in files.items()
+            if digest not in self._damaged
+        } == {digest: size for digest, size in rows.items() if digest not in self._damaged}
         assert list(self._path.glob("tmp/*/*")) == []
 
     @invariant()

@@ -894,3 +894,21 @@ def fork_and_die(path: Path, over: Any) -> None:
     put(tier, "x/0")
     fork_to_wait(over)
     tiers.kill_myself()
+
+
+def fill_tiny(path: Path, policy: str, die_at: int) -> None:
+    tier = LocalTier(path, 2_000_000, policy)
+    if die_at:
+        tiers.die_at(die_at)
+    for number in range(600):
+        tier.get_or_fill(key(f"a folder of tiny row groups/{number}"), tiers.fill_of("x/1"))
+
+
+@pytest.mark.parametrize("policy", ["pin", "lru"])
+def test_tiny_blobs_count_as_the_disk_allocates_them(tmp_path: Path, policy: str) -> None:
+    """With the folders and the index, and after a kill."""
+    for die_at in (1000, 0):
+        assert tiers.run(fill_tiny, tmp_path / "c", policy, die_at) == -signal.SIGKILL * (die_at > 0)
+        files = [tmp_path / "c", *(tmp_path / "c").rglob("*")]
+        assert sum(512 * file.stat().st_blocks for file in files) <= 2_000_000
+    assert len(LocalTier(tmp_path / "c").folder.index.rows()) > 300

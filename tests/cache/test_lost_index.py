@@ -289,7 +289,7 @@ def test_a_cache_without_its_format_is_made_anew(left: Path, rebuilds: list[Path
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
-@pytest.mark.parametrize("other", ["thesis.tex", "blobs/thesis.tex", "blobs/00/thesis.tex", "tmp/thesis", "index/x.db"])
+@pytest.mark.parametrize("other", ["thesis.tex", "blobs/thesis.tex", "blobs/0/thesis.tex", "tmp/thesis", "index/x.db"])
 def test_a_folder_without_a_format_that_holds_another_file_is_no_cache(left: Path, other: str) -> None:
     (left / "FORMAT").unlink()
     (left / other).parent.mkdir(exist_ok=True)

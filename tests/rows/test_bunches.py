@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from clusters import until
+from tiers import bytes_in
 
 from dataload import CacheConfig, make_dataset, make_loader, mix
 from dataload.cache.local import blob_file, failpoints
@@ -374,7 +375,7 @@ def test_blobs_share_a_transaction_of_the_index(tier: LocalTier, steps: Counter[
     assert _transactions(tier) == before + 1
     assert steps["fill: published"] == 16
     tier.bulk.put_together(blobs_of(16, 1000))  # They are cached: each replaces the earlier one.
-    assert tier.folder.index.used_bytes() == sum(file.stat().st_size for file in tier.path.glob("blobs/*/*"))
+    assert tier.folder.index.used_bytes() == bytes_in(tier.path.glob("blobs/*/*"))
     assert tier.folder.index.owed_bytes() == 0
 
 

@@ -11,7 +11,7 @@ from dataload.cache.local.setup import recovery
 from dataload.cache.local.setup.durable_file import write_durably
 from dataload.errors import ConfigError
 
-FORMAT = 3
+FORMAT = 4
 
 
 def check(path: Path) -> None:

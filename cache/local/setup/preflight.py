@@ -38,7 +38,7 @@ OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT", "LIMI
 _LOCKS = re.compile("locks.*")
 _OUR_PATHS = re.compile(
     r"locks.*|LIMIT|tmp(/\d{20}-\d+@.+-[0-9a-f]{16})?|index(/((data|lock)\.mdb|(locks\.)?state))?"
-    rf"|blobs(/(?P<two>[0-9a-f]{{2}})(/(?=(?P=two)){FILE_NAME.pattern})?)?"
+    rf"|blobs(/(?P<first>[0-9a-f])(/(?=(?P=first)){FILE_NAME.pattern})?)?"
 )
 
 

@@ -142,7 +142,7 @@ def _rows(folder: Path) -> list[Row]:
     for file in folder.iterdir():
         try:
             footer, name, status = blob_file.read_footer(file)
-            if footer.digest.hex() != file.name or file.name[:2] != folder.name:
+            if footer.digest.hex() != file.name or file.name[0] != folder.name:
                 raise CorruptEntry(f"{file} holds another blob")
         except FileNotFoundError:
             continue
@@ -152,7 +152,7 @@ def _rows(folder: Path) -> list[Row]:
             with suppress(IsADirectoryError):
                 file.unlink(missing_ok=True)  # Safe: only caches write to blobs/.
         else:
-            rows.append(Row(footer.digest, name, status.st_size, min(now, status.st_mtime_ns)))
+            rows.append(Row(footer.digest, name, blob_file.allocated(status.st_size), min(now, status.st_mtime_ns)))
     return rows
 
 
