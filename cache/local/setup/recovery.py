@@ -20,6 +20,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from dataload.cache.local import blob_file
@@ -32,7 +33,8 @@ from dataload.cache.local.staging import clear_drafts, living, sweep, swept_mark
 from dataload.errors import CorruptEntry
 from dataload.runtime.executor import DaemonExecutor
 
-FOOTER_READS = 32  # folders of blobs whose footers are read at the same time
+FOOTER_READS = 32  # footers of blobs that are read at the same time
+FILES_AT_ONCE = 1024
 _CLOSED = "closed"
 
 log = logging.getLogger(__name__)
@@ -129,31 +131,29 @@ def _rebuild(index: Index, path: Path, blobs: Path) -> None:
     if found := sum(len(os.listdir(folder)) for folder in folders):  # noqa: PTH208 (there may be millions)
         log.warning("cache %s: the index was lost or not trusted; rebuilding it from %d blobs", path.parent, found)
     readers = DaemonExecutor(FOOTER_READS, "dataload-blocks-rebuild")
-    for first in range(0, len(folders), FOOTER_READS):
-        for rows in readers.map(_rows, folders[first : first + FOOTER_READS]):
-            index.enter(rows)
+    files = (file for folder in folders for file in folder.iterdir())
+    while some := list(islice(files, FILES_AT_ONCE)):
+        index.enter(row for row in readers.map(_row, some) if row is not None)
     step("rebuild: entered")
     if found:
         log.info("cache %s: rebuilt the index", path.parent)
 
 
-def _rows(folder: Path) -> list[Row]:
-    now, rows = time.time_ns(), list[Row]()
-    for file in folder.iterdir():
-        try:
-            footer, name, status = blob_file.read_footer(file)
-            if footer.digest.hex() != file.name or file.name[0] != folder.name:
-                raise CorruptEntry(f"{file} holds another blob")
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            if not isinstance(error, CorruptEntry) and error.errno not in (errno.EIO, errno.EISDIR):
-                raise
-            with suppress(IsADirectoryError):
-                file.unlink(missing_ok=True)  # Safe: only caches write to blobs/.
-        else:
-            rows.append(Row(footer.digest, name, blob_file.allocated(status.st_size), min(now, status.st_mtime_ns)))
-    return rows
+def _row(file: Path) -> Row | None:
+    """Return the row of a blob. Remove a file that is none."""
+    try:
+        footer, name, status = blob_file.read_footer(file)
+        if blob_file.path_in(file.parent.parent, footer.digest) != str(file):
+            raise CorruptEntry(f"{file} holds another blob")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if not isinstance(error, CorruptEntry) and error.errno not in (errno.EIO, errno.EISDIR):
+            raise
+        with suppress(IsADirectoryError):
+            file.unlink(missing_ok=True)  # Safe: only caches write to blobs/.
+        return None
+    return Row(footer.digest, name, blob_file.allocated(status.st_size), min(time.time_ns(), status.st_mtime_ns))
 
 
 def remove_a_blob(blobs: Path) -> bytes | None:
