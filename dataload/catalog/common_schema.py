@@ -19,25 +19,26 @@ _Column = tuple[Object, pa.Field]  # and a file that has it
 
 def common_schema(
     schemas: Iterable[tuple[Object, pa.Schema]], members: Collection[str]
-) -> tuple[pa.Schema, dict[str, str]]:
+) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
     """Return the flat columns that files have, in order of appearance, and how the types of some columns differ.
 
     Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
     32-bit and 64-bit offsets, or times of other zones. A column without values in some files, of the null type or with
     parts of it such as `list<null>`, has its type of the others. A column of the null type may be a struct in the
-    others.
-    Decimals of other digits differ, because filters would compare other values.
+    others. Types that differ otherwise are promoted to a common one, as `pyarrow.unify_schemas` does permissively.
 
     Args:
         schemas: Each file and its flat schema. There is at least one.
         members: The columns that are members of structs in a file. Others may have dots in their names, too.
 
     Returns:
-        The schema, and by column a text that names two files whose types differ.
+        The schema; by column whose types have none in common, a text that names two files; and by column with a
+        promoted type, a text that names two types.
     """
     (first, latest), *others = schemas
     columns: dict[str, _Column] = {field.name: (first, field) for field in latest}
     conflicts: dict[str, str] = {}
+    promotions: dict[str, str] = {}
     for obj, schema in others:
         if schema is latest:  # Consecutive files of one schema share the object.
             continue
@@ -45,17 +46,33 @@ def common_schema(
         columns, found = _with_members(columns, found), _with_members(found, columns)
         for name, (_, there) in found.items():
             source, here = columns.setdefault(name, (obj, there))
-            if not _is_like(filled(here, there), filled(there, here)):
+            if _is_like(filled(here, there), filled(there, here)):
+                if has_null_type(here.type):
+                    columns[name] = obj, filled(here, there)
+            elif (common := promoted(here, there)) is None:
                 conflicts.setdefault(name, _conflict(name, (obj, str(there.type)), (source, str(here.type))))
-            elif has_null_type(here.type):
-                columns[name] = obj, filled(here, there)
+            else:
+                columns[name] = source, common
+                promotions.setdefault(name, f"{here.type} in {source.name}, {there.type} in {obj.name}")
     for name, (obj, _) in columns.items():
         for struct in structs_of(name) if name in members else ():
             if struct in columns:  # a column of this name in one file, a struct in the other
                 source, field = columns[struct]
                 text = _conflict(struct, (obj, "a struct"), (source, str(field.type)))
                 conflicts |= {struct: text, name: text}
-    return pa.schema([field for _, field in columns.values()]), conflicts
+    return pa.schema([field for _, field in columns.values()]), conflicts, promotions
+
+
+def promoted(here: pa.Field, there: pa.Field) -> pa.Field | None:
+    """Return a column with the type to which the types of two files are promoted, or None if there is none."""
+    schemas = [pa.schema([pa.field("", canonical(field.type))]) for field in (here, there)]
+    try:
+        kind = pa.unify_schemas(schemas, promote_options="permissive").types[0]
+    except pa.ArrowException:
+        return None
+    common = pa.field(here.name, kind)
+    # Arrays of different shapes become lists. Their sizes are not estimated as those of lists.
+    return common if is_ragged(here) == is_ragged(there) == is_ragged(common) else None
 
 
 def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:

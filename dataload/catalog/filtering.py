@@ -57,7 +57,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
         return manifest
     first = manifest.row_groups[0]
     own = read_footer(first.file, first.footer_at, blocks).schema
-    own = [field.with_type(_with_values(field.name, field.type, manifest.schema)) for field in own]
+    own = [field.with_type(_common(field.name, field.type, manifest)) for field in own]
     keys = [manifest.schema.field(name) for name, _ in first.constants]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
     if mapped := {*made} & {*chosen.columns}:
@@ -90,17 +90,18 @@ def _is_member(name: str, manifest: Manifest, blocks: Blocks) -> bool:
     return False
 
 
-def _with_values(name: str, kind: pa.DataType, schema: pa.Schema) -> pa.DataType:
-    """Return the type of a file's column. One without values in this file has the type of the flat schema."""
-    if has_null_type(kind) and name in schema.names:
+def _common(name: str, kind: pa.DataType, manifest: Manifest) -> pa.DataType:
+    """Return the type of a file's column as filters see it: one without values, or promoted, has that of the schema."""
+    schema = manifest.schema
+    if name in schema.names and (name in manifest.promoted or has_null_type(kind)):
         return schema.field(name).type
     if pa.types.is_null(kind):  # It is a struct in other files.
         inner = (other.removeprefix(f"{name}.") for other in schema.names if other.startswith(f"{name}."))
         members = dict.fromkeys(path.partition(".")[0] for path in inner)
-        return pa.struct([(member, _with_values(f"{name}.{member}", kind, schema)) for member in members])
+        return pa.struct([(member, _common(f"{name}.{member}", kind, manifest)) for member in members])
     if not pa.types.is_struct(kind):
         return kind
-    return pa.struct([field.with_type(_with_values(f"{name}.{field.name}", field.type, schema)) for field in kind])
+    return pa.struct([field.with_type(_common(f"{name}.{field.name}", field.type, manifest)) for field in kind])
 
 
 def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:

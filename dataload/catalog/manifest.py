@@ -22,6 +22,7 @@ from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
+from dataload.formats.arrow_types import has_members
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns
 from dataload.formats.schema import flatten, holds_nulls, structs_of
@@ -80,6 +81,8 @@ class Manifest:
         selection: The rows of these row groups that belong to the dataset; None: all.
         conflicts: By column that cannot be chosen, why: which files differ in its type, or cannot be read.
         partial: By column that some files lack, which file does. It is null there, for a caller that names the column.
+        promoted: By column that files write differently, how: with types that were promoted to the schema's, or without
+            it, as a member of a struct that other files have. It is null there.
     """
 
     schema: pa.Schema
@@ -88,6 +91,7 @@ class Manifest:
     selection: Selection | None = None
     conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
     partial: Mapping[str, str] = field(default_factory=dict, hash=False)
+    promoted: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @cached_property
     def block_lengths(self) -> npt.NDArray[np.int64]:
@@ -143,8 +147,8 @@ class Manifest:
         """
         if columns is None:
             self.check_columns(self.schema.names)
-            if self.partial:
-                raise DataError(lacking(self.partial))
+            if lacked := {name: file for name, file in self.partial.items() if name not in self.promoted}:
+                raise DataError(lacking(lacked))
             return list(self.schema.names)
         self.check_columns(columns)
         chosen = [name for column in columns for name in self._chosen_by[column]]
@@ -219,6 +223,7 @@ class Manifest:
                 "runs": [[paths[run.path], run.version] for run in runs],
                 "conflicts": self.conflicts,
                 "partial": self.partial,
+                "promoted": self.promoted,
                 "files": [[paths[file.path], file.size, file.version, *entry] for file, entry in files.items()],
             },
             separators=(",", ":"),
@@ -243,7 +248,7 @@ class Manifest:
                 for number, rows, size_bytes, sizes, counted in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
-        differing = {name: content[name] for name in ("conflicts", "partial")}
+        differing = {name: content[name] for name in ("conflicts", "partial", "promoted")}
         return cls(schema, tuple(groups), content["fingerprint"], **differing)
 
 
@@ -271,7 +276,8 @@ def resolve(
         ConfigError: A column cannot be chosen.
     """
     manifest = manifest_of(list_objects(source, blocks, partitioning), blocks)
-    if nulls := [name for name in manifest.select(columns) if name in manifest.partial]:
+    expected = manifest.promoted
+    if nulls := [name for name in manifest.select(columns) if name in manifest.partial and name not in expected]:
         names, file = few(map(repr, nulls)), manifest.partial[nulls[0]]
         log.warning("%s: null in the files that lack it, such as %s", names, file)
     return manifest
@@ -309,7 +315,7 @@ def _read_footers(
     objects, found = dict(item for item, _ in files), [footer for _, footer in files]
     members = {name for own in {own for (own, *_), _ in found} for name in {*own.flat.names} - {*own.own.names}}
     flat = [(obj, own.flat) for obj, ((own, *_), _) in zip(objects, found, strict=True)]
-    schema, conflicts = common_schema(flat, members)
+    schema, conflicts, promoted = common_schema(flat, members)
     for (*_, unreadable), _ in found:
         conflicts = {**unreadable, **conflicts}
     own_names = found[0][0][0].own.names
@@ -324,6 +330,9 @@ def _read_footers(
         if own not in nulls:
             nulls[own] = tuple((name, None) for name in missing(schema, own.flat))
             partial = {name: obj.name for name, _ in nulls[own]} | partial
+            for name, _ in nulls[own]:
+                if name in members and not own.structs.isdisjoint(structs_of(name)):
+                    promoted.setdefault(name, f"missing in {obj.name}")
         for name in dict(keys).keys() & dict(nulls[own]).keys():
             conflicts.setdefault(
                 name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column; {NO_KEYS}"
@@ -336,7 +345,7 @@ def _read_footers(
             sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
             groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + nulls[own], counted))
     whole = pa.schema([*schema, *partitions])
-    return Manifest(whole, tuple(groups), fingerprint, conflicts=conflicts, partial=partial)
+    return Manifest(whole, tuple(groups), fingerprint, conflicts=conflicts, partial=partial, promoted=promoted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,6 +356,11 @@ class _Schema:
     flat: pa.Schema
     ragged: list[str]
     holding_no_nulls: list[str]
+
+    @cached_property
+    def structs(self) -> frozenset[str]:
+        """The file's own columns that are structs."""
+        return frozenset(field.name for field in self.own if has_members(field.type))
 
 
 class _Summarize:

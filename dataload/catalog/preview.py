@@ -33,6 +33,7 @@ class PreviewColumn:
         problem: The reason why not, or None.
         nulls: Number of nulls; None: unknown.
         holds_nulls: Whether batches can represent a null.
+        promoted: How files write it differently, such as with types that were promoted to `type`; None: they do not.
     """
 
     name: str
@@ -41,6 +42,7 @@ class PreviewColumn:
     problem: str | None
     nulls: int | None
     holds_nulls: bool
+    promoted: str | None
 
 
 def preview_columns(
@@ -66,7 +68,15 @@ def preview_columns(
         except DataError as error:
             problem = str(error)
         described.append(
-            PreviewColumn(field.name, str(field.type), form, problem, nulls.get(field.name), holds_nulls(field))
+            PreviewColumn(
+                field.name,
+                str(field.type),
+                form,
+                problem,
+                nulls.get(field.name),
+                holds_nulls(field),
+                manifest.promoted.get(field.name),
+            )
         )
     return described
 

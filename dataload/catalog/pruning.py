@@ -21,6 +21,7 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants
+from dataload.formats.schema import flatten
 from dataload.runtime.executor import DaemonExecutor
 
 MOST_NANS = 4  # columns that may be NaN in a row that matches: all combinations of them are tried
@@ -34,18 +35,27 @@ def decide(manifest: Manifest, blocks: Blocks, chosen: Filter) -> list[bool | No
     """
     files = [list(file) for _, file in groupby(manifest.row_groups, lambda group: group.file)]
     nans = _may_be_nan(chosen)
+    promoted = [name for name in chosen.columns if name in manifest.promoted]
 
     def decide_file(item: tuple[list[RowGroup], bool | None]) -> list[bool | None]:
         groups, decision = item
         if decision is not None:
             return [decision] * len(groups)
         footer = read_footer(groups[0].file, groups[0].footer_at, blocks)
+        if promoted and _has_other_types(footer, promoted, manifest.schema):  # Its statistics have these types, too.
+            return [None] * len(groups)
         return list(_by_statistics(footer, groups, chosen, nans))
 
     items = zip(files, _by_keys([file[0].constants for file in files], chosen), strict=True)
     decisions = chain.from_iterable(DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers").map(decide_file, items))
     # A row group without rows has none to keep.
     return [decision if group.rows else False for group, decision in zip(manifest.row_groups, decisions, strict=True)]
+
+
+def _has_other_types(footer: Footer, columns: Iterable[str], schema: pa.Schema) -> bool:
+    """Return whether one of these columns has another type in a file than in the dataset."""
+    own = flatten(footer.schema)
+    return any(own.field(name).type != schema.field(name).type for name in columns if name in own.names)
 
 
 def _by_keys(files: Sequence[Constants], chosen: Filter) -> list[bool | None]:

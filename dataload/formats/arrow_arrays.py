@@ -19,6 +19,7 @@ from dataload.formats.arrow_types import (
     has_members,
     has_part,
     is_bytes,
+    is_list,
     is_list_view,
     is_text,
     number,
@@ -122,6 +123,32 @@ def plain(array: pa.Array) -> pa.Array:
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """Return the type that `plain` gives to arrays of a type."""
     return plain(pa.nulls(0, kind)).type
+
+
+def as_promoted(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return an array without the types that `plain` replaces as a type to which its own was promoted.
+
+    Structs may gain members, also in lists and maps, which older releases of Arrow cannot cast.
+
+    Raises:
+        pa.ArrowInvalid: The type cannot hold a value.
+    """
+    own, types = array.type, pa.types
+    if types.is_struct(own) and types.is_struct(kind):
+        positions = {field.name: position for position, field in enumerate(own)}
+        members = [
+            as_promoted(array.field(positions[field.name]), field.type)
+            if field.name in positions
+            else pa.nulls(len(array), field.type)
+            for field in kind
+        ]
+        return pa.StructArray.from_arrays(members, fields=list(kind), mask=array.is_null())
+    if (is_list(own) and is_list(kind)) or (types.is_map(own) and types.is_map(kind)):
+        array = pa.concat_arrays([array, array[:0]])  # without the values of rows that are cut off
+        values = as_promoted(array.values, kind.field(0).type)
+        inner = with_members(own, [kind.field(0)])
+        array = pa.Array.from_buffers(inner, len(array), array.buffers()[: own.num_buffers], children=[values])
+    return array if array.type == kind else array.cast(kind)
 
 
 def _inner(array: pa.Array, unwrap: Callable[[pa.Array], pa.Array]) -> pa.Array | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import bounds, elements, numbers, plain, plain_type, unwrapped, valid
-from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, portable, storage
+from dataload.formats.arrow_arrays import as_promoted, bounds, elements, numbers, plain, plain_type, unwrapped, valid
+from dataload.formats.arrow_types import NO_VALUE, canonical, is_bytes, is_list, portable, storage
 from dataload.formats.exact_values import array_of
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
+TYPES_KEPT = 1024  # pairs
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
@@ -31,8 +33,8 @@ def decode(
             become zeros.
         fill_null: Replacement of nulls, for all columns that can hold it or, as a mapping, by column; or None.
         where: File and row group, for errors.
-        schema: The flat schema of the dataset. It has the types of columns without values in this table, see
-            `null_types`.
+        schema: The flat schema of the dataset. Columns of other types are cast to its types: those without values in
+            this table, see `null_types`, and those that `common_schema` promoted.
 
     Raises:
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
@@ -80,7 +82,7 @@ class _Decoder:
     def decode(self, chunks: pa.ChunkedArray, kind: pa.DataType) -> tuple[Column, Array | None]:
         """Return the column, and the rows that have nulls, bool [rows]; None: no row. kind: its type in the dataset."""
         try:
-            if has_null_type(chunks.type) and chunks.type != kind:
+            if chunks.type != kind and _needs_cast(chunks.type, kind):
                 chunks = _cast(chunks, kind)
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
@@ -238,12 +240,20 @@ class _Decoder:
         return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}: {way}")
 
 
+@lru_cache(TYPES_KEPT)
+def _needs_cast(own: pa.DataType, kind: pa.DataType) -> bool:
+    """Return whether a column of a file has other values than the type of the dataset: no values, or promoted ones."""
+    if is_bytes(storage(own)) and is_bytes(storage(kind)):
+        return False
+    return has_null_type(own) or canonical(own) != canonical(kind)
+
+
 def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Return a column without values with the type that it has in the dataset."""
+    """Return a column with the type that it has in the dataset. Raise ArrowInvalid if that cannot hold a value."""
     if pa.types.is_null(chunks.type):
         return pa.chunked_array([pa.nulls(len(chunks), kind)])
     common = plain_type(portable(kind))
-    return pa.chunked_array([plain(chunk).cast(common) for chunk in chunks.chunks], common)
+    return pa.chunked_array([as_promoted(plain(chunk), common) for chunk in chunks.chunks], common)
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

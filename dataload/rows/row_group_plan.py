@@ -71,7 +71,9 @@ class RowGroupPlan:
         self.group_starts = np.concatenate(([0], np.cumsum(counts)))
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
-        self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), *made_by)
+        # Casts may round: a promoted column has other values than one that is read with its own type.
+        promoted = [[name, str(manifest.schema.field(name).type)] for name in columns if name in manifest.promoted]
+        self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), promoted, *made_by)
         self._contents = dict[int, str]()  # by row group: see `_content`
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:

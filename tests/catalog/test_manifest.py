@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -254,10 +253,9 @@ def test_a_column_whose_name_begins_with_that_of_another(tmp_path: Path, form: s
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"a": [1.5], "b": ["x"]}, r"1\.parquet and .*0\.parquet.* column 'a': double .*leave it out with columns="),
+        ({"a": ["y"], "b": ["x"]}, r"1\.parquet and .*0\.parquet.* column 'a': string .*leave it out with columns="),
         ({"a": [1]}, r"1\.parquet lacks column 'b', which other files have; leave it out with columns="),
         ({"a": [1], "b": ["x"], "c": [1]}, r"0\.parquet lacks column 'c'"),
-        ({"a": [1], "b": [b"x"]}, r"1\.parquet and .*0\.parquet.* column 'b': binary"),
         ({"a": [1], "b": [{"x": 1}]}, r"1\.parquet and .*0\.parquet.* column 'b': a struct there, string here"),
         ({"a": [None], "b": [None], "c": [None]}, r"0\.parquet lacks column 'c'"),
     ],
@@ -410,11 +408,9 @@ def test_a_struct_without_values_has_the_members_of_other_files(
 
 
 def test_lists_with_other_members_beside_one_without_values_differ(tmp_path: Path) -> None:
-    for number, row in enumerate([{"a": None, "b": 1}, {"a": 1, "b": "x"}, {"a": 1, "c": 1}]):
+    for number, row in enumerate([{"a": None, "b": 1}, {"a": 1, "b": "x"}]):
         pq.write_table(pa.table({"t": pa.array([[row]])}), tmp_path / f"{number}.parquet")
-    for other in (1, 2):
-        files = [str(tmp_path / f"{number}.parquet") for number in (0, other)]
-        refused(DataError, rf"{other}\.parquet and .*0\.parquet differ in column 't'", files, cache=False)
+    refused(DataError, r"1\.parquet and .*0\.parquet differ in column 't'", str(tmp_path), cache=False)
 
 
 def test_a_member_of_a_struct_without_values_is_filtered(tmp_path: Path) -> None:
@@ -459,13 +455,6 @@ def test_times_of_other_zones_are_one_column(tmp_path: Path) -> None:
     assert hours == [0, 0, 0, 1, 0, 2]
     assert len(make_dataset(tmp_path, filters=[("t", ">", NOON)], cache=False)) == 2
     assert len(make_dataset(tmp_path, filters=[("t", "=", NOON)], cache=False)) == 4
-
-
-def test_decimals_of_other_digits_differ(tmp_path: Path) -> None:
-    for number, digits in enumerate([2, 4]):
-        column = pa.array([Decimal(1)], pa.decimal128(12, digits))
-        pq.write_table(pa.table({"t": column}), tmp_path / f"{number}.parquet")
-    refused(DataError, r"'t': decimal128\(12, 4\) there, decimal128\(12, 2\) here", str(tmp_path), cache=False)
 
 
 def kept(url: str, filters: Any, options: dict[str, Any]) -> list[Any]:

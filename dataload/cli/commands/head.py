@@ -67,13 +67,19 @@ def head(
     }
     shape = f"{counted(figures['rows'], 'row')} in {counted(figures['row_groups'], 'row group')}"
     lines = [("dataset", f"{counted(figures['objects'], 'object')}, {decimal(figures['bytes'])}; {shape}")]
-    lines += [(column.name, f"{column.type}: {column.batch or column.problem}{_nulls(column)}") for column in described]
+    lines += [
+        (column.name, f"{_type(column)}: {column.batch or column.problem}{_nulls(column)}") for column in described
+    ]
     lines += [(f"row {number}", _text(row)) for number, row in enumerate(first)]
     show(
         {**figures, "columns": [asdict(column) for column in described], "first_rows": first},
         table(lines),
         as_json=as_json,
     )
+
+
+def _type(column: PreviewColumn) -> str:
+    return column.type if column.promoted is None else f"{column.type} ({column.promoted})"
 
 
 def _nulls(column: PreviewColumn) -> str:
