@@ -23,8 +23,7 @@ from dataload.benchmarks.cold.shapes import ONE_A_FILE, SHAPES, write
 from dataload.benchmarks.cold.table import HEADER, lines
 from dataload.benchmarks.origin import Behaviour, Origin
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.rows.making.row_group_memory import MEMORY_DIVISOR
-from dataload.runtime.resource_limits import usable_memory
+from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
 
 # Arguments of `measure`, from the origin to the batch size.
 Setting = tuple[Origin, str, Path, Path, int, float | None, int | None, int]

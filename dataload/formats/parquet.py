@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
+from dataload.errors import DataError
 from dataload.formats.arrow_types import has_part, leaf_count
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
 from dataload.formats.int96 import counts_microseconds, is_ns
@@ -25,6 +26,7 @@ from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import ambiguous, flatten
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -43,6 +45,9 @@ MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row 
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
 UNCODED_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}  # of other writers, once a dictionary is full
+HUGE_ROW = 64 << 20  # bytes of a row, decompressed, from which on its memory is checked
+ROW_COPIES = 3  # of a row that is decoded: in Arrow, joined, and packed
+LEAST_MEMORY = 1 << 30  # for a row, also on a small host
 PREFIX_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_BINARY_PACKED"}  # the latter of numbers inside nested values
 
 
@@ -174,6 +179,7 @@ class ParquetFooter:
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int
     ) -> Iterator[RowGroupReader]:
         """Open a row group. `capacity` bytes are fetched in advance, the rest during decoding; see `Footer`."""
+        self._check_memory(number, columns)
         ranges = self._ranges(number, columns, capacity)
         size = self.stored_bytes(number)
         is_small = size < SHARED_BYTES
@@ -207,6 +213,24 @@ class ParquetFooter:
                     return
                 with opened(coerce_int96_timestamp_unit="ns") as in_ns:
                     yield LongTimesReader(reader, ParquetReader(in_ns, number, times, stream))
+
+    def _check_memory(self, number: int, columns: Sequence[str]) -> None:
+        """Raise DataError if one row takes more memory than all row groups may. Decoding could end the process."""
+        rows = max(1, self.lengths[number])
+        if self._metadata.row_group(number).total_byte_size <= HUGE_ROW * rows:
+            return
+        most = max(LEAST_MEMORY, usable_memory() // MEMORY_DIVISOR)
+        for name in columns:
+            for chunk in self._chunks(number, [name]):
+                whole = chunk.total_uncompressed_size
+                # Arrow holds the page of a row, or the dictionary of all rows, and its values.
+                held = whole if chunk.has_dictionary_page else whole // rows
+                if whole > HUGE_ROW * rows and (need := 2 * held + ROW_COPIES * (whole // rows)) > most:
+                    raise DataError(
+                        f"{self._name} row group {number} column {name!r}: a row takes about {need >> 20} MiB to "
+                        f"decode, and row groups may take {most >> 20} MiB on this host: leave it out with columns=, "
+                        "or write shorter values"
+                    )
 
     @cached_property
     def _long_times(self) -> frozenset[str]:

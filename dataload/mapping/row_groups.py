@@ -20,14 +20,14 @@ from dataload.mapping.plan import MappedPlan
 from dataload.mapping.stage import Stage
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.row_group_maker import RowGroupMaker
-from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MemoryNeed, RowGroupMemory
+from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.resource_limits import usable_memory
+from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 MOUNTED = Path("/sys/fs/cgroup")  # where the control groups are, see cgroups(7); only Linux has them
 MEMBERSHIP = Path("/proc/self/cgroup")  # the control groups of this process
 

@@ -14,6 +14,7 @@ from decoded import plain
 
 from dataload import make_dataset
 from dataload.errors import DataError
+from dataload.formats import parquet
 
 
 def written(table: pa.Table, **options: Any) -> bytes:
@@ -86,3 +87,18 @@ def test_a_flipped_bit_under_a_checksum_of_the_file_is_an_error(rows: int, tmp_p
     (tmp_path / "x.parquet").write_bytes(data)
     with pytest.raises(DataError, match=r"x\.parquet row group 0 cannot be decoded: .*CRC checksum"):
         rows_of(tmp_path / "x.parquet")
+
+
+def test_a_row_that_takes_more_memory_than_all_row_groups_may_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of 96 MiB each, compressed to a few kB: decoding them would take five times as much, and end a small job."""
+    keys = [[("a" * (96 << 20), 1)], [("b" * (96 << 20), 2)]]
+    table = pa.table({"m": pa.array(keys, pa.map_(pa.string(), pa.int32())), "x": [1, 2]})
+    pq.write_table(table, tmp_path / "x.parquet", compression="zstd")
+    assert (tmp_path / "x.parquet").stat().st_size < 1 << 20
+    monkeypatch.setattr(parquet, "LEAST_MEMORY", 256 << 20)
+    monkeypatch.setattr(parquet, "usable_memory", lambda: 2 << 30)
+    with pytest.raises(DataError, match=r"x\.parquet row group 0 column 'm': a row takes about \d+ MiB to decode"):
+        rows_of(tmp_path / "x.parquet")
+    assert rows_of(tmp_path / "x.parquet", columns=["x"]) == [{"x": 1}, {"x": 2}]

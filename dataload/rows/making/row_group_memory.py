@@ -14,9 +14,8 @@ from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Largest
 from dataload.runtime.memory_budget import MemoryBudget
-from dataload.runtime.resource_limits import host_cores, usable_cores, usable_memory
+from dataload.runtime.resource_limits import MEMORY_DIVISOR, host_cores, usable_cores, usable_memory
 
-MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
