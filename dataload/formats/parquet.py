@@ -160,7 +160,10 @@ class ParquetFooter:
         for leaves in map(self._columns.leaves.__getitem__, self._columns.own(columns)):
             count: int | None = 0
             for leaf in leaves:
-                known = None if leaf in self._required else group.column(leaf).statistics
+                is_known = (
+                    leaf not in self._required and leaf not in self._encrypted
+                )  # pyarrow would abort the process.
+                known = group.column(leaf).statistics if is_known else None
                 if known is not None and known.has_null_count:
                     count = None if count is None else count + known.null_count
                 elif leaf not in self._required:
