@@ -28,6 +28,15 @@ from dataload.runtime.executor import awaited
 from dataload.runtime.redact import public, redacted
 
 NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
+# Options of pandas' other engines, polars, deltalake and boto3, without "aws_".
+NAMES_IN_S3FS = {
+    **dict.fromkeys(("access_key_id", "access_key"), "'key'"),
+    **dict.fromkeys(("secret_access_key", "secret_key"), "'secret'"),
+    **dict.fromkeys(("session_token", "security_token"), "'token'"),
+    **dict.fromkeys(("region", "region_name", "default_region"), "client_kwargs={'region_name': …}"),
+    **dict.fromkeys(("endpoint", "endpoint_override"), "'endpoint_url'"),
+    **dict.fromkeys(("skip_signature", "anonymous", "no_sign_request"), "'anon'"),
+}
 COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
@@ -287,7 +296,8 @@ def open_source(
 
     Raises:
         ConfigError: The URL is empty, names no bucket or is in an archive, its protocol is unknown, its filesystem
-            rejects the options, another URL is of another filesystem, or `config` is given for a tiercache:: URL.
+            rejects the options, which other libraries may call so, another URL is of another filesystem, or `config`
+            is given for a tiercache:: URL.
         OriginError: The filesystem cannot connect to its server.
     """
     introduce()
@@ -296,6 +306,8 @@ def open_source(
     opened, options = next((each for each in (url, *others) if VERSION in each), url), dict(storage_options or {})
     if VERSION in opened:  # For such a URL, fsspec sets version_aware itself.
         options.pop("version_aware", None)
+    if opened.startswith(("s3://", "s3a://")):
+        _check_options(options)
     with_options = " with these storage_options" if storage_options else ""
     with opening(url, f"{redacted(url)} cannot be opened{with_options}"):
         # fsspec would split the name of a local file at each "::".
@@ -312,6 +324,13 @@ def open_source(
             raise ConfigError(f"{redacted(url)} has a cache of its own: {fix}")
         return filesystem.blocks
     return Blocks.open(filesystem, config)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise ConfigError for options that other libraries of S3 name otherwise than s3fs does."""
+    for name in options:
+        if own := NAMES_IN_S3FS.get(name.lower().removeprefix("aws_")):
+            raise ConfigError(f"storage_options names {name!r}, which s3fs calls {own}: pass that")
 
 
 def split_chain(url: str) -> tuple[str, str]:

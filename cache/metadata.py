@@ -147,8 +147,8 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     def ukey(self, path: str) -> str:
         return version_of(self.info(path))
 
-    def checksum(self, path: str) -> int:
-        return int.from_bytes(self.ukey(path).encode(), "big")
+    def checksum(self, path: str, refresh: bool = False) -> int:
+        return int.from_bytes(version_of(self.info(path, refresh=refresh)).encode(), "big")
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget versions and sizes. Cached blocks stay: their keys include the version."""

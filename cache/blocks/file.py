@@ -78,6 +78,19 @@ class BlockFile(io.BufferedIOBase):
         target[: len(data)] = data
         return len(data)
 
+    def readuntil(self, char: bytes = b"\n", blocks: int | None = None) -> bytes:
+        """Return the bytes up to and with `char`, or to the end. blocks: bytes to read at once."""
+        found = bytearray()
+        while part := self.read(blocks or self.blocksize):
+            searched = max(0, len(found) - len(char) + 1)  # It may be in two parts.
+            found += part
+            end = found.find(char, searched)
+            if end >= 0:
+                end += len(char)
+                self.seek(end - len(found), io.SEEK_CUR)
+                return bytes(found[:end])
+        return bytes(found)
+
     def read_buffer(self, size: int) -> Any:
         """Return the next `size` bytes as a `pyarrow.Buffer`, without a copy if they are in one block."""
         import pyarrow as pa

@@ -23,10 +23,10 @@ from dataload.formats.hive_partitions import Keys, Partitioning, keys_of
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
 
-# Names of Spark, except keys that begin with "_"; markers of folders by EMR and Hadoop; descriptions and results of
-# `map` by Hugging Face datasets
+# Names of Spark, except keys that begin with "_", and "." and "..", which may be in keys of S3; markers of folders by
+# EMR and Hadoop; descriptions and results of `map` by Hugging Face datasets
 METADATA = re.compile(
-    r"(^|/)(\.|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
+    r"(^|/)(\.(?!\.?/)|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
 )
 
 
@@ -69,6 +69,10 @@ TABLE_FORMATS = {
 }
 LOGS = {"a Delta": check_delta, "an Iceberg": check_iceberg}  # by table format: what their metadata says of files
 KEY = re.compile(r"=[^/]*$")
+# The bucket is in the host, or the path begins with it.
+AMAZON_OVER_HTTP = re.compile(
+    r"https?://((?P<host>[^/]+)\.s3|s3)[.-]([a-z0-9-]+\.)*amazonaws\.com(\.cn)?/(?P<bucket>[^/?]*)"
+)
 IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
 PREFIX = re.compile(r"(?<=[^/])/[0-9A-Za-z]{2}$")  # a folder that Delta draws for files of a table with column mapping
 FOLDERS_PER_LEVEL = 4  # below the fixed parts of globs, in which to look for a table; each takes a few requests
@@ -163,9 +167,10 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     if not listed:
         check = "check the path" if origin.address == "file://" else "check bucket, prefix and endpoint"
+        check += _doubts(path)
         if has_wildcard(root):
             check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
-        raise OriginNotFound(f"no objects at {redacted(path)} ({origin.address}): {check}")
+        raise OriginNotFound(f"no objects at {_shown(path)} ({origin.address}): {check}")
     _check_listing(redacted(path), listed.values())
     found = {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
     if not found:
@@ -179,6 +184,23 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
     below = set() if folder == root else _folders_below(folder, (obj.path for obj in found))
     return found, unlisted, below
+
+
+def _shown(path: str) -> str:
+    """Return a URL for a message, in quotes if whitespace in it could be overlooked."""
+    return redacted(path) if path == redacted(path) or path.split() == [path] else redacted(repr(path))
+
+
+def _doubts(path: str) -> str:
+    """Return what is probably wrong with a URL at which nothing is."""
+    doubts = ""
+    if path != path.strip():
+        doubts += "; the URL begins or ends with whitespace"
+    if "{" in path and "}" in path:
+        doubts += "; braces are not expanded: name each path in a list"
+    if match := AMAZON_OVER_HTTP.match(path):
+        doubts += f"; for S3 itself, name s3://{match['host'] or match['bucket']}/…"
+    return doubts
 
 
 def _folders_below(folder: str, names: Iterable[str]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from dataload.formats.base import Footer
 
 # The part of a file that is fetched for its footer: a 64th of it, so that small files are not fetched whole.
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
+FIRST_BYTES = 64  # by which files without a footer are recognised
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 LENGTH_BYTES = 4  # of the length before the magic
 
 
@@ -90,8 +94,8 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
         raise DataError(f"{obj.name} {parquet.ENCRYPTED}")
     if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.name} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
-    first = bytes(blocks.read(obj, 0, min(obj.size, messages.PREFIX_BYTES)))
-    is_stream = first.startswith(messages.CONTINUATION) and len(first) == messages.PREFIX_BYTES
+    first = bytes(blocks.read(obj, 0, min(obj.size, FIRST_BYTES)))
+    is_stream = first.startswith(messages.CONTINUATION) and len(first) >= messages.PREFIX_BYTES
     if is_stream or messages.is_old_stream(obj, blocks):
         return messages.index_of_stream(obj, blocks)
     raise _foreign(obj, first)
@@ -102,6 +106,12 @@ def _foreign(obj: Object, first: bytes) -> DataError:
     for kind, magic in (("a Parquet", parquet.MAGIC), ("an Arrow", messages.MAGIC)):
         if first.startswith(magic):
             return DataError(f"{obj.name} begins as {kind} file, and its end is missing: write it again")
+    if first.startswith(LFS_POINTER):
+        return DataError(f"{obj.name} is a pointer of Git LFS, not the file: fetch the files by git lfs pull")
+    if PAGE.match(first):
+        return DataError(
+            f"{obj.name} is a web page or an answer in XML, no data file: open its URL, and name the file itself"
+        )
     return DataError(
         f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or convert images, MDS or "
         "tar to Parquet once: docs/migrate/webdataset.md has a recipe"

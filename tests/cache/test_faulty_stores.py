@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -12,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import s3fs
 from credential_services import PROVIDERS, issuing
 from faulty_store import THEN, Answer, Asked, Store, faulty_store
 
+import dataload
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
+from dataload.catalog import sources
 from dataload.doctor import object_store as doctor
-from dataload.errors import ConfigError, ObjectChanged, OriginError
+from dataload.errors import ConfigError, DataError, ObjectChanged, OriginError
 
 BLOCK = 1 << 12
 OLD, NEW = b"old." * BLOCK, b"new!" * BLOCK
@@ -287,3 +292,74 @@ def test_a_store_that_cannot_be_reached_is_tried_no_oftener_than_the_message_say
         with pytest.raises(OriginError, match="SSLError"):
             origin_of("fsspec", **options).list("bucket/d")
         assert store.connections == 1
+
+
+def table(first: int) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": range(first, first + 10)}), sink)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("client", ["deferred", "fsspec"])
+def test_keys_with_dots_for_segments_lose_no_rows(client: str) -> None:
+    keys = ["d/x.parquet", "d/./x.parquet", "d/../y.parquet", "d/e/./z.parquet"]
+    with faulty_store() as store:
+        for number, key in enumerate(keys):
+            store.put(key, table(10 * number))
+        options = store.options if client == "deferred" else {**store.options, "version_aware": False}
+        dataset = dataload.make_dataset("s3://bucket/d", storage_options=options, cache=False)
+        assert sorted(int(dataset[row]["x"]) for row in range(dataset.num_rows)) == [*range(40)]
+
+
+@pytest.mark.parametrize(("url", "told"), [
+    ("s3://bucket/nothing ", r"^no objects at 's3://bucket/nothing ' .* begins or ends with whitespace"),
+    ("s3://bucket/{a,b}", r"braces are not expanded: name each path in a list"),
+])  # fmt: skip
+def test_a_url_that_is_probably_misspelt_is_doubted(url: str, told: str) -> None:
+    with faulty_store() as store, pytest.raises(OriginError, match=told):
+        dataload.make_dataset(url, storage_options=store.options, cache=False)
+
+
+@pytest.mark.parametrize("url", [
+    "https://my-bucket.s3.amazonaws.com/d/x",
+    "https://my-bucket.s3.eu-central-1.amazonaws.com/d",
+    "https://s3.eu-central-1.amazonaws.com/my-bucket/d",
+    "https://s3-eu-west-1.amazonaws.com/my-bucket/d",
+])  # fmt: skip
+def test_an_address_of_amazon_is_doubted(url: str) -> None:
+    assert sources._doubts(url) == "; for S3 itself, name s3://my-bucket/…"
+
+
+@pytest.mark.parametrize(("name", "own"), [
+    ("aws_access_key_id", "'key'"),
+    ("AWS_SECRET_ACCESS_KEY", "'secret'"),
+    ("region", "region_name"),
+    ("aws_endpoint", "'endpoint_url'"),
+    ("skip_signature", "'anon'"),
+])  # fmt: skip
+def test_options_of_other_libraries_are_named_as_s3fs_calls_them(name: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=f"storage_options names '{name}', which s3fs calls .*{own}"):
+        dataload.make_dataset("s3://bucket/x", storage_options={name: "a-value"}, cache=False)
+
+
+@pytest.mark.parametrize(("data", "told"), [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of Git LFS.*git lfs pull"),
+    (b"<!DOCTYPE html><html><body>Sign in</body></html>", "is a web page"),
+    (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is a web page or an answer in XML"),
+])  # fmt: skip
+def test_a_file_that_stands_for_another_is_recognised(tmp_path: Path, data: bytes, told: str) -> None:
+    (tmp_path / "x.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=rf"x\.parquet {told}"):
+        dataload.make_dataset(str(tmp_path), cache=False)
+
+
+def test_a_file_is_read_until_a_delimiter_and_a_checksum_is_refreshed(tmp_path: Path) -> None:
+    with faulty_store() as store, opened(store, tmp_path, "obstore") as fs:
+        store.put("x", b"one--two--three")
+        with fs.open("bucket/x") as file:
+            parts = [file.readuntil(b"--", blocks=4) for _ in range(4)]
+        assert parts == [b"one--", b"two--", b"three", b""]
+        before = fs.checksum("bucket/x")
+        store.put("x", NEW)
+        assert fs.checksum("bucket/x") == before
+        assert fs.checksum("bucket/x", refresh=True) != before
