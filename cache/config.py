@@ -55,6 +55,8 @@ class CacheConfig:
             Give two addresses of one store (a VPC endpoint, a proxy) the same name to share their cached data.
         allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
             use such a folder at a time: locks and the index do not work across hosts.
+        page_checksums: Verify the checksums that pages of Parquet files may have before rows are cached. `False` saves
+            up to a fifth of the CPU time of a cold epoch over such files, as Spark writes them.
 
     Raises:
         ConfigError: An argument is invalid. The message names it.
@@ -75,6 +77,7 @@ class CacheConfig:
     cluster_key: str | None = field(default=None, repr=False)
     origin_id: str | None = None
     allow_network_filesystem: bool = False
+    page_checksums: bool = True
 
     def __post_init__(self) -> None:
         if self.cache_bytes is not None:

@@ -21,7 +21,16 @@ R = TypeVar("R")
 
 # The settings that only CacheConfig takes.
 CACHE_SETTINGS = frozenset(
-    ("block_bytes", "policy", "consistency", "engine", "in_flight", "origin_id", "allow_network_filesystem")
+    (
+        "block_bytes",
+        "policy",
+        "consistency",
+        "engine",
+        "in_flight",
+        "origin_id",
+        "allow_network_filesystem",
+        "page_checksums",
+    )
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from decoded import plain
 
-from dataload import make_dataset
+from dataload import CacheConfig, make_dataset
 from dataload.errors import DataError
 from dataload.formats import parquet
 
@@ -87,6 +88,9 @@ def test_a_flipped_bit_under_a_checksum_of_the_file_is_an_error(rows: int, tmp_p
     (tmp_path / "x.parquet").write_bytes(data)
     with pytest.raises(DataError, match=r"x\.parquet row group 0 cannot be decoded: .*CRC checksum"):
         rows_of(tmp_path / "x.parquet")
+    unverified = CacheConfig(str(tmp_path / "cache"), cache_bytes=64 << 20, page_checksums=False)
+    dataset = pickle.loads(pickle.dumps(make_dataset(str(tmp_path / "x.parquet"), cache=unverified)))
+    assert dataset[rows - 1]["x"] == (rows - 1) ^ 1
 
 
 def test_a_row_that_takes_more_memory_than_all_row_groups_may_is_an_error(
