@@ -30,6 +30,7 @@ CACHE_SETTINGS = frozenset(
         "origin_id",
         "allow_network_filesystem",
         "page_checksums",
+        "cluster_key",
     )
 )
 
