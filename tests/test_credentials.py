@@ -108,8 +108,9 @@ def test_a_cache_has_no_credentials_on_disk(tmp_path: Path, url_of: Callable[[st
     {"target_protocol": "s3", "target_options": {"client_kwargs": {"aws_secret_access_key": "a-secret"}}},
     {"target_protocol": "http", "target_options": {"headers": {"Authorization": "a-secret"}}},
     {"target_protocol": "s3", "target_options": {"anon": True}, "cluster": "valkey://user:a-secret@host:6379"},
+    {"target_protocol": "s3", "cluster": "valkey://host:6379", "cluster_key": "a-secret-of-32-characters-at-least"},
     {"fs": MemoryFileSystem(password="a-secret")},
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_the_json_of_a_filesystem_has_no_credentials(tmp_path: Path, given: dict[str, Any]) -> None:
     fs = TierCacheFileSystem(cache_dir=str(tmp_path), skip_instance_cache=True, **given)
     found = fs.to_json(include_password=False)

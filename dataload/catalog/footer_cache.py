@@ -138,10 +138,14 @@ class Metadata(Generic[T]):
     """
 
     def __init__(self, blocks: Blocks, obj: Object, what: str, parse: Callable[[memoryview], T]) -> None:
-        self._tier, self._parse = blocks.tier, parse
-        self._key = blocks.key(obj, what, check=self._check)
+        checked: list[T] = []
+
+        def check(key: BlobKey, blob: memoryview) -> None:  # no method, which would keep the cache open in a cycle
+            checked[:] = [parse(key.proven(blob))]
+
+        self._tier, self._checked, self._check = blocks.tier, checked, check
+        self._key = blocks.key(obj, what, check=check)
         self._lock, self._fetching = blocks.key(obj, f"lock of {what}"), blocks.key(obj, f"fetch {what}")
-        self._checked: list[T] = []
 
     def get(self) -> T | None:
         """Return it, or None if this host has not cached it."""
@@ -171,9 +175,6 @@ class Metadata(Generic[T]):
             copy_into(self._key.proof(data) + data, allocate)
 
         return self._tier.get_or_fill(self._key, fill)
-
-    def _check(self, key: BlobKey, blob: memoryview) -> None:
-        self._checked = [self._parse(key.proven(blob))]
 
     def _parsed(self, blob: memoryview) -> T:
         if not self._checked:  # This process has made it, or checked it before.
