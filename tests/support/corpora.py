@@ -124,8 +124,8 @@ def _value(scalar: pa.Scalar, kind: pa.DataType) -> Any:
 
 
 def _rounded(value: float) -> float:
-    """Return a float of the 14 digits that decimals keep as float64."""
-    return float(f"{value:.14g}")
+    """Return a float of 12 digits: beyond 15, decimals are rounded in several ways."""
+    return float(f"{value:.12g}")
 
 
 def _is_single(kind: pa.DataType) -> bool:
