@@ -41,12 +41,14 @@ class MeetingPlace(NamedTuple):
     """Where the ranks of a job can show each other something.
 
     Attributes:
-        agent: Host and port of the store that torchrun's agent holds for its ranks; None: there is none.
+        store: Host and port of the store where the ranks meet; None: unknown.
+        held: Whether torchrun's agent holds the store, and not rank 0 as long as it has a process group.
         attempt: Number of the attempt of the job, which the agent's store outlives.
         run: Tells the ranks of this run from those of others on this host.
     """
 
-    agent: tuple[str, int] | None
+    store: tuple[str, int] | None
+    held: bool
     attempt: str
     run: str
 
@@ -221,10 +223,11 @@ def on_one_host(environ: Mapping[str, str], world_size: int) -> int | None:
 def read_meeting_place(environ: Mapping[str, str]) -> MeetingPlace:
     """Return where the ranks of the job that a launcher describes in `environ` can show each other something."""
     host, port = environ.get("MASTER_ADDR"), integer(environ, "MASTER_PORT")
-    is_held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = (host, port) if host and port else None
+    held = store is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     run = " ".join(f"{name}={environ[name]}" for name in RUN if environ.get(name)) or f"children of {os.getppid()}"
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return MeetingPlace((host, port) if is_held and host and port else None, attempt, run)
+    return MeetingPlace(store, held, attempt, run)
 
 
 def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
     from dataload.cache.blocks.reader import Object
     from dataload.cache.tier import Notes, Tier
+    from dataload.launchers import MeetingPlace
     from dataload.map_style import MapStyle
     from dataload.samplers.rank_sampler import RankSampler
 
-STORE_SECONDS = 2  # to connect to the store of the agent
+STORE_SECONDS = 2  # to connect to the store
 SAME_ATTEMPT_SECONDS = 300.0  # Processes that began further apart are of different attempts of a job.
 MOST_LOOKS = 16  # after which a rank that shows nothing runs another program
 MOST_FILES = 1 << 12  # of which a rank shows a digest each: the store of a large job has those of all ranks
@@ -159,7 +160,7 @@ class Board:
 def _board(tier: Tier) -> Board | None:
     """Return the board of this job; None if there is none."""
     place = meeting_place()
-    store = _store(place.agent)
+    store = _store(place)
     if store is None:
         notes = tier.notes
         return None if notes is None else Board(partial(_note, notes, place.run), partial(_noted, notes, place.run))
@@ -167,16 +168,15 @@ def _board(tier: Tier) -> Board | None:
     return Board(partial(_set, store, prefix), partial(_get, store, prefix))
 
 
-def _store(agent: tuple[str, int] | None) -> Any:
-    """Return the store of the process group, or else that of torchrun's agent; None if there is neither."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 (there is no public name)
-    if agent is None or not torch.distributed.is_available():
+def _store(place: MeetingPlace) -> Any:
+    """Return the store of torchrun's agent, or that of the process group; None if there is neither."""
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if place.store is None or not (place.held or has_group):
         return None
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # Some builds of torch lack it.
 
     patience = timedelta(seconds=STORE_SECONDS)
-    return TCPStore(*agent, is_master=False, timeout=patience, wait_for_workers=False)
+    return TCPStore(*place.store, is_master=False, timeout=patience, wait_for_workers=False)
 
 
 def _set(store: Any, prefix: str, name: str, content: bytes) -> None:
