@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
             for digest, file in files.items()
             if digest not in self._damaged
         } == {digest: size for digest, size in rows.items() if digest not in self._damaged}
-        assert list(self._path.glob("tmp/*/*")) == []
+        assert tiers.drafts_in(self._path) == []
 
     @invariant()
     def views_stay_right(self) -> None:

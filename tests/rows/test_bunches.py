@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from clusters import until
-from tiers import bytes_in
+from tiers import bytes_in, drafts_in
 
 from dataload import CacheConfig, make_dataset, make_loader, mix
 from dataload.cache.local import blob_file, failpoints
@@ -357,7 +357,7 @@ def test_blobs_are_cached_together_as_far_as_they_fit(tier: LocalTier) -> None:
     cached = [tier.get(key) for key, _ in blobs]
     assert cached.count(None) == 4
     assert tier.folder.index.used_bytes() <= tier.limit
-    assert not list(tier.path.glob("tmp/*/[!l]*"))
+    assert not drafts_in(tier.path)
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_a_failed_transaction_leaves_the_rows_of_files_that_stay(
     monkeypatch.setattr(tier.folder.index, "admit_all", failing)
     assert tier.bulk.put_together(blobs[:1]) == [blobs[0][1]]
     assert len(list(tier.folder.index.rows())) == len(list(tier.path.glob("blobs/*/*"))) == 4
-    assert not list(tier.path.glob("tmp/*/[!l]*"))
+    assert not drafts_in(tier.path)
 
 
 def answers_of(dataset: Dataset) -> dict[int, Done]:
