@@ -99,7 +99,9 @@ class RowStore(ForkAware):
         plan = blobs.plan
         self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
         self._blob_index = IntervalIndex(plan.row_starts)
-        self._place = f"the cache {blobs.by_dataset[0].tier.location}: its disk failed, or a file in it was cut short"
+        tier = blobs.by_dataset[0].tier
+        on_disk = tier.shared or tier.read_only
+        self._place = f"the cache {tier.location}: its disk failed, or a file in it was cut short" if on_disk else ""
         self._make_selected = selected
         self._by_use = by_use
         self.after_fork_in_child()

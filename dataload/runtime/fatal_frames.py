@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,16 +17,28 @@ T = TypeVar("T")
 
 
 def reading(place: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of a call, whose traceback has `place` as the name of a file."""
+    """Return the result of a call, whose traceback has `place`, if any, as the name of a file."""
+    if not place:
+        return call(*args, **kwargs)
     result: T = _frame(place)(call, *args, **kwargs)
     return result
 
 
 def print_fatal_frames() -> None:
-    """Print a traceback to stderr if a signal ends this process. Do nothing if the program has arranged that."""
-    if not faulthandler.is_enabled():
-        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr, or one without a descriptor
+    """Print a traceback to stderr if a signal ends this process. Do nothing if other code handles these signals.
+
+    A JVM lives on its handler of SIGSEGV, which finds null pointers. One that is loaded later replaces faulthandler's.
+    """
+    # No stderr, one without a descriptor, or a kernel that does not tell
+    with suppress(AttributeError, IndexError, OSError, RuntimeError, ValueError):
+        if not any(map(_is_handled, (signal.SIGSEGV, signal.SIGBUS))):
             faulthandler.enable(sys.__stderr__ or sys.stderr)
+
+
+def _is_handled(number: int) -> bool:
+    """Return whether any code of this process handles a signal. `signal.getsignal` knows Python's handlers only."""
+    caught = Path("/proc/self/status").read_text(errors="replace").partition("\nSigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _called(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
