@@ -40,15 +40,9 @@ def main():
     parser.add_argument("--cache-dir")
     args = parser.parse_args()
 
-    arguments = TrainingArguments(
-        "checkpoints",
-        per_device_train_batch_size=args.batch_size,  # what the Trainer logs: the loader decides
-        per_device_eval_batch_size=args.batch_size,
-        num_train_epochs=args.epochs,
-        eval_strategy="epoch",
-        label_names=["label"],
-        report_to="none",
-    )
+    run = {"eval_strategy": "epoch", "label_names": ["label"], "report_to": "none"}
+    run |= {f"per_device_{part}_batch_size": args.batch_size for part in ("train", "eval")}  # logged: the loader decides
+    arguments = TrainingArguments("checkpoints", num_train_epochs=args.epochs, **run)
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     loader = make_loader(args.train, args.batch_size, **options)
     held_out = make_loader(args.held_out, args.batch_size, shuffle=False, **options)

@@ -173,7 +173,7 @@ def test_a_prefetch_of_a_url_that_is_missing(tmp_path: Path, path: str) -> None:
 
 def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: Path) -> None:
     bucket.put("x", DATA)
-    fs = open_fs(bucket, tmp_path, cache_bytes=len(DATA) // 2, block_bytes=1000)
+    fs = open_fs(bucket, tmp_path, cache_bytes=len(DATA) // 2, block_bytes=8000)
     sent = bucket.server.stats()["get_bytes"]
     fs.prefetch(bucket.url("x"), wait=True)
     fetched = bucket.server.stats()["get_bytes"] - sent
