@@ -33,6 +33,10 @@ class DataError(DataloadError, ValueError):
     """The data cannot be delivered as requested. The message names the file, row group and column."""
 
 
+class DamagedError(DataError):
+    """The bytes of a row group are no such data. The store may have sent others than it holds."""
+
+
 class RowError(DataError):
     """A value of a column cannot be used.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fsspec.asyn import sync
 from fsspec.caching import BaseCache
@@ -43,6 +44,8 @@ LEAST_TIME = "it uses the least CPU time"
 
 # Filesystems without async_impl whose reads are requests of their own, without a shared cursor or connection.
 CONCURRENT = frozenset({"alluxio", "alluxiofs", "file", "hdfs", "hf", "local", "memory", "oss", "webhdfs"})
+
+T = TypeVar("T")
 
 _engines: Instances[tuple[int, str], Engine] = Instances(inherited=False)
 _locks: Instances[int, ExclusiveUse] = Instances(inherited=False)
@@ -80,8 +83,10 @@ class Engine(Protocol):
         """Fetch credentials again, as the store has rejected those with a number. Return whether there are others."""
         ...
 
-    def get(self, path: str, start: int, stop: int, version: str) -> Any:
+    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
+
+        It gives up after about so many seconds, if the client can: a body may trickle.
 
         Raises:
             WrongBodyError: The response has another range.
@@ -90,7 +95,7 @@ class Engine(Protocol):
         """
         ...
 
-    def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
+    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
         """Fetch the same bytes as a stream of bytes-like parts, to save a copy."""
         ...
 
@@ -172,17 +177,17 @@ class Fsspec:
     def renews_credentials(self, number: int) -> bool:
         return hasattr(self._filesystem, "call_s3") and not self._filesystem.anon and self._credentials.renew(number)
 
-    def get(self, path: str, start: int, stop: int, version: str) -> Any:
+    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         with self.lock:
-            return self._get(path, start, stop, version)
+            return self._get(path, start, stop, version, seconds)
 
-    def _get(self, path: str, start: int, stop: int, version: str) -> Any:
+    def _get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         filesystem = self._filesystem
         if not hasattr(filesystem, "call_s3"):
             tag = None
             try:
                 if _speaks_http(filesystem):
-                    data, tag = sync(filesystem.loop, _http_range, filesystem, path, start, stop)
+                    data, tag = sync(filesystem.loop, _within, seconds, _http_range, filesystem, path, start, stop)
                 else:
                     data = _range(filesystem, path, start, stop)
             except WrongBodyError:  # The object may be shorter now.
@@ -193,9 +198,9 @@ class Fsspec:
             if tag != version:
                 self._check_version(path, version)
             return data
-        return self._get_from_s3(path, start, stop, version)
+        return self._get_from_s3(path, start, stop, version, seconds)
 
-    def _get_from_s3(self, path: str, start: int, stop: int, version: str) -> Any:
+    def _get_from_s3(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         filesystem = self._filesystem
         bucket, key, version_id = filesystem.split_path(path)
         requested = f"bytes={start}-{stop - 1}"
@@ -219,12 +224,13 @@ class Fsspec:
             sync(filesystem.loop, _close, response["Body"])
             raise
         whole = not sent and response["ResponseMetadata"]["HTTPStatusCode"] == 200
-        data = sync(filesystem.loop, _body, response["Body"], path, (start, stop) if whole else None)
+        cut = (start, stop) if whole else None
+        data = sync(filesystem.loop, _within, seconds, _body, response["Body"], path, cut)
         _check_range(sent, requested)
         return data
 
-    def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        yield self.get(path, start, stop, version)
+    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
+        yield self.get(path, start, stop, version, seconds)
 
     def _check_version(self, path: str, version: str) -> None:
         """Raise ObjectChanged if the object has another version now. Without If-Match, no check is better."""
@@ -328,6 +334,11 @@ async def _http_range(filesystem: Any, url: str, start: int, stop: int) -> tuple
             return await _cut(answer.content.read, url, start, stop), tag
         finally:
             answer.close()  # else aiohttp would read the rest of the object before it reuses the connection
+
+
+async def _within(seconds: float, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+    async with asyncio.timeout(seconds):
+        return await call(*args)
 
 
 async def _close(stream: Any) -> None:

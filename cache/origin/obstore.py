@@ -16,6 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 from dataload.cache.origin.credentials import Credentials, provided
 from dataload.cache.origin.errors import UnsuitableError, is_transient, is_unsupported
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3, bundle_of_requests, read_bundle
+from dataload.cache.origin.patience import LEAST_SECONDS
 from dataload.cache.origin.s3_names import VERSION, S3Names
 from dataload.cache.origin.version import Answer, Comparison, is_tag
 from dataload.errors import ObjectChanged
@@ -121,7 +122,7 @@ class Obstore(ForkAware):
         self._versions = Comparison()
         self._sends_conditions = True
         self._making = threading.Lock()
-        self._stores: dict[str, Any] = {}
+        self._stores: dict[tuple[str, float], Any] = {}  # by bucket and the time that a request may take
         self._settings = {} if resolved is None else dict(resolved.settings)
         self._known = known
         received = None if resolved is None else resolved.credentials
@@ -158,13 +159,13 @@ class Obstore(ForkAware):
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
-    def get(self, path: str, start: int, stop: int, version: str) -> Any:
-        return self._response(path, start, stop, version).bytes()
+    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
+        return self._response(path, start, stop, version, seconds).bytes()
 
-    def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        return iter(self._response(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
+    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
+        return iter(self._response(path, start, stop, version, seconds).stream(min_chunk_size=PART_BYTES))
 
-    def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
+    def _response(self, path: str, start: int, stop: int, version: str, seconds: float) -> GetResult:
         bucket, key, version_id = self._split(path)
         if not _is_plain(key):
             raise UnsuitableError("obstore changes the names of such objects", whole_store=False)
@@ -173,7 +174,7 @@ class Obstore(ForkAware):
             options["version"] = version_id
         elif self._sends_conditions and is_tag(version):
             options["if_match"] = version
-        found = self._requested(bucket, key, options)
+        found = self._requested(self._store(bucket, seconds), key, options)
         meta = found.meta
         modified = meta["last_modified"] if meta["last_modified"].timestamp() else None  # obstore has 1970 for none.
         try:
@@ -185,10 +186,9 @@ class Obstore(ForkAware):
             raise
         return found
 
-    def _requested(self, bucket: str, key: str, options: dict[str, Any]) -> GetResult:
+    def _requested(self, store: Any, key: str, options: dict[str, Any]) -> GetResult:
         import obstore
 
-        store = self._store(bucket)
         try:
             return obstore.get(store, key, options=options)  # type: ignore[arg-type] # a TypedDict
         except Exception as error:
@@ -212,13 +212,13 @@ class Obstore(ForkAware):
         found: tuple[str, str, str | None] = self._filesystem().split_path(path)
         return found
 
-    def _store(self, bucket: str) -> Any:
+    def _store(self, bucket: str, seconds: float = LEAST_SECONDS) -> Any:
         with self._making:
-            if bucket not in self._stores:
+            if (bucket, seconds) not in self._stores:
                 if bucket not in self._settings:
                     self._settings[bucket] = self._known_settings(bucket) or _settings_of(self._filesystem(), bucket)
-                self._stores[bucket] = _store_of(self._settings[bucket], self._credentials)
-            return self._stores[bucket]
+                self._stores[bucket, seconds] = _store_of(self._settings[bucket], self._credentials, seconds)
+            return self._stores[bucket, seconds]
 
     def _known_settings(self, bucket: str) -> dict[str, Any] | None:
         known = self._known
@@ -229,15 +229,19 @@ class Obstore(ForkAware):
         return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
 
 
-def _store_of(settings: dict[str, Any], credentials: Credentials) -> Any:
+def _store_of(settings: dict[str, Any], credentials: Credentials, seconds: float) -> Any:
     import obstore
     from obstore.store import S3Store
 
     global _used_in  # noqa: PLW0603 - of the process, like the threads
     _used_in = os.getpid()
     provider: Any = None if settings["skip_signature"] else credentials
+    options = {
+        **settings["client_options"],
+        "timeout": f"{round(1000 * seconds)}ms",
+    }  # of a request with its whole body
     try:
-        return S3Store(**settings, credential_provider=provider)
+        return S3Store(**{**settings, "client_options": options}, credential_provider=provider)
     except obstore.exceptions.GenericError as error:  # also if no connection needs a certificate
         if NO_CERTIFICATES not in str(error):
             raise
@@ -273,8 +277,7 @@ def _arguments(
         fix = f"add {host} to NO_PROXY if it can be reached without"
         raise UnsuitableError(f"behind a proxy of the environment, obstore would follow redirects to any host ({fix})")
     client: Any = {"allow_http": location.scheme == "http", "proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
-    # `timeout` covers the whole body, so a short one would fail on slow networks. It ends a body that trickles.
-    client |= {"read_timeout": f"{STALL_SECONDS}s", "timeout": "30min"}
+    client["read_timeout"] = f"{STALL_SECONDS}s"
     if certificate is not None:
         client["root_certificate"] = certificate
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,6 +23,7 @@ from dataload.cache.origin.identity import address_of, endpoint_of, identity_of,
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
 from dataload.cache.origin.obstore import Obstore, Resolved
+from dataload.cache.origin.patience import HURRIED, Patience
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
@@ -72,6 +74,7 @@ class Origin(ForkAware):
         self._second: Fsspec | None = None  # for objects that the engine cannot read
         self.counters = Counters()
         self.took: Callable[[float, int], object] | None = None
+        self._patience = Patience()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,21 +190,21 @@ class Origin(ForkAware):
             OriginError: All retries failed.
         """
 
-        def whole(engine: Engine) -> memoryview:
-            [found] = self._counted([engine.get(path, start, stop, version)])
+        def whole(engine: Engine, seconds: float) -> memoryview:
+            [found] = self._counted([engine.get(path, start, stop, version, seconds)])
             _check(len(found), stop - start)
             return found
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
-            return self._retried(lambda: self._request(whole, stop - start))
+            return self._fetched(whole, stop - start)
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
         stop = start + len(buffer)
 
-        def receive(engine: Engine) -> None:
+        def receive(engine: Engine, seconds: float) -> None:
             received = 0
-            for part in self._counted(engine.parts(path, start, stop, version)):
+            for part in self._counted(engine.parts(path, start, stop, version, seconds)):
                 end = received + len(part)
                 if end <= len(buffer):
                     buffer[received:end] = part
@@ -209,7 +212,20 @@ class Origin(ForkAware):
             _check(received, len(buffer))
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
-            self._retried(lambda: self._request(receive, len(buffer)))
+            self._fetched(receive, len(buffer))
+
+    def _fetched(self, call: Callable[[Engine, float], T], num_bytes: int) -> T:
+        """Make a request for bytes, and repeat it. The call gets the seconds that an attempt may take."""
+        attempts = itertools.count()
+
+        def request() -> T:
+            attempt = next(attempts)
+            if attempt and not self._has_answered:
+                attempt = HURRIED  # There is no third one.
+            seconds = self._patience.seconds(num_bytes, attempt)
+            return self._request(lambda engine: call(engine, seconds), num_bytes, seconds)
+
+        return self._retried(request)
 
     def _retried(self, request: Callable[[], T]) -> T:
         found = retried(request, self._retry_seconds, self._count_retry)
@@ -228,15 +244,22 @@ class Origin(ForkAware):
         message = f"{self.address} {reason}; retrying for up to {seconds:.0f} s"
         warn_once(f"{self.address} {type(error).__name__} {status(error)}", message)
 
-    def _request(self, call: Callable[[Engine], T], num_bytes: int) -> T:
-        """Make one request for bytes as soon as the limiter allows it."""
+    def _request(self, call: Callable[[Engine], T], num_bytes: int, seconds: float) -> T:
+        """Make one request for bytes as soon as the limiter allows it. seconds: after which the call gives up."""
         with _slot(self.limiter):
             self.counters.add(requests=1)
             charge(requests_origin=1)
             since = perf_counter()
-            found = self._admitted(lambda: self._suited(call))
+            try:
+                found = self._admitted(lambda: self._suited(call))
+            except Exception:
+                if (took := perf_counter() - since) >= seconds:
+                    self._patience.note(took, num_bytes)
+                raise
+            took = perf_counter() - since
+        self._patience.note(took, num_bytes)
         if self.took is not None:
-            self.took(perf_counter() - since, num_bytes)
+            self.took(took, num_bytes)
         return found
 
     def _suited(self, call: Callable[[Engine], T]) -> T:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.errors import DataError, DataloadError
+from dataload.errors import DamagedError, DataloadError
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -125,7 +125,7 @@ class Footer(Protocol):
 
 @contextmanager
 def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise DataError for the exceptions that damaged data causes in the block. Full memory is none of them.
+    """Raise DamagedError for the exceptions that damaged data causes in the block. Full memory is none of them.
 
     Args:
         what: Names the file and the part of it that cannot be read.
@@ -140,7 +140,7 @@ def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, *others) as error:
         way = ": write that column with another type" if isinstance(error, pa.ArrowNotImplementedError) else ""
-        raise DataError(f"{what}: {' '.join(str(error).split())}{way}") from error
+        raise DamagedError(f"{what}: {' '.join(str(error).split())}{way}") from error
 
 
 def joined(spans: Sequence[Span], gap: int = GAP_BYTES) -> list[Span]:

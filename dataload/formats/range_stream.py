@@ -13,7 +13,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Object, wait_for_origin
 from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.tier import Span
-from dataload.errors import DataError
+from dataload.errors import DamagedError, DataError
 from dataload.telemetry.wait_timeline import doing
 
 SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
@@ -143,7 +143,7 @@ class RangeStream(io.RawIOBase):
             if start <= first and last <= stop:
                 self._position = last
                 return self._between(start, stop, first, last)
-        raise DataError(
+        raise DamagedError(
             f"{self._object.name}: bytes {first} to {last} belong to no column that is read: is it damaged?"
         )
 

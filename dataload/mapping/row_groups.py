@@ -175,9 +175,9 @@ class MappedMaker(RowGroupMaker, ForkAware):
         return super().decoding_bytes(number) + mapping + self._source.maker.decoding_bytes(number)
 
     @contextmanager
-    def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
+    def opened(self, number: int, blocks: Blocks) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
-        opened = self._source.maker.opened(number)
+        opened = self._source.maker.opened(number, blocks)
         with opened as columns, closing(self.mapped(columns, number)) as mapped:
             yield mapped
 

@@ -27,8 +27,8 @@ class State(Enum):
 
 _NEXT = {
     State.PLANNED: {State.FETCHING, State.CACHED, State.FAILED},  # CACHED: found, or made by another process
-    State.FETCHING: {State.DECODING, State.FAILED},
-    State.DECODING: {State.CACHED, State.FAILED},
+    State.FETCHING: {State.DECODING, State.PLANNED, State.FAILED},  # PLANNED: the bytes are damaged
+    State.DECODING: {State.CACHED, State.PLANNED, State.FAILED},
     State.CACHED: {State.MAPPED, State.FAILED},  # FAILED: the rest of its bunch could not be loaded
     State.MAPPED: set[State](),
     State.FAILED: set[State](),

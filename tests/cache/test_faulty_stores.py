@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +27,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
+from dataload.cache.origin.patience import LEAST_SECONDS, MOST_SECONDS, STEP, Patience
 from dataload.catalog import sources
 from dataload.doctor import object_store as doctor
 from dataload.errors import ConfigError, DataError, ObjectChanged, OriginError
@@ -363,3 +366,94 @@ def test_a_file_is_read_until_a_delimiter_and_a_checksum_is_refreshed(tmp_path: 
         store.put("x", NEW)
         assert fs.checksum("bucket/x") == before
         assert fs.checksum("bucket/x", refresh=True) != before
+
+
+def numbers(groups: int, rows: int) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": np.random.default_rng(0).permutation(groups * rows)}), sink, rows)
+    return sink.getvalue()
+
+
+# A row group that is made with others, row groups that share a cached block, and one that a thread decodes.
+SHAPES = {"alone": (8, 1, 1000), "in a block": (1, 4, 1000), "large": (1, 1, 300_000)}
+
+
+@contextmanager
+def damaged(shape: str, body: bytes, times: int, cache_dir: Path) -> Iterator[tuple[dataload.Dataset, list[Asked]]]:
+    """Yield a dataset, of whose files the first `times` bodies are these bytes, and the requests for its rows."""
+    files, groups, rows = SHAPES[shape]
+    asked: list[Asked] = []
+
+    def spoil(request: Asked, answer: Answer) -> Answer:
+        seen = sum(request.key == each.key for each in asked)
+        asked.append(request)
+        size = len(answer.body)
+        return replace(answer, body=body.ljust(size, b"\0")[:size]) if seen < times else answer
+
+    with faulty_store() as store:
+        for number in range(files):
+            store.put(f"d/{number}.parquet", numbers(groups, rows))
+        dataset = dataload.make_dataset("s3://bucket/d", storage_options=store.options, cache_dir=str(cache_dir))
+        store.spoil = spoil
+        yield dataset, asked
+
+
+@pytest.mark.parametrize("body", [b"", b"<!DOCTYPE html><html><body>Sign in</body></html>"], ids=["zeros", "html"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wrong_bytes_of_the_right_length_are_fetched_again(tmp_path: Path, shape: str, body: bytes) -> None:
+    with damaged(shape, body, 1, tmp_path) as (dataset, _):
+        files, groups, rows = SHAPES[shape]
+        found = [batch["x"] for batch in dataload.make_loader(dataset, 1000, num_threads=1)]
+        assert sorted(int(x) for part in found for x in part) == sorted([*range(groups * rows)] * files)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_that_stay_wrong_are_an_error_that_names_the_row_group(tmp_path: Path, shape: str) -> None:
+    with damaged(shape, b"", 1000, tmp_path) as (dataset, asked):
+        with pytest.raises(DataError, match=r"\.parquet row group \d cannot be decoded"):
+            list(dataload.make_loader(dataset, 1000, shuffle=False, num_threads=1))
+        assert (
+            sum(each.key == "d/0.parquet" for each in asked) <= 4 * SHAPES[shape][1]
+        )  # a large one takes two requests
+
+
+def trickling(times: int, seconds: float) -> Callable[[Asked, Answer], Answer]:
+    """Return a fault: the first `times` bodies take so long, byte by byte."""
+    parts = 10
+
+    def spoil(asked: Asked, answer: Answer) -> Answer:
+        slow = asked.kind == "get" and asked.number < times
+        return replace(answer, pause=seconds / parts, parts=parts) if slow else answer
+
+    return spoil
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_body_that_trickles_is_asked_for_again(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.cache.origin.patience.LEAST_SECONDS", 0.2)
+    with faulty_store(spoil=trickling(1, 5.0)) as store, opened(store, tmp_path, client) as fs:
+        store.put("x", OLD)
+        assert fs.blocks.read(fs.object("bucket/x"), 0, BLOCK) == OLD[:BLOCK]
+        assert store.count("get") > 1
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_network_on_which_all_bodies_are_slow_is_read_and_its_pace_is_learnt(
+    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.patience.LEAST_SECONDS", 0.05)
+    with faulty_store(spoil=trickling(1000, 0.4)) as store, opened(store, tmp_path, client) as fs:
+        store.put("x", OLD)
+        blocks = [fs.blocks.read(fs.object("bucket/x"), start, start + BLOCK) for start in (0, BLOCK)]
+        assert blocks == [OLD[:BLOCK], OLD[BLOCK : 2 * BLOCK]]
+        assert store.count("get") == 2 + 1  # Only the first attempt is given up.
+
+
+def test_one_slow_request_makes_no_other_one_patient_and_the_third_attempt_waits() -> None:
+    patience = Patience()
+    for _ in range(8):
+        patience.note(20.0, 1 << 16)  # of small requests, which do not tell how long large ones take
+        patience.note(0.1, 8 << 20)
+    patience.note(LEAST_SECONDS, 8 << 20)
+    attempts = [patience.seconds(8 << 20, attempt) for attempt in range(3)]
+    assert attempts == [LEAST_SECONDS, STEP * LEAST_SECONDS, MOST_SECONDS]

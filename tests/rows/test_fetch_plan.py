@@ -334,7 +334,7 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
     assert 2 * needed <= loader.stats().memory_bytes == maker.memory.limit < 2.2 * needed
     taken.clear()
     monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
-    with maker.opened(0):
+    with maker.opened(0, dataset.rowstore.blobs.blocks):
         assert needed / 2 < sum(taken) <= needed
 
 

@@ -23,6 +23,8 @@ PATHS = [
     [State.PLANNED, State.CACHED, State.FAILED],  # The rest of its bunch could not be loaded.
     [State.PLANNED, State.FETCHING, State.FAILED],  # The origin failed.
     [State.PLANNED, State.FETCHING, State.DECODING, State.FAILED],  # It cannot be decoded.
+    [State.PLANNED, State.FETCHING, State.PLANNED],  # Its bytes are damaged: it is fetched again.
+    [State.PLANNED, State.FETCHING, State.DECODING, State.PLANNED],
 ]
 STEPS = {step for path in PATHS for step in pairwise(path)}
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import cancel_if_failed
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.tier import BlobKey, BulkTier, Draft
-from dataload.errors import DataError, DataloadError
+from dataload.errors import DamagedError, DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
@@ -249,7 +249,11 @@ def _made(members: Sequence[Member]) -> Iterator[Member]:
         if member.made is None:
             with member.catching(), computing(), doing("decode"):
                 packed.append((member, _pack(member, together.get(member) or member.decoded())))
-        if member.made is not None:
+        if isinstance(member.made, DamagedError):  # Loaded alone, it is fetched again.
+            member.made = None
+            member.life.enter(State.PLANNED)
+            yield member
+        elif member.made is not None:
             yield member
         elif sum(draft.size for _, draft in packed) >= CACHED_AT_ONCE:
             yield from _cached(packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
@@ -16,6 +17,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.errors import DamagedError
 from dataload.formats.arrow_types import leaf_count
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
@@ -97,12 +99,30 @@ class RowGroupMaker:
             DataError: The row group cannot be decoded.
         """
         charge(decoded=1)
-        with self.opened(number) as columns:
+        try:
+            with self.opened(number, self._blocks) as columns:
+                return self.pack(number, keys, columns, life)
+        except DamagedError:
+            self._discard_blocks(number)
+        # A store or a proxy may have sent zeros or a page of HTML, of the right length. Fetch past the cache.
+        life.enter(State.PLANNED)
+        life.enter(State.FETCHING)
+        with self.opened(number, Blocks.uncached(self._blocks.origin)) as columns:
             return self.pack(number, keys, columns, life)
 
+    def _discard_blocks(self, number: int) -> None:
+        """Remove the cached bytes of a row group, of which other row groups would be made. Best effort."""
+        file = self._manifest.row_groups[number].file
+        for block in self._blocks.numbers(itertools.chain(*self.sources(number))):
+            self._blocks.discard(file, block, made=())
+
     @contextmanager
-    def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
+    def opened(self, number: int, blocks: Blocks) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that decodes the columns of one blob after the other.
+
+        Args:
+            number: The row group.
+            blocks: Reader of its file.
 
         Raises:
             OriginError: The origin does not answer, or the file does not exist.
@@ -114,7 +134,7 @@ class RowGroupMaker:
             yield self._decoded([pa.table({})] * len(self._plan.lengths(number)), number)
             return
         most = self.memory.held.total
-        with self.footer(group).open_row_group(group.file, group.number, stored, self._blocks, most) as reader:
+        with self.footer(group).open_row_group(group.file, group.number, stored, blocks, most) as reader:
             reader.wait()
             yield self._decoded(reader.tables(int(self._plan.blob_rows[number])), number)
 
