@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.arrow_types import canonical, is_bytes, storage
+from dataload.formats.arrow_types import canonical, children, is_bytes, is_text, storage
 from dataload.formats.null_types import filled, has_null_type
 from dataload.formats.schema import fields_of, structs_of
 from dataload.runtime.text import counted
@@ -64,8 +64,14 @@ def common_schema(
 
 
 def promoted(here: pa.Field, there: pa.Field) -> pa.Field | None:
-    """Return a column with the type to which the types of two files are promoted, or None if there is none."""
-    schemas = [pa.schema([pa.field("", canonical(field.type))]) for field in (here, there)]
+    """Return a column with the type to which the types of two files are promoted, or None if there is none.
+
+    pyarrow promotes text beside bytes to bytes: the text of all files would be other values because of one file.
+    """
+    kinds = canonical(here.type), canonical(there.type)
+    if _mixes_text(*kinds):
+        return None
+    schemas = [pa.schema([pa.field("", kind)]) for kind in kinds]
     try:
         kind = pa.unify_schemas(schemas, promote_options="permissive").types[0]
     except pa.ArrowException:
@@ -73,6 +79,17 @@ def promoted(here: pa.Field, there: pa.Field) -> pa.Field | None:
     common = pa.field(here.name, kind)
     # Arrays of different shapes become lists. Their sizes are not estimated as those of lists.
     return common if is_ragged(here) == is_ragged(there) == is_ragged(common) else None
+
+
+def _mixes_text(here: pa.DataType, there: pa.DataType) -> bool:
+    """Return whether one of two types has text where the other has bytes, at any depth."""
+    here, there = storage(here), storage(there)
+    if is_bytes(here) and is_bytes(there):
+        return is_text(here) != is_text(there)
+    is_by_name = pa.types.is_struct(here) and pa.types.is_struct(there)
+    others = {child.name if is_by_name else number: child.type for number, child in enumerate(children(there))}
+    mine = {child.name if is_by_name else number: child.type for number, child in enumerate(children(here))}
+    return any(_mixes_text(mine[part], others[part]) for part in mine.keys() & others.keys())
 
 
 def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -145,7 +145,6 @@ class Metadata(Generic[T]):
 
         self._tier, self._checked, self._check = blocks.tier, checked, check
         self._key = blocks.key(obj, what, check=check)
-        self._lock, self._fetching = blocks.key(obj, f"lock of {what}"), blocks.key(obj, f"fetch {what}")
 
     def get(self) -> T | None:
         """Return it, or None if this host has not cached it."""
@@ -162,11 +161,13 @@ class Metadata(Generic[T]):
         `get_or_make` waits for another process for two minutes only, and then makes the blob as well.
         """
         tier, find = self._tier, partial(self._tier.get, self._key)
-        found = find()
+        found, what = find(), self._key.what
         if found is None:
-            found = fetch_once(tier, self._fetching, find, lambda: _fetched(tier, self._key))
+            lock = replace(self._key, what=f"fetch {what}", check=None)
+            found = fetch_once(tier, lock, find, lambda: _fetched(tier, self._key))
         if found is None:
-            found = make_once(tier, self._lock, find, lambda: self._made(make), nullcontext)
+            lock = replace(self._key, what=f"lock of {what}", check=None)
+            found = make_once(tier, lock, find, lambda: self._made(make), nullcontext)
         return self._parsed(found)
 
     def _made(self, make: Callable[[], bytes]) -> memoryview:

@@ -143,7 +143,7 @@ def _check_heap(heap: memoryview, table_bytes: int, places: Array, field: Field)
     if field.is_bytes:
         _require(table_bytes % SPAN.itemsize == 0, wrong)
         spans = np.frombuffer(heap[:table_bytes], SPAN)
-        _require(len(spans) <= len(places) and places.max(initial=0) < max(1, len(spans)), wrong)
+        _require(len(spans) <= len(places) and (not len(places) or places.max() < len(spans)), wrong)
         _require(len(spans) < len(places) or np.array_equal(places, in_order), wrong)
     else:
         _require(table_bytes == 0, wrong)

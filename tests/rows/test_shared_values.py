@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from row_groups import load
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.tier import BlobKey
 from dataload.errors import DataError
 from dataload.formats import parquet
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_group_plan
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Coded, Ragged, codes_of, concatenate
-from dataload.rows.row_block import FEW_STRINGS, NO_KEY, Blob, pack, packed_bytes
+from dataload.rows.row_block import FEW_STRINGS, NO_KEY, Blob, check, pack, packed_bytes
 
 LONG = [f"{number:03d} é " * 12 for number in range(20)]
 
@@ -254,3 +255,15 @@ def test_codes_that_end_in_other_encodings(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(parquet, "_has_codes", lambda _: True)
     [batch] = make_loader(tmp_path / "x.parquet", 100, shuffle=False, cache=False)
     assert batch["c"] == texts
+
+
+def test_a_blob_with_rows_and_without_values_is_refused() -> None:
+    """Its rows would refer to values that are not there."""
+    key = BlobKey("origin", "path", "version", "rows")
+    layout = Layout(fields_of(pa.schema([("c", pa.string())])))
+    blob = bytearray(packed_bytes(2, [0], layout))
+    end = np.array([len(blob) - packed_bytes(0, [0], layout), 0, 0], np.int64)
+    blob[-len(key.digest) - end.nbytes :] = end.tobytes() + key.digest
+    with pytest.raises(ValueError, match="has values of 'c' out of place"):
+        check(key, memoryview(blob), 2, layout)
+    check(key, memoryview(bytes(end.nbytes) + key.digest), 0, layout)
