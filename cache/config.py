@@ -54,7 +54,8 @@ class CacheConfig:
         origin_id: Name of the store in cache keys. Default: its protocol and endpoint; all regions of Amazon have one.
             Give two addresses of one store (a VPC endpoint, a proxy) the same name to share their cached data.
         allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
-            use such a folder at a time: locks and the index do not work across hosts.
+            use such a folder at a time: locks and the index do not work across hosts. Blobs of any owner and mode are
+            used, with one warning: many of these filesystems show the same ones for all files.
         page_checksums: Verify the checksums that pages of Parquet files may have before rows are cached. `False` saves
             up to a fifth of the CPU time of a cold epoch over such files, as Spark writes them.
 

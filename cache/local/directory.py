@@ -96,6 +96,7 @@ class CacheFolder:
                     reason = f"another process has held the set-up lock for {SETUP_SECONDS:.0f} s; {users(path)}"
                     raise TimeoutError(errno.ETIMEDOUT, reason)
                 cache_format.check(path)
+                preflight.check_private(path, allow_network_filesystem=allow_network_filesystem)
                 for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
                 self.index = Index(path / "index")

@@ -53,7 +53,7 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
     try:
         if is_read_only(path):
             raise ConfigError(f"the cache at {path} is read-only: run this command where it can be written")
-        if path.exists():
+        if path.exists() and not allow_network_filesystem:
             check_owner(path)  # first: others may not even see whether a cache has a FORMAT
         if (path / "FORMAT").exists():
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)

@@ -45,7 +45,11 @@ def usable(case: Case) -> Finding:
     """Check that the folder is a cache, or is empty and writable."""
     try:
         if case.folder.exists():
+            if not case.allow_network_filesystem:
+                preflight.check_owner(case.folder)
             preflight.check(case.folder, allow_network_filesystem=True)  # `filesystem` reports the filesystem.
+            if (case.folder / "FORMAT").exists() and (found := preflight.open_to_others(case.folder)):
+                return (warning if case.allow_network_filesystem else problem)(*found)
     except ConfigError as error:
         what, _, advice = str(error).rpartition(": ")
         return problem(what, advice)

@@ -159,10 +159,62 @@ def test_a_cache_that_others_may_write_is_refused_until_it_is_closed_to_them(tmp
     put(LocalTier(path := tmp_path / "c"), "x/0")
     for entry in tmp_path.glob(opened):
         entry.chmod(entry.stat().st_mode | 0o066)
-    with pytest.raises(ConfigError, match=r"other users may write to .* `chmod -R go-rwx .*/c; chown -R \d+ .*/c`"):
+    with pytest.raises(ConfigError, match=r"other users may write to .* `chmod -R go-w .*/c` .*OnRootMismatch$"):
         put(LocalTier(path), "x/0")
-    subprocess.run(["chmod", "-R", "go-rwx", path], check=True)
+    subprocess.run(["chmod", "-R", "go-w", path], check=True)
     assert look(LocalTier(path), "x/0")
+
+
+def test_a_part_of_a_cache_that_another_user_owns_is_refused_until_it_is_given_back(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    put(LocalTier(path := tmp_path / "c"), "x/0")
+    os.chown(path / "blobs", 12345, -1)
+    with pytest.raises(ConfigError, match=r"blobs belongs to user 12345, .* run `chown -R 0 .*/c` as root$"):
+        put(LocalTier(path), "x/0")
+    subprocess.run(["chown", "-R", "0", path], check=True)
+    assert look(LocalTier(path), "x/0")
+
+
+@pytest.mark.parametrize("owner", [None, 12345])
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_mount_that_shows_one_owner_and_mode_for_all_files_holds_a_cache_where_the_user_says_so(
+    tmp_path: Path,
+    mounted: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: int | None,
+    *,
+    filled: bool,
+) -> None:
+    """As CIFS, drvfs and FUSE do. `chmod` has no effect there."""
+    mounted("cifs")
+    (path := tmp_path / "c").mkdir(mode=0o700)
+    if filled:
+        put(LocalTier(path, allow_network_filesystem=True), "x/0")
+    real, real_stat = os.fstat, Path.stat
+    user = os.geteuid() if owner is None else owner
+
+    def shown(status: os.stat_result) -> os.stat_result:
+        named = {name: getattr(status, name) for name in ("st_mtime_ns", "st_ctime_ns", "st_atime_ns")}
+        return os.stat_result((status.st_mode | 0o777, *status[1:4], user, *status[5:]), named)
+
+    monkeypatch.setattr(os, "fstat", lambda descriptor: shown(real(descriptor)))
+    monkeypatch.setattr(Path, "stat", lambda path, **options: shown(real_stat(path, **options)))
+    monkeypatch.setattr(blob_file, "_trusted", set())
+    for _ in range(2):
+        tier = LocalTier(path, allow_network_filesystem=True)
+        put(tier, "x/1")
+        assert look(tier, "x/1")
+        assert look(tier, "x/0") == filled
+        assert tier.stats()["health"]["state"] == "normal"
+        del tier
+    [message] = [record.getMessage() for record in caplog.records]
+    says = "other users may write to" if owner is None else "belongs to user 12345"
+    assert says in message
+    assert message.endswith("; it is used, as allow_network_filesystem=True says")
+    with pytest.raises(ConfigError):
+        put(LocalTier(path), "x/0")
 
 
 def test_a_blob_that_others_may_have_written_is_fetched_again(tmp_path: Path) -> None:
@@ -269,7 +321,7 @@ def test_links_in_tmp_are_not_swept(tmp_path: Path) -> None:
 def test_the_first_format_is_refused_by_name(tmp_path: Path) -> None:
     put(LocalTier(tmp_path / "c"), "x/0")
     (tmp_path / "c" / "FORMAT").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ConfigError, match="has format 0, this version reads 3: remove it or name another"):
+    with pytest.raises(ConfigError, match="has format 0, this version reads 4: remove it or name another"):
         put(LocalTier(tmp_path / "c"), "x/0")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from dataload.cache.local.setup import recovery
@@ -26,7 +27,8 @@ def check(path: Path) -> None:
     file = path / "FORMAT"
     if not file.exists():
         if stat.S_IMODE(path.stat().st_mode) != 0o700:
-            path.chmod(0o700)
+            with suppress(PermissionError):  # `preflight.check_private` tells what that means.
+                path.chmod(0o700)
         recovery.doubt(path / "index")  # It may have lost other files besides.
         write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
         return

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-from dataload.cache.local.blob_file import FILE_NAME, OF_OTHERS
+from dataload.cache.local import blob_file
 from dataload.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # The shared map of LMDB's file and the locks that detect dead processes need one kernel. This is a list of local
 # filesystems, because network filesystems are too many to list and a FUSE filesystem may be one.
@@ -38,7 +42,7 @@ OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT", "LIMI
 _LOCKS = re.compile("locks.*")
 _OUR_PATHS = re.compile(
     r"locks.*|LIMIT|tmp(/\d{20}-\d+@.+-[0-9a-f]{16})?|index(/((data|lock)\.mdb|(locks\.)?state))?"
-    rf"|blobs(/(?P<first>[0-9a-f])(/(?=(?P=first)){FILE_NAME.pattern})?)?"
+    rf"|blobs(/(?P<first>[0-9a-f])(/(?=(?P=first)){blob_file.FILE_NAME.pattern})?)?"
 )
 
 
@@ -47,7 +51,7 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
 
     Args:
         path: The folder.
-        allow_network_filesystem: Skip the check of the filesystem.
+        allow_network_filesystem: Skip the checks of the filesystem and, since it may show any owner, of the owner.
 
     Raises:
         ConfigError: The folder must not be used as a cache.
@@ -56,15 +60,14 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
     kind = filesystem_of(path)
     if not allow_network_filesystem and kind not in LOCAL:
         raise ConfigError(f"cache_dir {not_local(path, kind)}: {OVERRIDE}")
-    check_owner(path)
+    if not allow_network_filesystem:
+        check_owner(path)
     file = path / "FORMAT"
     if not file.exists() and (other := _other_file(path)) and not file.exists():  # Another process may create it.
         raise ConfigError(f"cache_dir {path} holds other files ({other}, …): name an empty folder")
     for name in OUR_NAMES:
         if (path / name).is_symlink():
             raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache creates: remove it")
-    if file.exists():
-        _check_private(path)
 
 
 def check_owner(path: Path) -> None:
@@ -77,16 +80,43 @@ def check_owner(path: Path) -> None:
         )
 
 
-def _check_private(path: Path) -> None:
-    """Raise ConfigError if other users may write to a cache, or own a part of it: they may have planted blobs."""
+def check_private(path: Path, *, allow_network_filesystem: bool = False) -> None:
+    """Check that other users cannot write to a cache, or own a part of it: they may have planted blobs.
+
+    Args:
+        path: The folder of the cache.
+        allow_network_filesystem: Only warn, and use blobs of any owner and mode. Many of these filesystems show the
+            same ones for all files.
+
+    Raises:
+        ConfigError: Other users may write to it.
+    """
+    found = open_to_others(path)
+    if found is not None and not allow_network_filesystem:
+        raise ConfigError(f"cache_dir {path}: {found[0]}: {found[1]}")
+    if found is not None:
+        _warn_once(f"cache {path}: {found[0]}; it is used, as allow_network_filesystem=True says")
+        blob_file.trust(path)
+
+
+def open_to_others(path: Path) -> tuple[str, str] | None:
+    """Return how other users may write to a cache, and what to do; None if they cannot."""
     for part in (path, *(path / name for name in OUR_NAMES)):
         with suppress(FileNotFoundError):
             status = part.stat()
-            if status.st_mode & OF_OTHERS or status.st_uid != os.geteuid():
-                raise ConfigError(
-                    f"cache_dir {path}: other users may write to {part}, and plant data there: remove the folder, or, "
-                    f"if you trust them, keep it by `chmod -R go-rwx {path}; chown -R {os.geteuid()} {path}`"
-                )
+            if status.st_uid != os.geteuid():
+                what = f"{part} belongs to user {status.st_uid}, who may plant data there, and not to {os.geteuid()}"
+                return what, f"remove the folder, or, if you trust them, run `chown -R {os.geteuid()} {path}` as root"
+            if status.st_mode & blob_file.OF_OTHERS:
+                fix = f"remove the folder, or, if you trust them, run `chmod -R go-w {path}`"
+                fix += " and, for fsGroup in Kubernetes, set fsGroupChangePolicy to OnRootMismatch"
+                return f"other users may write to {part}, and plant data there", fix
+    return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def _other_file(path: Path) -> str | None:
