@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +14,8 @@ from fsspec.asyn import sync
 
 # Credentials are fetched again this long before they expire, or once half of their time has passed.
 RENEWED_BEFORE = timedelta(minutes=5)
-UNCHANGED_SECONDS = 10.0  # for which rejected credentials are not fetched again if that has brought no others
+# If it has not helped to fetch rejected credentials again, this long passes before the next time. It doubles each time.
+FIRST_PAUSE, LONGEST_PAUSE = 10.0, 80.0  # seconds
 
 Fetched = dict[str, Any]  # as a credential provider of obstore returns them
 
@@ -23,7 +26,7 @@ class Credentials:
     Any thread may call it.
 
     Args:
-        filesystem: Returns the s3fs filesystem.
+        filesystem: Returns the s3fs filesystem. Others have no credentials to renew.
         received: Credentials to use first; None: those of the session.
 
     Attributes:
@@ -36,19 +39,23 @@ class Credentials:
         self._mutex = threading.Lock()
         self._held = received
         self._renew_at = _renewal(received)
-        self._unchanged_at = -UNCHANGED_SECONDS
+        self._pause, self._paused_until = FIRST_PAUSE, -math.inf
 
     def __call__(self) -> Fetched:
         held = self._held
         if held is not None and (self._renew_at is None or datetime.now(UTC) < self._renew_at):
             return held
+        number = self.number
         try:
             found = _fetched(self._filesystem())
         except Exception:
             if held is None or datetime.now(UTC) >= held["expires_at"]:
                 raise
             found = held  # The service that renews them may be down for a while.
-        self._held, self._renew_at = found, _renewal(found)
+        with self._mutex:
+            if self.number != number and self._held is not None:
+                return self._held  # `renew` was faster, and knows that the store rejects earlier ones.
+            self._held, self._renew_at = found, _renewal(found)
         return found
 
     def renew(self, number: int) -> bool:
@@ -56,18 +63,46 @@ class Credentials:
         with self._mutex:
             if self.number != number:
                 return True
-            if time.monotonic() < self._unchanged_at + UNCHANGED_SECONDS:
+            if time.monotonic() < self._paused_until:
                 return False
-            filesystem = self._filesystem()
-            rejected = self._held or _fetched(filesystem)
-            _forget_session(filesystem)
-            found = _fetched(filesystem)
-            self._held, self._renew_at = found, _renewal(found)
-            if _identity(found) == _identity(rejected):
-                self._unchanged_at = time.monotonic()
-                return False
-            self.number += 1
-            return True
+            with suppress(Exception):  # The source may be away. The caller raises the store's error.
+                if self._finds_others():
+                    self.number += 1
+                    return True
+        self.pause()
+        return False
+
+    def pause(self) -> None:
+        """Renew nothing for a while, because that has not helped: a role has others each time."""
+        with self._mutex:
+            now = time.monotonic()
+            if now >= self._paused_until:
+                is_first = now > self._paused_until + LONGEST_PAUSE
+                self._pause = FIRST_PAUSE if is_first else min(2 * self._pause, LONGEST_PAUSE)
+                self._paused_until = now + self._pause
+
+    def _finds_others(self) -> bool:
+        """Hold the credentials of a new session, if they are other ones, and let s3fs use them."""
+        filesystem = self._filesystem()
+        if not hasattr(filesystem, "call_s3") or filesystem.anon or _given(filesystem):
+            return False
+        if filesystem.storage_options.get("session") is not None:  # The caller's, which renews what it has.
+            return False
+        from aiobotocore.session import AioSession  # type: ignore[import-untyped]  # s3fs has imported it.
+
+        session = AioSession(**filesystem.kwargs)
+        found = _of_session(filesystem, session)
+        rejected = [] if self._held is None else [self._held]
+        if filesystem.session is not None:  # Without one, s3fs will open a new one, too.
+            used: Fetched = {}
+            with suppress(Exception):  # The session may have sources that are no longer valid.
+                used = _of_session(filesystem, filesystem.session)
+            rejected.append(used)
+            if _identity(used) != _identity(found):  # Another client takes time and memory.
+                filesystem.session = session  # Older releases of s3fs would keep the one before.
+                filesystem.connect(refresh=True)
+        self._held, self._renew_at = found, _renewal(found)
+        return any(_identity(each) != _identity(found) for each in rejected)
 
 
 def provided(key: str, secret: str, token: str | None, expires_at: datetime | None = None) -> Fetched:
@@ -82,27 +117,30 @@ def _renewal(credentials: Fetched | None) -> datetime | None:
 
 
 def _identity(credentials: Fetched) -> tuple[Any, ...]:
-    return tuple(credentials[name] for name in ("access_key_id", "secret_access_key", "token"))
+    return tuple(credentials.get(name) for name in ("access_key_id", "secret_access_key", "token"))
 
 
-def _forget_session(filesystem: Any) -> None:
-    """Make an s3fs filesystem read the environment and files again, and ask services again."""
-    if filesystem.storage_options.get("session") is None:
-        filesystem.session = None  # Older releases of s3fs would keep it.
-    filesystem.connect(refresh=True)
+def _given(filesystem: Any) -> Fetched | None:
+    """Return the credentials that the options of an s3fs filesystem name."""
+    is_given = filesystem.key and filesystem.secret
+    return provided(filesystem.key, filesystem.secret, filesystem.token) if is_given else None
 
 
 def _fetched(filesystem: Any) -> Fetched:
-    if filesystem.key and filesystem.secret:
-        return provided(filesystem.key, filesystem.secret, filesystem.token)
+    if given := _given(filesystem):
+        return given
     filesystem.connect()  # One that another process has sent has no session yet.
-    found: Fetched = sync(filesystem.loop, _of_session, filesystem)
+    return _of_session(filesystem, filesystem.session)
+
+
+def _of_session(filesystem: Any, session: Any) -> Fetched:
+    """Return the credentials of a session. They expire if the session renews them."""
+    found: Fetched = sync(filesystem.loop, _asked, session)
     return found
 
 
-async def _of_session(filesystem: Any) -> Fetched:
-    """Return the credentials of a filesystem's session. They expire if the session renews them."""
-    found = await filesystem.session.get_credentials()
+async def _asked(session: Any) -> Fetched:
+    found = await session.get_credentials()
     if found is None:
         raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
     frozen = await found.get_frozen_credentials()

@@ -63,25 +63,18 @@ class Engine(Protocol):
         reason: Why this engine was chosen.
         names: A filesystem of fsspec that lists objects.
         lock: To hold while `names` is used.
+        credentials: Those of its requests.
     """
 
     name: str
     reason: str
+    credentials: Credentials
 
     @property
     def names(self) -> Any: ...
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
-
-    @property
-    def credentials_number(self) -> int:
-        """How many credentials came before those of the next request."""
-        ...
-
-    def renews_credentials(self, number: int) -> bool:
-        """Fetch credentials again, as the store has rejected those with a number. Return whether there are others."""
-        ...
 
     def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
@@ -163,19 +156,12 @@ class Fsspec:
         self._versions = Comparison()
         # s3fs has this option for stores that reject If-Match.
         self._sends_conditions = not getattr(filesystem, "local_expiry_check", False)
-        self._credentials = Credentials(lambda: filesystem)
+        self.credentials = Credentials(lambda: filesystem)
         self.lock = _lock_of(filesystem)
 
     @property
     def names(self) -> Any:
         return LocalNames() if type(self._filesystem) is LocalFileSystem else self._filesystem
-
-    @property
-    def credentials_number(self) -> int:
-        return self._credentials.number
-
-    def renews_credentials(self, number: int) -> bool:
-        return hasattr(self._filesystem, "call_s3") and not self._filesystem.anon and self._credentials.renew(number)
 
     def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         with self.lock:

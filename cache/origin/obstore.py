@@ -122,11 +122,12 @@ class Obstore(ForkAware):
         self._versions = Comparison()
         self._sends_conditions = True
         self._making = threading.Lock()
-        self._stores: dict[tuple[str, float], Any] = {}  # by bucket and the time that a request may take
+        # By number of the credentials, which obstore keeps, bucket and the time that a request may take.
+        self._stores: dict[tuple[int, str, float], Any] = {}
         self._settings = {} if resolved is None else dict(resolved.settings)
         self._known = known
         received = None if resolved is None else resolved.credentials
-        self._credentials = Credentials(filesystem, _lasting(known) if known else received)
+        self.credentials = Credentials(filesystem, _lasting(known) if known else received)
         super().__init__()
 
     @property
@@ -141,19 +142,8 @@ class Obstore(ForkAware):
             return None
         is_anonymous = any(settings["skip_signature"] for settings in known.values())
         with suppress(Exception):  # The other process asks its own session then, and raises the error.
-            return Resolved(known, None if is_anonymous else self._credentials())
+            return Resolved(known, None if is_anonymous else self.credentials())
         return None
-
-    @property
-    def credentials_number(self) -> int:
-        return self._credentials.number
-
-    def renews_credentials(self, number: int) -> bool:
-        if not self._credentials.renew(number):
-            return False
-        with self._making:
-            self._stores = {}  # obstore keeps credentials until they expire.
-        return True
 
     def after_fork_in_child(self) -> None:
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.
@@ -214,11 +204,14 @@ class Obstore(ForkAware):
 
     def _store(self, bucket: str, seconds: float = LEAST_SECONDS) -> Any:
         with self._making:
-            if (bucket, seconds) not in self._stores:
+            number = self.credentials.number
+            key = number, bucket, seconds
+            if key not in self._stores:
                 if bucket not in self._settings:
                     self._settings[bucket] = self._known_settings(bucket) or _settings_of(self._filesystem(), bucket)
-                self._stores[bucket, seconds] = _store_of(self._settings[bucket], self._credentials, seconds)
-            return self._stores[bucket, seconds]
+                current = {key: store for key, store in self._stores.items() if key[0] == number}
+                self._stores = {**current, key: _store_of(self._settings[bucket], self.credentials, seconds)}
+            return self._stores[key]
 
     def _known_settings(self, bucket: str) -> dict[str, Any] | None:
         known = self._known

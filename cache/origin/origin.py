@@ -275,14 +275,19 @@ class Origin(ForkAware):
 
     def _admitted(self, request: Callable[[], T]) -> T:
         """Make a request. If the store rejects its credentials, and there are new ones, repeat it once with those."""
-        engine = self.engine
-        number = engine.credentials_number
+        credentials = self.engine.credentials
+        number = credentials.number
         try:
             return request()
         except Exception as error:
-            if not is_refusal(error) or not engine.renews_credentials(number):
+            if not is_refusal(error) or not credentials.renew(number):
                 raise
-        return request()
+        try:
+            return request()
+        except Exception as error:
+            if is_refusal(error):
+                credentials.pause()
+            raise
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
         received = 0

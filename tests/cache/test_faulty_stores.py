@@ -172,6 +172,92 @@ def test_a_token_that_stays_rejected_is_one_error(tmp_path: Path, monkeypatch: p
         assert issuer.issued <= 3
 
 
+@pytest.fixture
+def reconnects(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that gets an entry whenever s3fs replaces its session."""
+    own, found = s3fs.S3FileSystem.set_session, []
+
+    async def set_session(self: Any, refresh: bool = False, **options: Any) -> Any:
+        found.extend([True] if refresh else [])
+        return await own(self, refresh=refresh, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "set_session", set_session)
+    monkeypatch.setattr(s3fs.S3FileSystem, "connect", fsspec.asyn.sync_wrapper(set_session))
+    return found
+
+
+def forbidden(asked: Asked) -> Answer | None:
+    return Answer.error(403, "AccessDenied") if asked.kind == "get" else None
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("given", ["options", "environment", "anon"])
+def test_a_store_that_denies_access_keeps_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reconnects: list[bool], client: str, given: str
+) -> None:
+    with faulty_store(fault=forbidden) as store:
+        options = {**store.options, "anon": True} if given == "anon" else store.options
+        if given == "environment":
+            options = {"endpoint_url": store.url}
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+        store.put("x", OLD)
+        with opened(store, tmp_path, client, **options) as fs:
+            obj = fs.object("bucket/x")
+            for _ in range(2):
+                with pytest.raises(OriginError, match=r"denied access .AccessDenied: As the test wants it"):
+                    fs.blocks.read(obj, 0, BLOCK)
+        assert store.count("get") == 2
+    assert not reconnects
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_store_that_denies_access_is_named_while_the_source_of_credentials_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reconnects: list[bool], client: str
+) -> None:
+    with (
+        issuing("container", tmp_path, monkeypatch, timedelta(hours=1)),
+        faulty_store() as store,
+        opened(store, tmp_path / "cache", client, endpoint_url=store.url) as fs,
+    ):
+        store.put("x", OLD)
+        store.put("y", NEW)
+        obj = fs.object("bucket/x")
+        assert fs.blocks.read(obj, 0, BLOCK) == OLD[:BLOCK]
+        monkeypatch.delenv("AWS_CONTAINER_CREDENTIALS_FULL_URI")
+        store.fault = forbidden
+        with pytest.raises(OriginError, match=r"denied access .AccessDenied: As the test wants it"):
+            fs.blocks.read(obj, BLOCK, 2 * BLOCK)
+        store.fault = None
+        assert fs.blocks.read(obj, BLOCK, 2 * BLOCK) == OLD[BLOCK : 2 * BLOCK]
+        assert fs.cat_file("bucket/y") == NEW
+    assert not reconnects
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_role_whose_new_credentials_are_refused_is_not_asked_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reconnects: list[bool], client: str
+) -> None:
+    with (
+        issuing("role", tmp_path, monkeypatch, timedelta(hours=1)) as issuer,
+        faulty_store() as store,
+        opened(store, tmp_path / "cache", client, endpoint_url=store.url) as fs,
+    ):
+        store.put("x", OLD)
+        obj = fs.object("bucket/x")
+
+        def refuse(asked: Asked) -> Answer:
+            issuer.rotate()  # The service issues other ones to each request.
+            return Answer.error(403, "AccessDenied")
+
+        store.fault = refuse
+        for _ in range(3):
+            with pytest.raises(OriginError, match="denied access"):
+                fs.blocks.read(obj, 0, BLOCK)
+        assert store.count("get") == 4
+    assert len(reconnects) <= 1
+
+
 def test_a_token_is_fetched_again_before_it_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a rejection: once half of its time has passed."""
     with (
