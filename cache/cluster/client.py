@@ -102,7 +102,8 @@ class Client:
         """Leave out the cluster for a pause if the origin answers sooner."""
         reads = self.health.reads
         if self.pace.is_late(seconds, num_bytes, alone=reads.tripped):
-            self.health.reason = f"it takes {seconds:.2f} s to answer, and the origin less"
+            known = ", and the origin less" if self.pace.has_figures else ""
+            self.health.reason = f"it takes {seconds:.2f} s to answer{known}"
             reads.failed(for_good=True)
         else:
             reads.worked()

@@ -110,7 +110,8 @@ class Cluster(ForkAware):
             return None
         try:
             if not self._mac.is_valid(name, *read):
-                raise CorruptEntry(f"{name} was not written with this cluster key")  # noqa: TRY301 (as for damage)
+                what = "is damaged, or was not written with this cluster key"
+                raise CorruptEntry(f"{name} {what}")  # noqa: TRY301 (as below)
             payload = blob_file.payload_of(read[0], key.digest, name)
             key.check_structure(payload, name)
         except CorruptEntry as error:  # The caller makes the blob again and overwrites this one.

@@ -26,6 +26,7 @@ from tiers import Filler
 from dataload import CacheConfig, make_dataset
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster import store
+from dataload.cache.cluster.pace import ANSWERS, Pace
 from dataload.cache.cluster.store import Cluster, waiting_for_space
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local import blob_file
@@ -166,6 +167,18 @@ def test_a_damaged_or_evicted_part_is_made_again(cluster_server: Server, hosts: 
 
 
 KEY, OTHER_KEY = "0123456789abcdef", "fedcba9876543210"
+
+
+def test_a_damaged_value_is_not_blamed_on_the_cluster_key_alone(
+    cluster_server: Server, hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (hosts(cluster_server.url, key=KEY) for _ in range(2))
+    shares(first)
+    [name] = cluster_server.ask("KEYS", "dataload:*")
+    cluster_server.ask("SETRANGE", name, 17, b"damage")
+    assert shares(second) == 1
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.endswith(f"{name.decode()} is damaged, or was not written with this cluster key")
 
 
 @pytest.mark.parametrize("size", [0, 10_000, PART - 72, 3 * PART])
@@ -452,6 +465,22 @@ def test_a_server_that_is_farther_away_than_the_origin_is_left_alone(
         clock.now += 10
         assert shares(tier, "near") == 1
         assert tier.stats()["cluster"]["health"]["state"] == "normal"
+
+
+def test_a_server_that_is_far_away_is_left_alone_before_the_origin_was_asked(
+    cluster_server: Server, hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FarAway(cluster_server, 0.1) as far:
+        tier = hosts(far.url)
+        assert [shares(tier, f"{number}") for number in range(4)] == [1] * 4
+    [message] = [record.getMessage() for record in caplog.records]
+    assert re.search(r"all data comes from the origin; .*: it takes 0\.\d+ s to answer$", message)
+
+
+def test_large_values_of_a_near_server_may_take_their_time_before_the_origin_was_asked() -> None:
+    near, far = Pace(), Pace()
+    assert not any(near.is_late(0.067, 8 << 20, alone=False) for _ in range(20))  # 1 Gb/s
+    assert [far.is_late(0.3, 8 << 20, alone=False) for _ in range(ANSWERS)][-1]
 
 
 def test_a_server_that_is_far_away_is_used_if_the_origin_is_farther(cluster_server: Server, hosts: Hosts) -> None:
