@@ -14,6 +14,7 @@ import signal
 import socket
 from collections import defaultdict
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -350,6 +351,42 @@ def test_folders_of_other_programs_are_no_checkpoints(tmp_path):
     again, figures = train_with_noise(tmp_path, 2)
     assert torch.equal(again, done)
     assert len(figures) == 2
+
+
+def test_files_beside_the_checkpoints_do_not_make_a_checkpoint_of_their_folder(tmp_path):
+    """Other programs write such names, too."""
+    for name in (manifest.MANIFEST, STATE, TENSORS):
+        (tmp_path / name).write_text("{}")
+    done, _ = train_with_noise(tmp_path, 2)
+    for resumed in (train_with_noise(tmp_path, 2), train_with_noise(None, 2, resume=tmp_path)):
+        assert torch.equal(resumed[0], done)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / STATE).write_text("{}")
+    with pytest.raises(ConfigError, match="there is no checkpoint at this path"):
+        train_with_noise(None, 2, resume=tmp_path / "other")
+
+
+def test_a_checkpoint_may_be_renamed(tmp_path):
+    done, _ = train_with_noise(tmp_path, 1)
+    best = (tmp_path / "checkpoint-000001").rename(tmp_path / "best")
+    assert torch.equal(train_with_noise(None, 1, resume=best)[0], done)
+    (best / manifest.MANIFEST).unlink()
+    with pytest.raises(ConfigError, match=r"best is damaged: manifest.json is missing"):
+        train_with_noise(None, 1, resume=best)
+
+
+def test_a_folder_that_only_root_may_enter_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def denied(path):  # as to a user, which this test may not be
+        if "lost+found" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    train_with_noise(tmp_path, 1)
+    assert "checkpoint-000001" in names(tmp_path)
 
 
 def test_a_signal_ends_the_run_while_a_checkpoint_is_written(tmp_path, monkeypatch):

@@ -129,13 +129,13 @@ class Checkpoints:
                 names the latest earlier checkpoint that is whole.
             OSError: A file cannot be read.
         """
-        folder = self._folder if resume == "auto" else None if resume is None else local_folder("resume", resume)
-        found = _latest_in(folder)
+        found = own = _latest_in(self._folder)
+        if resume != "auto":
+            found = None if resume is None else _checkpoint_at(local_folder("resume", resume))
         if found is None and resume not in (None, "auto"):
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
         if found is not None:
             _require_whole(found)
-        own = _latest_in(self._folder)
         if found is not None and own is not None and found.samefile(own):
             self._earlier = _state_of(found)["earlier"]
         elif self._latest:
@@ -369,21 +369,28 @@ def _name(number: int) -> str:
 
 
 def _latest_in(folder: Path | None) -> Path | None:
-    """Return `folder` if it is a checkpoint, else the latest checkpoint in it; None if there is none."""
-    if folder is None or _is_checkpoint(folder):
-        return folder
-    return folder / _name(numbers[-1]) if (numbers := _numbers(folder)) else None
+    """Return the latest checkpoint in `folder`; None if there is none."""
+    return folder / _name(numbers[-1]) if folder is not None and (numbers := _numbers(folder)) else None
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, which may have lost files. Other programs use such names, too."""
+def _checkpoint_at(path: Path) -> Path | None:
+    """Return the latest checkpoint in `path`, else `path` if it is one, perhaps renamed; None if there is none."""
+    if (latest := _latest_in(path)) is not None:
+        return latest
+    named = NAME.fullmatch(path.name) and _has_parts(path)
+    both = all((path / name).is_file() for name in (manifest.MANIFEST, STATE))
+    return path if named or both or any(path.glob("__*.distcp")) else None
+
+
+def _has_parts(folder: Path) -> bool:
+    """Return whether a folder has any file of a checkpoint, which may have lost the others."""
     known = any((folder / name).is_file() for name in (manifest.MANIFEST, STATE, TENSORS))
     return known or any(folder.glob("__*.distcp"))
 
 
 def _numbers(folder: Path | None) -> list[int]:
-    """Return the numbers of the checkpoints in `folder`, oldest first."""
+    """Return the numbers of the checkpoints in `folder`, oldest first. Other programs use such names, too."""
     if folder is None or not folder.is_dir():
         return []
-    matches = (NAME.fullmatch(path.name) for path in folder.iterdir() if _is_checkpoint(path))
-    return sorted(int(match[1]) for match in matches if match)
+    matches = ((path, NAME.fullmatch(path.name)) for path in folder.iterdir())
+    return sorted(int(match[1]) for path, match in matches if match and _has_parts(path))
