@@ -136,8 +136,8 @@ class Notes(Protocol):
     def show(self, name: str, content: bytes) -> None:
         """Show some content as long as this process runs."""
 
-    def read(self, name: str) -> bytes | None:
-        """Return what one process shows under a name; None if none or several do."""
+    def read(self, name: str) -> list[tuple[str, bytes]]:
+        """Return what other running processes show under a name, each with the name of its process."""
 
 
 class Tier(Protocol):

@@ -22,7 +22,6 @@ from dataload.runtime.forks import ForkAware, close_copies
 _SWEPT = "-swept"
 _ANNOUNCED, _DRAFT = "announced", "announced-draft"  # what this process needs of the cache
 _NOTE = "note-"  # begins the names of files that `show` writes
-_LIMIT = "limit-"  # begins the name of an empty file, which ends with a limit that this process gives the cache
 LOOK_SECONDS = 1.0  # within which a process that looks for running ones gives a lock back
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
 
@@ -113,34 +112,22 @@ class StagingFolder(ForkAware):
                     os.close(descriptor)
         return found
 
-    def give_limit(self, limit: int) -> tuple[int, str] | None:
-        """Show other processes a limit of the cache in bytes. Return a running process's other limit, and its name."""
-        with suppress(OSError):  # A full disk
-            (self._path / f"{_LIMIT}{limit}").touch(mode=0o600)
-        for folder in _listed(self._path.parent):
-            others = {int(file.name.removeprefix(_LIMIT)) for file in _listed(folder) if file.name.startswith(_LIMIT)}
-            if others := others - {limit}:
-                with _locked(folder) as dead:
-                    if dead is False:
-                        pid, host = _owner(folder)
-                        return min(others), f"process {pid} of {host}"
-        return None
-
     def show(self, name: str, content: bytes) -> None:
         """Show some content to other processes, under a name, as long as this one runs."""
         draft = self._path / f"{_note(name)}-draft"
         draft.write_bytes(content)
         draft.rename(self._path / _note(name))
 
-    def read(self, name: str) -> bytes | None:
-        """Return what a running process shows under a name; None if none or several do."""
+    def read(self, name: str) -> list[tuple[str, bytes]]:
+        """Return what other running processes show under a name, each with the name of its process."""
         found = []
         for folder in _listed(self._path.parent):
             with suppress(OSError):  # It shows nothing, or its process just ends.
-                content = (folder / _note(name)).read_bytes()
-                with _locked(folder) as dead:
-                    found += [content] * (dead is False)
-        return found[0] if len(found) == 1 else None
+                if folder != self._path:
+                    content = (folder / _note(name)).read_bytes()
+                    with _locked(folder) as dead:
+                        found += [(_process(folder), content)] * (dead is False)
+        return found
 
     def draft(self, digest: bytes) -> str:
         """Return a new path for writing the blob `digest`."""
@@ -193,7 +180,7 @@ def users(cache: Path) -> str:
         with _locked(folder) as dead:
             pid, its_host = _owner(folder)
             if dead is False and (pid, its_host) != (str(os.getpid()), host):
-                found.append((not (its_host == host and _is_stopped(pid)), f"process {pid} of {its_host}"))
+                found.append((not (its_host == host and _is_stopped(pid)), _process(folder)))
     names = [f"{name}{'' if runs else ' (stopped)'}" for runs, name in sorted(found)]
     return f"the cache is open in {', '.join(names) or 'no other process'}"
 
@@ -206,6 +193,11 @@ def _owner(folder: Path) -> tuple[str, str]:
     """Return the process number and the host of a staging folder's owner."""
     pid, _, host = folder.name.partition("-")[2].rpartition("-")[0].partition("@")
     return pid, host
+
+
+def _process(folder: Path) -> str:
+    pid, host = _owner(folder)
+    return f"process {pid} of {host}"
 
 
 def _is_stopped(pid: str) -> bool:
@@ -283,7 +275,7 @@ def _close(owner: int, path: Path, descriptor: int, announced: list[int]) -> Non
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        for file in (path / _ANNOUNCED, path / _DRAFT, *path.glob(f"{_LIMIT}*"), *path.glob(f"{_NOTE}*")):
+        for file in (path / _ANNOUNCED, path / _DRAFT, *path.glob(f"{_NOTE}*")):
             file.unlink(missing_ok=True)
     while announced:
         os.close(announced.pop())

@@ -124,12 +124,20 @@ class LocalTier(ForkAware, Tier):
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
         if self._given_limit:  # A process without one makes no cache smaller.
-            if other := folder.staging.give_limit(self._given_limit):
-                _warn_once(LIMITS, self.path, self._given_limit, other[1], other[0])
+            self._compare_limits(folder, self._given_limit)
             with suppress(OSError, lmdb.Error):  # Cached blobs are readable without it. A fill meets the error, too.
                 folder.evict(self._given_limit, pin=self.policy == "pin")
         self._folder = folder  # Last: other threads use it from here on.
         return folder
+
+    def _compare_limits(self, folder: CacheFolder, limit: int) -> None:
+        """Warn if another running process limits the cache to another size. Best effort."""
+        with suppress(OSError, ValueError):  # such as a full disk
+            folder.staging.show("limit", str(limit).encode())
+            others = {int(content): process for process, content in folder.staging.read("limit")}
+            others.pop(limit, None)
+            if others:
+                _warn_once(LIMITS, self.path, limit, others[min(others)], min(others))
 
     @property
     def location(self) -> str:

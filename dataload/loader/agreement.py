@@ -193,7 +193,8 @@ def _note(notes: Notes, run: str, name: str, content: bytes) -> None:
 
 
 def _noted(notes: Notes, run: str, name: str) -> bytes | None:
-    return notes.read(f"{run} {name}")
+    shown = notes.read(f"{run} {name}")
+    return shown[0][1] if len(shown) == 1 else None  # Several jobs may have no name, and the same ranks.
 
 
 def _place_in_program() -> str:

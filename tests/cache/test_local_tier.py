@@ -823,6 +823,25 @@ def test_two_jobs_that_limit_one_cache_differently_are_told(
         job.join()
 
 
+def test_two_limits_of_one_process_are_not_told_as_those_of_two(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = LocalTier(tmp_path / "c", 5 * ROW), LocalTier(tmp_path / "c", 3 * ROW)
+    with caplog.at_level(logging.WARNING):
+        put(first, "a")
+        put(second, "b")
+    assert not caplog.records
+
+
+def test_limits_that_cannot_be_compared_leave_the_cache_on(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "a")
+    (tmp_path / "c" / "tmp" / "loop").symlink_to("loop")  # whose content is an OSError
+    tier = LocalTier(tmp_path / "c", 3 * ROW)
+    put(tier, "b")
+    assert tier.get(key("a")) == data_of("a")
+    assert tier.stats()["health"]["state"] == "normal"
+
+
 def test_the_limit_of_a_job_that_has_ended_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fill_elsewhere(tmp_path / "c", "a")
     with caplog.at_level(logging.WARNING):
