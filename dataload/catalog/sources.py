@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from functools import partial
 from itertools import filterfalse, groupby
 from operator import methodcaller
@@ -251,18 +252,22 @@ def _check_tables(paths: Sequence[str], blocks: Blocks, every: Callable[..., Ite
     searched = _some_of_each_level(filterfalse(has_wildcard, filter(None, folders)))
     checks = [(folder, table, check) for folder in searched for table, check in LOGS.items()]
     signs = [f"{folder}/{TABLE_FORMATS[table].sign}" for folder, table, _ in checks]
+    read = partial(every, partial(_content, origin))
     for (folder, _, check), found in zip(checks, every(partial(_matching, origin), signs), strict=True):
         if found:
             files = {name: Object.of(info) for name, info in found.items()}
-            check(folder, files, [path for path in paths if path.startswith(f"{folder}/")], partial(_whole, origin))
+            check(folder, files, [path for path in paths if path.startswith(f"{folder}/")], read)
 
 
 def _folder_of(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _whole(origin: Origin, obj: Object) -> bytes:
-    return bytes(origin.read(obj.path, 0, obj.size, obj.version)) if obj.size else b""
+def _content(origin: Origin, obj: Object) -> bytes | None:
+    """Return the bytes of an object; None after any error of the store."""
+    with suppress(OriginError):
+        return bytes(origin.read(obj.path, 0, obj.size, obj.version)) if obj.size else b""
+    return None
 
 
 def _check_listing(path: str, names: Collection[str]) -> None:

@@ -6,21 +6,24 @@ which the table's own metadata says otherwise are refused.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Object
-from dataload.errors import ConfigError, OriginError
+from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
 CHANGES = re.compile(r"/_change_data/")
+VERSION = re.compile(r"_delta_log/(\d{20})\.")
 COMMIT = re.compile(r"_delta_log/(\d{20})\.json$")
 CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint(?:\.\d{10}\.(\d{10}))?\.parquet$")
 ICEBERG_VERSION = re.compile(r"/v?(\d+)[^/]*\.metadata\.json$")
@@ -28,8 +31,11 @@ MOST_BYTES = 64 << 20  # of a table's log that are read, the newest first
 DELETES = ("total-delete-files", "total-position-deletes", "total-equality-deletes")
 COPY = 'such as by spark.table("t").write.parquet(copy), and name the copy'
 
-Read = Callable[[Object], bytes]
-Actions = list[dict[str, dict[str, Any]]]
+KINDS = ("add", "remove", "metaData")  # of the actions of a commit
+
+Read = Callable[[Sequence[Object]], Iterable[bytes | None]]
+
+logger = logging.getLogger(__name__)
 
 
 def check_files(paths: Iterable[str]) -> None:
@@ -41,36 +47,57 @@ def check_files(paths: Iterable[str]) -> None:
         )
 
 
-def check_delta(folder: str, log: Mapping[str, Object], listed: Iterable[str], read: Read) -> None:
+def check_delta(folder: str, log: Mapping[str, Object], listed: Collection[str], read: Read) -> None:
     """Raise ConfigError if a Delta table deletes rows of listed files, or gives their columns other names.
+
+    A list of an older version, of which the newest one has removed files, may have all rows: that is logged. So is a
+    log that cannot be read as a whole.
 
     Args:
         folder: Path of the table.
         log: The objects in `_delta_log/` by path.
         listed: Paths of files below the folder.
-        read: Returns the bytes of an object.
+        read: Returns the bytes of objects; None for one that cannot be read.
     """
-    commits = list(_commits(log, read))
-    for name, stored in _renamed(_newest_schema(commits)):
+    objects, is_whole = _since_checkpoint(log)
+    found = [_commit(folder, obj, data) for obj, data in zip(objects, read(objects), strict=True)]
+    commits = [commit for commit in found if commit is not None]
+    for name, stored in next((commit.renamed for commit in commits if commit.renamed is not None), ()):
         raise ConfigError(
             f"{redacted(folder)} is a Delta table with column mapping: its files call the column {name!r} {stored!r}: "
             f"copy it to plain Parquet, {COPY}"
         )
-    marked: dict[str, bool] = {}  # whether rows of a file are deleted, by path; the newest commit counts
-    for actions in commits:
-        own = {action["remove"].get("path", ""): False for action in actions if "remove" in action}
-        adds = [action["add"] for action in actions if "add" in action]
-        marked = own | {each.get("path", ""): bool(each.get("deletionVector")) for each in adds} | marked
-    deleted = {_path_of(folder, path) for path, is_marked in marked.items() if is_marked}
-    if found := sorted(deleted.intersection(listed)):
-        more = f" and {len(found) - 1} more of these files have" if len(found) > 1 else " has"
-        raise ConfigError(
-            f"{redacted(found[0])}{more} rows that its Delta table deleted by deletion vectors: run REORG TABLE … "
-            f"APPLY (PURGE), and list the files of the new version; or copy the table to plain Parquet, {COPY}"
+    is_whole = is_whole and len(commits) == len(found)
+    if not is_whole:
+        logger.warning(
+            "%s is a Delta table whose log can be read in part only, so files with deleted rows may go unnoticed: copy "
+            "it to plain Parquet, %s, if it may have deletion vectors",
+            redacted(folder),
+            COPY,
         )
+    files: dict[str, bool | None] = {}
+    for commit in reversed(commits):
+        files.update(commit.files)
+    marked = sorted(path for path in listed if files.get(path))
+    if not marked:
+        return
+    more = f" and {len(marked) - 1} more of these files have" if len(marked) > 1 else " has"
+    deleted = f"{redacted(marked[0])}{more} rows that its Delta table deleted by deletion vectors"
+    purge = "run REORG TABLE … APPLY (PURGE), and list the files of the new version; or copy the table to plain Parquet"
+    if gone := min((path for path in listed if files.get(path, None if is_whole else False) is None), default=""):
+        logger.warning(
+            "%s, in its newest version, which is without %s, so an older one is read: right if that is from before "
+            "they were deleted; if not, %s, %s",
+            deleted,
+            redacted(gone),
+            purge,
+            COPY,
+        )
+        return
+    raise ConfigError(f"{deleted}: {purge}, {COPY}")
 
 
-def check_iceberg(folder: str, metadata: Mapping[str, Object], listed: Iterable[str], read: Read) -> None:
+def check_iceberg(folder: str, metadata: Mapping[str, Object], listed: Collection[str], read: Read) -> None:
     """Raise ConfigError if the current snapshot of an Iceberg table deletes rows of its files.
 
     Args:
@@ -80,7 +107,7 @@ def check_iceberg(folder: str, metadata: Mapping[str, Object], listed: Iterable[
         read: As in `check_delta`.
     """
     versions = {int(match[1]): obj for path, obj in metadata.items() if (match := ICEBERG_VERSION.search(path))}
-    if versions and any(listed) and _has_deletes(versions[max(versions)], read):
+    if versions and listed and _has_deletes(versions[max(versions)], read):
         raise ConfigError(
             f"{redacted(folder)} is an Iceberg table whose delete files delete rows of its data files: run "
             "rewrite_data_files with delete-file-threshold=1, and list the files of the new snapshot; or copy the "
@@ -90,64 +117,77 @@ def check_iceberg(folder: str, metadata: Mapping[str, Object], listed: Iterable[
 
 def _has_deletes(metadata: Object, read: Read) -> bool:
     """Return whether the current snapshot of an Iceberg table has delete files. False if that is unknown."""
-    with suppress(ValueError, OriginError, AttributeError, TypeError, KeyError):
-        table = json.loads(read(metadata))
+    with suppress(ValueError, AttributeError, TypeError, KeyError):
+        [data] = read([metadata])
+        table = json.loads(data or b"")
         current = table["current-snapshot-id"]
         summaries = [each.get("summary", {}) for each in table.get("snapshots", ()) if each["snapshot-id"] == current]
         return any(int(summary.get(name, 0)) for summary in summaries for name in DELETES)
     return False
 
 
-def _commits(log: Mapping[str, Object], read: Read) -> Iterator[Actions]:
-    """Yield the actions of the commits since the last checkpoint, and of that; the newest first.
+class _Commit(NamedTuple):
+    """What a commit or a checkpoint says.
 
-    Those that cannot be read are left out, and what is before `MOST_BYTES`.
+    Attributes:
+        files: By path, whether rows of the file are deleted; None: the table has the file no more.
+        renamed: The columns that files call otherwise, if there is a schema.
     """
+
+    files: dict[str, bool | None]
+    renamed: list[tuple[str, str]] | None
+
+
+def _since_checkpoint(log: Mapping[str, Object]) -> tuple[list[Object], bool]:
+    """Return the commits since the last checkpoint, and its parts, the newest first; and whether that is all.
+
+    Other forms of checkpoints are not read, and only `MOST_BYTES`.
+    """
+    versions = {int(match[1]) for path in log if (match := VERSION.search(path))}
     commits = {int(match[1]): obj for path, obj in log.items() if (match := COMMIT.search(path))}
     parts: dict[int, list[tuple[int, Object]]] = {}
     for path, obj in log.items():
         if match := CHECKPOINT.search(path):
             parts.setdefault(int(match[1]), []).append((int(match[2] or 1), obj))
     checkpoint = max((version for version, found in parts.items() if len(found) == found[0][0]), default=-1)
-    newest = [obj for version, obj in sorted(commits.items(), reverse=True) if version > checkpoint]
-    left = MOST_BYTES
-    for obj in [*newest, *(obj for _, obj in parts.get(checkpoint, ()))]:
-        left -= obj.size
-        if left < 0:
-            return
-        with suppress(ValueError, OriginError, pa.ArrowException):
-            data = read(obj)
-            yield _of_checkpoint(data) if obj.path.endswith(".parquet") else _of_commit(data)
+    newest = [version for version in sorted(commits, reverse=True) if version > checkpoint]
+    needed = [*map(commits.__getitem__, newest), *(obj for _, obj in parts.get(checkpoint, ()))]
+    sizes = itertools.accumulate(obj.size for obj in needed)
+    kept = [obj for obj, size in zip(needed, sizes, strict=True) if size <= MOST_BYTES]
+    return kept, len(kept) == len(needed) and len(newest) == max(versions, default=checkpoint) - checkpoint
 
 
-def _of_commit(data: bytes) -> Actions:
-    return _actions(map(json.loads, data.splitlines()))
-
-
-def _of_checkpoint(data: bytes) -> Actions:
-    columns = ["add.path", "add.deletionVector.storageType", "metaData.schemaString"]
-    return _actions(pq.ParquetFile(pa.BufferReader(data)).read(columns=columns).to_pylist())
-
-
-def _actions(rows: Iterable[Any]) -> Actions:
-    """Return the actions by kind, without what is null."""
-    return [
-        {
-            kind: {name: value for name, value in action.items() if value is not None}
-            for kind, action in row.items()
-            if isinstance(action, dict)
-        }
-        for row in rows
-        if isinstance(row, dict)
-    ]
-
-
-def _newest_schema(commits: Iterable[Actions]) -> Any:
-    """Return the schema of a table as its log has it; None if these commits have none that can be read."""
-    metadata = (action["metaData"] for actions in commits for action in actions if "metaData" in action)
-    with suppress(ValueError, TypeError):
-        return json.loads(next(metadata, {}).get("schemaString", "null"))
+def _commit(folder: str, obj: Object, data: bytes | None) -> _Commit | None:
+    """Return what a commit or a checkpoint says; None if that cannot be understood."""
+    if data is None:
+        return None
+    # pyarrow raises OSError for damaged pages.
+    with suppress(ValueError, TypeError, AttributeError, LookupError, OSError, RecursionError, pa.ArrowException):
+        return _of_checkpoint(folder, data) if obj.path.endswith(".parquet") else _of_commit(folder, data)
     return None
+
+
+def _of_commit(folder: str, data: bytes) -> _Commit:
+    actions = [json.loads(line) for line in data.splitlines()]
+    adds, removes, schemas = ([found for each in actions if (found := each.get(kind))] for kind in KINDS)
+    files: dict[str, bool | None] = {_path_of(folder, each["path"]): None for each in removes}
+    files |= {_path_of(folder, each["path"]): bool(each.get("deletionVector")) for each in adds}
+    return _Commit(files, _renamed_of([each.get("schemaString") for each in schemas]))
+
+
+def _of_checkpoint(folder: str, data: bytes) -> _Commit:
+    path, vector, schema = "add.path", "add.deletionVector.storageType", "metaData.schemaString"
+    with pq.ParquetFile(pa.BufferReader(data)) as file:
+        table = file.read(columns=[path, vector, schema]).flatten().flatten()
+    schemas = table[schema].drop_null().to_pylist() if schema in table.column_names else []
+    table = table.filter(table[path].is_valid())
+    marks = table[vector].is_valid().to_pylist() if vector in table.column_names else [False] * len(table)
+    paths = [_path_of(folder, each) for each in table[path].to_pylist()]
+    return _Commit(dict(zip(paths, marks, strict=True)), _renamed_of(schemas))
+
+
+def _renamed_of(schemas: Sequence[str | None]) -> list[tuple[str, str]] | None:
+    return list(_renamed(json.loads(schemas[-1]))) if schemas and schemas[-1] else None
 
 
 def _renamed(kind: Any) -> Iterator[tuple[str, str]]:

@@ -418,7 +418,7 @@ def test_listed_files_with_deletion_vectors_are_refused(tmp_path: Path, below: s
     log = [[added(first), added(second)], [removed(second), added(second, marked=True)]]
     delta_table(table, *log)
     with pytest.raises(ConfigError, match=rf"^{files[1]} has rows that its Delta table deleted .* run REORG TABLE"):
-        make_dataset(files, cache=False)
+        make_dataset(files[:2], cache=False)
     assert read([files[0], files[2]]) == [0, 2]
     shutil.rmtree(table / "_delta_log")
     delta_table(table, *log, [removed(second), added("purged.parquet")])
@@ -441,6 +441,49 @@ def test_deletion_vectors_in_a_checkpoint_are_found(tmp_path: Path, later: list[
     else:
         with pytest.raises(ConfigError, match=rf"^{files[1]} has rows that its Delta table deleted"):
             make_dataset(files, cache=False)
+
+
+def test_an_older_version_of_a_table_is_read_after_rows_of_its_files_are_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [write(tmp_path / f"{number}.parquet", number) for number in range(2)]
+    later = [removed("0.parquet"), removed("1.parquet"), added("1.parquet", marked=True)]
+    delta_table(tmp_path, [added("0.parquet"), added("1.parquet")], later)
+    assert read(files) == [0, 1]
+    [record] = caplog.records
+    assert re.search(rf"^{files[1]} has rows .* is without {files[0]}, so an older one is read", record.getMessage())
+    with pytest.raises(ConfigError, match=rf"^{files[1]} has rows"):
+        make_dataset(files[1:], cache=False)
+
+
+@pytest.mark.parametrize("unread", ["v2", "damaged", "gap", "large"])
+def test_a_log_that_is_read_in_part_is_a_warning_that_names_the_table(
+    tmp_path: Path, unread: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "0.parquet", 1)
+    delta_table(tmp_path, [added("0.parquet")], [], [])
+    assert read([data]) == [1]
+    assert not caplog.records
+    log = tmp_path / "_delta_log"
+    checkpoint = log / f"{1:020}.checkpoint.parquet"
+    adds = [added(f"{number}.parquet") for number in range(1000)]
+    pq.write_table(pa.Table.from_pylist(adds), checkpoint, compression="none", use_dictionary=False)
+    assert read([data]) == [1]
+    assert not caplog.records
+    if unread == "v2":
+        checkpoint.rename(log / f"{1:020}.checkpoint.80a083e8-7026-4e79-81be-64bd76c43a11.parquet")
+        (log / f"{0:020}.json").unlink()
+    elif unread == "damaged":
+        content = checkpoint.read_bytes()
+        checkpoint.write_bytes(content[:4] + bytes(4000) + content[4004:])
+    elif unread == "gap":
+        checkpoint.unlink()
+        (log / f"{1:020}.json").unlink()
+    else:
+        monkeypatch.setattr("dataload.catalog.table_logs.MOST_BYTES", checkpoint.stat().st_size - 1)
+    assert read([data]) == [1]
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{tmp_path} is a Delta table whose log can be read in part only")
 
 
 def test_listed_files_whose_table_calls_their_columns_otherwise_are_refused(tmp_path: Path) -> None:
@@ -483,12 +526,28 @@ def test_listed_files_of_an_iceberg_table_with_delete_files_are_refused(tmp_path
     assert read([data]) == [1]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"add": 3}', b"\xff", b'{"metaData": {"schemaString": "{"}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"add": 3}',
+        b"\xff",
+        b'{"metaData": {"schemaString": "{"}}',
+        b'{"add": {"path": [3], "deletionVector": {}}}',
+        b'{"add": {"path": 3, "deletionVector": {"storageType": "u"}}}',
+        b'{"metaData": {"schemaString": "{\\"fields\\": [3]}"}}',
+        b'{"metaData": {"schemaString": "{\\"fields\\": 3}"}}',
+    ],
+)
 def test_a_log_that_cannot_be_understood_refuses_no_file(tmp_path: Path, content: bytes) -> None:
     data = write(tmp_path / "0.parquet", 1)
     for name in (f"_delta_log/{0:020}.json", f"_delta_log/{0:020}.checkpoint.parquet", "metadata/v1.metadata.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
+    assert read([data]) == [1]
+    (tmp_path / f"_delta_log/{0:020}.checkpoint.parquet").unlink()
     assert read([data]) == [1]
 
 
