@@ -4,7 +4,8 @@ Each rank shows what its loader reads where the others can see it, and looks at 
 the process group, in that of torchrun's agent, or, for ranks of one host, in the cache folder. It waits for nobody. So
 the rank that comes last to its first batch sees the others, and they see it at the end of their epoch.
 
-A loader is compared with the one that the same lines of the program made on the other rank.
+A loader is compared with the one that the same place of the program made on the other rank, if that place has made one
+on each of the two: those of a loop may come in another order on each rank, such as that of a set.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ FILE_BYTES = 4
 log = logging.getLogger(__name__)
 
 _started = time.time()
-_made = Counter[str]()  # loaders of this process, by the lines of the program that made them
+_made = Counter[str]()  # loaders of this process, by the place of the program that made them
+_stores: dict[tuple[int, str, int], Any] = {}  # connections by process and address; None: failed
 
 
 class Agreement:
@@ -62,10 +64,12 @@ class Agreement:
         self._dataset = dataset
         self._rank, size = sampler.rank, sampler.num_replicas
         options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
-        self._order = json.loads(json.dumps({"world_size": size, "data": sampler.order.digest, **options}))
-        self._name = _place_in_program()
+        self._order = json.loads(json.dumps({"data": sampler.order.digest, **options}))
+        self._place = _place_in_program()
+        self._name = f"{self._place} of {size}"  # Torchrun counts no restart if ranks come or go, and keeps its store.
         self._unseen = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks to compare with
         self._looks = 0
+        self._announced = 0  # loaders of this place, as shown
 
     def check(self) -> None:
         """Show what this rank reads, and compare it with what others show by now.
@@ -75,27 +79,32 @@ class Agreement:
         """
         if not self._unseen or self._looks == MOST_LOOKS:
             return
+        self._looks += 1
         difference = None
         try:
             if (board := _board(self._dataset.datasets[0].blocks.tier)) is not None:
                 difference = self._difference(board)
         except Exception as error:  # noqa: BLE001 (best effort: a store may end at any time)
             log.debug("cannot compare this rank with others: %r", error)
+            self._unseen.clear()  # Each try may take seconds.
         if difference is not None:
             raise ConfigError(f"the ranks read different rows: {difference}")
 
     def _difference(self, board: Board) -> str | None:
         """Return how the rows of another rank differ, or None."""
-        if not self._looks:
+        loaders = _made[self._place]
+        if self._announced != loaders:
+            self._announced = loaders
             board.show(f"{self._name} files {self._rank}", self._digests)
-            board.show(f"{self._name} {self._rank}", json.dumps(self._shown).encode())
-        self._looks += 1
+            board.show(f"{self._name} {self._rank}", json.dumps({**self._shown, "loaders": loaders}).encode())
+        if loaders > 1:
+            self._unseen.clear()
         for rank in sorted(self._unseen):
             content = board.read(f"{self._name} {rank}")
             other = None if content is None else json.loads(content)
             if other is None or abs(other["started"] - _started) > SAME_ATTEMPT_SECONDS:
                 continue
-            if other["order"] == self._order:
+            if other["order"] == self._order or other["loaders"] > 1:
                 self._unseen.discard(rank)
             elif other["order"]["data"] != self._order["data"]:
                 return self._other_data(rank, other, board.read(f"{self._name} files {rank}") or b"")
@@ -175,8 +184,14 @@ def _store(place: MeetingPlace) -> Any:
         return None
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # Some builds of torch lack it.
 
-    patience = timedelta(seconds=STORE_SECONDS)
-    return TCPStore(*place.store, is_master=False, timeout=patience, wait_for_workers=False)
+    key = os.getpid(), *place.store
+    if key not in _stores:
+        _stores[key] = None
+        patience = timedelta(seconds=STORE_SECONDS)
+        _stores[key] = TCPStore(*place.store, is_master=False, timeout=patience, wait_for_workers=False)
+    if _stores[key] is None:
+        raise ConnectionError(f"the store at {place.store} could not be reached before")
+    return _stores[key]
 
 
 def _set(store: Any, prefix: str, name: str, content: bytes) -> None:
@@ -198,13 +213,13 @@ def _noted(notes: Notes, run: str, name: str) -> bytes | None:
 
 
 def _place_in_program() -> str:
-    """Return a digest of the lines of the program that make a loader, and of how many loaders they have made."""
-    lines = []
+    """Return a digest of the calls of the program that make a loader. Count the loader."""
+    calls = []
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         code = frame.f_code
-        lines.append(f"{PurePath(code.co_filename).name} {code.co_name} {frame.f_lineno}")
+        calls.append(f"{PurePath(code.co_filename).name} {code.co_name} {frame.f_lasti}")  # A line may have several.
         frame = frame.f_back
-    place = "\n".join(lines)
+    place = hashlib.blake2b("\n".join(calls).encode(), digest_size=12).hexdigest()
     _made[place] += 1
-    return hashlib.blake2b(f"{place} {_made[place]}".encode(), digest_size=12).hexdigest()
+    return place

@@ -134,6 +134,40 @@ def test_several_loaders_of_a_job_are_not_taken_for_each_other(
     assert ranks(2, several, files, str(tmp_path / "cache"), board) == [1400, 1400]
 
 
+def of_a_set(files: list[str], board: str, cache: str) -> int:
+    def epochs(rank: int) -> int:
+        in_any_order = files[:2] if rank else files[1::-1]
+        loaders = {file: make_loader(file, 10, cache_dir=cache) for file in in_any_order}
+        return sum(len(batch["x"]) for file in files[:2] for _ in range(2) for batch in loaders[file])
+
+    found: int = together(epochs, board)
+    return found
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_loaders_made_in_another_order_on_each_rank_are_not_taken_for_each_other(
+    files: list[str], tmp_path: Path, ranks: Ranks, board: str
+) -> None:
+    assert ranks(2, of_a_set, files, board, str(tmp_path / "cache")) == [200, 200]
+
+
+def two_of_a_line(files: list[str]) -> None:
+    def epochs(rank: int) -> None:
+        train, validation = make_loader(files[:8], 10, cache=False), make_loader(files[8 + rank :], 10, cache=False)
+        for loader in (train, validation):
+            list(loader)
+
+    together(epochs, "agent")
+
+
+def test_each_of_two_loaders_of_a_line_is_compared(files: list[str], ranks: Ranks) -> None:
+    answers = [answer for answer in ranks(2, two_of_a_line, files) if answer is not None]
+    assert answers
+    assert all(
+        f"the first file that differs is {files[8]}" in error or files[9] in error for error in errors_of(answers)
+    )
+
+
 def attempt(files: list[str], count: int, port: int) -> list[int]:
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(count), "MASTER_PORT": str(port)}
     return [row for batch in make_loader(files, 10, cache=False) for row in batch["x"].tolist()]
@@ -145,6 +179,37 @@ def test_what_an_earlier_attempt_read_does_not_count(files: list[str], ranks: Ra
     second = ranks(2, attempt, files, 1, store.port)
     assert set().union(*first) == {*range(500)}
     assert set().union(*second) == {*range(1000)}
+
+
+def test_what_the_job_read_before_its_number_of_ranks_changed_does_not_count(files: list[str], ranks: Ranks) -> None:
+    """Torchrun counts no restart then, and the store of its agent stays."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number in (2, 3):
+        assert set().union(*ranks(number, attempt, files, 0, store.port)) == {*range(1000)}
+
+
+def connections(files: list[str], board: str, port: int) -> int:
+    """Return how often a rank connects for two loaders of two epochs each."""
+    os.environ["MASTER_PORT"] = str(port)
+    store, tries = dist.TCPStore, []
+
+    def connect(*args: Any, **options: Any) -> Any:
+        tries.append(args)
+        if board == "unreachable":
+            raise dist.DistNetworkError("Connection refused")
+        return store(*args, **options)
+
+    dist.TCPStore = connect
+    for loader in (make_loader(files, 10, cache=False), make_loader(files, 10, cache=False)):
+        for _ in range(2):
+            list(loader)
+    return len(tries)
+
+
+@pytest.mark.parametrize("board", ["agent", "unreachable"])
+def test_a_process_connects_to_the_store_once(files: list[str], ranks: Ranks, board: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks(2, connections, files, board, store.port) == [1, 1]
 
 
 def alone(files: list[str], address: str) -> int:
