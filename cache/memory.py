@@ -48,14 +48,7 @@ class MemoryTier(ForkAware, Tier):
         return MemoryTier, (self.limit,)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
-        with self._mutex:
-            whole = self._blobs.get(key.digest)
-            if whole is None:
-                return None
-            self._blobs.move_to_end(key.digest)
-            found = cut(whole, span)
-            self.counters.add(hits=1, bytes=len(found))
-            return found
+        return self._in_memory(key, span)
 
     def get_or_fill(
         self,
@@ -69,7 +62,7 @@ class MemoryTier(ForkAware, Tier):
         if found is not None:
             return found
         with self._locks.hold(key.digest):
-            found = self.get(key, span)
+            found = self._in_memory(key, span)
             if found is not None:
                 self.counters.add(waits=1)
                 return found
@@ -102,6 +95,16 @@ class MemoryTier(ForkAware, Tier):
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()
+
+    def _in_memory(self, key: BlobKey, span: Span | None) -> memoryview | None:
+        with self._mutex:
+            whole = self._blobs.get(key.digest)
+            if whole is None:
+                return None
+            self._blobs.move_to_end(key.digest)
+            found = cut(whole, span)
+            self.counters.add(hits=1, bytes=len(found))
+            return found
 
     def _keep(self, key: BlobKey, blob: memoryview) -> None:
         with self._mutex:

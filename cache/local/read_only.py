@@ -12,7 +12,7 @@ from dataload.cache.health import Health
 from dataload.cache.local import blob_file
 from dataload.cache.local.setup import cache_format
 from dataload.cache.memory import MemoryTier
-from dataload.cache.tier import BlobKey, Fill, Span
+from dataload.cache.tier import Allocate, BlobKey, Fill, Span
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class ReadOnlyTier(MemoryTier):
         return str(self.path)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
-        reads = self._health.reads
-        if reads.allows():
+        found, reads = self._in_memory(key, span), self._health.reads
+        if found is None and reads.allows():
             try:
                 file = blob_file.path_in(self._blobs_folder, key.digest)
                 found = blob_file.open_map(file, key.digest, self._verified, span, key)
@@ -64,21 +64,21 @@ class ReadOnlyTier(MemoryTier):
             else:
                 reads.worked()
                 self.counters.add(hits=1, bytes=len(found))
-                return found
-        return super().get(key, span)
+        return found
 
     def get_or_fill(
         self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
-        if (found := self.get(key, span)) is not None:
-            return found
-        if self._health.is_new("missing"):
-            log.warning(
-                "cache %s is read-only and lacks %s: what it lacks is read from the origin each time",
-                self.path,
-                key.name,
-            )
-        return super().get_or_fill(key, fill, span, to_keep=to_keep)
+        def fill_lacking(allocate: Allocate) -> None:
+            if self._health.is_new("missing"):
+                log.warning(
+                    "cache %s is read-only and lacks %s: what it lacks is read from the origin each time",
+                    self.path,
+                    key.name,
+                )
+            fill(allocate)
+
+        return super().get_or_fill(key, fill_lacking, span, to_keep=to_keep)
 
 
 def is_read_only(path: Path) -> bool:

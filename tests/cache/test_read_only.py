@@ -14,9 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiers import data_of, fill_of, key, put
 from typer.testing import CliRunner
 
 import dataload
+from dataload.cache.local.read_only import ReadOnlyTier
+from dataload.cache.local.tier import LocalTier
 from dataload.cli.app import app
 from dataload.errors import ConfigError
 
@@ -121,6 +124,25 @@ def test_what_a_read_only_cache_lacks_comes_from_the_origin_with_one_warning(
     [warning] = caplog.messages
     assert warning.startswith(f"cache {folder} is read-only and lacks {bucket.name}/data/part-00")
     assert warning.endswith(": what it lacks is read from the origin each time")
+
+
+def test_a_blob_that_a_read_only_cache_lacks_is_looked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(LocalTier(tmp_path / "c"), "there")
+    opened, real = list[str](), os.open
+
+    def counting(path: Any, *given: Any, **options: Any) -> int:
+        opened.append(str(path))
+        return real(path, *given, **options)
+
+    tier = ReadOnlyTier(tmp_path / "c", 1 << 20)
+    monkeypatch.setattr(os, "open", counting)
+    for _ in range(2):
+        assert tier.get_or_fill(key("lacking"), fill_of("lacking")) == data_of("lacking")
+    assert len([path for path in opened if key("lacking").digest.hex() in path]) == 1
+    assert tier.get(key("there")) == data_of("there")
+    assert tier.stats()["hits"] == 2
 
 
 def test_a_damaged_blob_of_a_read_only_cache_is_fetched_instead(
