@@ -17,7 +17,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.errors import is_transient, is_unsupported
+from dataload.cache.origin.errors import is_passing, is_transient, is_unsupported
 from dataload.cache.origin.identity import address_of, is_s3
 from dataload.cache.origin.listings import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
@@ -119,7 +119,7 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
     return Obstore(lambda: filesystem, purpose)
 
 
-def fallback(filesystem: Any, reason: str, fix: str = "change that setting") -> Fsspec:
+def fallback(filesystem: Any, reason: str, fix: str) -> Fsspec:
     """Return the slower engine. Log the first of each reason for S3, which obstore can read with other settings."""
     if is_s3(filesystem):
         message = f"s3fs instead of obstore reads S3, which takes three times the CPU time: {reason}; {fix}"
@@ -201,7 +201,7 @@ class Fsspec:
             if "IfMatch" not in condition or not is_unsupported(error):
                 raise
             response = filesystem.call_s3("get_object", **request)  # The ETag of the answer is compared.
-            self._sends_conditions = False
+            self._sends_conditions = is_passing(error)
         sent = response.get("ContentRange")
         try:
             if not version_id:

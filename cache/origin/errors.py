@@ -40,6 +40,8 @@ DENIALS = frozenset(
     }
 )
 
+# Codes of S3, with status 400, that say nothing about the request itself.
+PASSING = ("ExpiredToken", "InvalidToken", "RequestTimeout", "TokenRefreshRequired")
 UNSUPPORTED = (501, 505)  # HTTP statuses for what a server cannot do
 
 _PROVIDER = "External AWS credential provider"  # in the messages of obstore
@@ -53,11 +55,13 @@ class UnsuitableError(Exception):
     Args:
         reason: Why obstore cannot read it.
         whole_store: The reason applies to all objects of the store.
+        fix: What makes obstore suitable.
     """
 
-    def __init__(self, reason: str, *, whole_store: bool = True) -> None:
+    def __init__(self, reason: str, *, whole_store: bool = True, fix: str = "change that setting") -> None:
         super().__init__(reason)
         self.whole_store = whole_store
+        self.fix = fix
 
 
 def is_store_error(error: BaseException) -> bool:
@@ -108,6 +112,11 @@ def is_refusal(error: BaseException) -> bool:
 def is_unsupported(error: BaseException) -> bool:
     """Return whether a store may not know a part of the request."""
     return status(error) in (400, *UNSUPPORTED)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether a store rejects a request for the moment, not for what it asks."""
+    return any(code in str(cause) for cause in with_causes(error) for code in PASSING)
 
 
 def status(error: BaseException) -> int | None:

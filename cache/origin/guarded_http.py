@@ -10,6 +10,7 @@ from dataload.runtime.redact import redacted
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_REDIRECTS = 10
+ENCRYPTS = ("http", 80, "https", 443)
 HARMLESS = frozenset({"accept", "accept-encoding", "if-match", "range"})  # headers, in lower case
 HARMLESS_OPTIONS = frozenset({"proxy", "proxy_auth", "proxy_headers", "ssl", "timeout"})
 
@@ -57,7 +58,7 @@ class _Redirecting:
             if (before.scheme, url.scheme) == ("https", "http"):
                 fix = "name a URL that stays with https"
                 raise OriginError(f"{redacted(before)} redirects to {redacted(url)}, without encryption: {fix}")
-            if url.origin() != before.origin():
+            if not _is_same_server(before, url):
                 is_own = False
                 headers = {name: text for name, text in options.get("headers", {}).items() if name.lower() in HARMLESS}
                 options = {name: value for name, value in options.items() if name in HARMLESS_OPTIONS}
@@ -76,6 +77,12 @@ class _Redirecting:
             return await session.request(method, url, **options)
         finally:
             session.detach()
+
+
+def _is_same_server(before: Any, url: Any) -> bool:
+    """Return whether a URL has the server of the one before, perhaps with encryption now."""
+    encrypts = before.host == url.host and (before.scheme, before.port, url.scheme, url.port) == ENCRYPTS
+    return bool(encrypts or before.origin() == url.origin())
 
 
 class _Response:

@@ -11,10 +11,11 @@ from dataload.cache.origin.known_s3 import read_bundle
 from dataload.errors import OriginError
 from dataload.runtime.redact import redacted
 
-# Begins our continuation tokens, which also hold the last name of the page: "<mark><length>:<token of the store><name>"
+# Begins our continuation tokens, which also describe the page: "<mark><length>:<token of the store><page>". It is its
+# last name; with a token of the store its first and last name, as some stores have an order of their own.
 MARK = "dataload-page:"
-AFTER, TOKEN = "dataload_after", "dataload_token"  # of the context of a request
-UNSORTED = "--x-s3"  # ends the names of directory buckets, whose listings have no order
+PAGE, TOKEN = "dataload_page", "dataload_token"  # of the context of a request
+OPERATIONS = ("GetObject", "HeadObject", "ListObjectsV2")  # that dataload repeats itself
 LAST = "\U0010ffff"  # sorts after all names below a folder
 LIST_FILES = "name its files in a list, or use a store that pages its listings"
 
@@ -27,10 +28,11 @@ def guarded_s3(filesystem: Any) -> None:
         own = filesystem.get_s3
 
         async def get_s3(bucket: str | None = None) -> Any:  # Each client of s3fs comes from here.
-            if bundle := os.environ.get("AWS_CA_BUNDLE"):
-                read_bundle(bundle)  # aiohttp would name neither file nor variable.
             client = await own(bucket)
             if client not in _guarded:
+                bundle = os.environ.get("AWS_CA_BUNDLE")
+                if bundle and filesystem.client_kwargs.get("verify") is None:
+                    read_bundle(bundle)  # aiohttp would name neither file nor variable.
                 _guarded.add(client)
                 _guard(client)
             return client
@@ -48,7 +50,8 @@ def _guard(client: Any) -> None:
     events.register("provide-client-params.s3.ListObjectsV2", _continue)
     events.register("before-call.s3.ListObjectsV2", _add_marker)
     events.register_last("after-call.s3.ListObjectsV2", _check_page)
-    events.register_first("needs-retry.s3", _raise_at_once)
+    for operation in OPERATIONS:
+        events.register_first(f"needs-retry.s3.{operation}", _raise_at_once)
     session = client._endpoint.http_session  # noqa: SLF001 (botocore has no public name for it)
     own = getattr(session, "_get_session", None)
     if own is not None:  # httpx, the other transport, follows no redirects by itself.
@@ -82,39 +85,42 @@ def _continue(params: dict[str, Any], context: dict[str, Any], **_: Any) -> dict
     given = params.get("ContinuationToken", "")
     if not given.startswith(MARK):
         return params
-    token, last = _opened(given)
-    context.update({TOKEN: token, AFTER: last})
+    token, page = _opened(given)
+    context.update({TOKEN: token, PAGE: page})
     rest = {name: value for name, value in params.items() if name != "ContinuationToken"}
-    return {**rest, "ContinuationToken": token} if token else {**rest, "StartAfter": last}
+    return {**rest, "ContinuationToken": token} if token else {**rest, "StartAfter": page}
 
 
 def _add_marker(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
     """Name the last name as older stores expect it, too, which ignore what is newer."""
-    if AFTER in context and not context[TOKEN]:
-        params["url"] += f"&marker={quote(context[AFTER], safe='')}"
+    if PAGE in context and not context[TOKEN]:
+        params["url"] += f"&marker={quote(context[PAGE], safe='')}"
 
 
 def _check_page(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
     if "Error" in parsed:
         return
-    keys = [each["Key"] for each in parsed.get("Contents", ())]
-    folders = [f"{each['Prefix']}{LAST}" for each in parsed.get("CommonPrefixes", ())]
-    after = context.get(AFTER, "")
-    last = max([after, *keys, *folders])
-    token = parsed.get("NextContinuationToken", "")
-    place = redacted(f"s3://{parsed.get('Name', '')}/{parsed.get('Prefix', '')}")
-    advances = last > after or not (keys or folders)  # Amazon may send an empty page before the next one.
-    repeats = bool(token) and token == context.get(TOKEN)
-    lost = bool(parsed.get("IsTruncated")) and not (token or last > after)
-    if not parsed.get("Name", "").endswith(UNSORTED) and (not advances or repeats or lost):
+    names = [each["Key"] for each in parsed.get("Contents", ())]
+    names += [f"{each['Prefix']}{LAST}" for each in parsed.get("CommonPrefixes", ())]
+    token, sent, before = parsed.get("NextContinuationToken", ""), context.get(TOKEN, ""), context.get(PAGE, "")
+    follows = bool(parsed.get("IsTruncated"))
+    if token or (sent and not follows):
+        page = f"{names[0]}\0{names[-1]}" if names else ""  # Amazon may send an empty page before the next one.
+        repeats = bool(token and token == sent) or bool(page and page == before)
+    else:
+        after = "" if sent else before
+        page = max([after, *names])
+        repeats = page == after and (follows or bool(names))
+    if repeats:
+        place = redacted(f"s3://{parsed.get('Name', '')}/{parsed.get('Prefix', '')}")
         what = "the store answers a request for the next page of a listing with an earlier one"
         raise OriginError(f"{place}: {what}: {LIST_FILES}")
-    if parsed.get("IsTruncated"):
-        parsed["NextContinuationToken"] = f"{MARK}{len(token)}:{token}{last}"
+    if follows:
+        parsed["NextContinuationToken"] = f"{MARK}{len(token)}:{token}{page}"
 
 
 def _opened(given: str) -> tuple[str, str]:
-    """Return the store's token and the last name in a token of ours."""
+    """Return the store's token and what describes the page in a token of ours."""
     if not given.startswith(MARK):
         return given, ""
     length, _, rest = given.removeprefix(MARK).partition(":")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dataload.cache.origin.credentials import Credentials, provided
-from dataload.cache.origin.errors import UnsuitableError, is_transient, is_unsupported
+from dataload.cache.origin.errors import UnsuitableError, is_passing, is_transient, is_unsupported
 from dataload.cache.origin.known_s3 import AMAZON, KnownS3, bundle_of_requests, read_bundle
 from dataload.cache.origin.patience import LEAST_SECONDS
 from dataload.cache.origin.s3_names import VERSION, S3Names
@@ -177,21 +177,15 @@ class Obstore(ForkAware):
         return found
 
     def _requested(self, store: Any, key: str, options: dict[str, Any]) -> GetResult:
-        import obstore
-
         try:
-            return obstore.get(store, key, options=options)  # type: ignore[arg-type] # a TypedDict
+            return _got(store, key, options)
         except Exception as error:
-            if NOT_PARTIAL in str(error):
-                what = "the store answers a range with the whole object, which obstore rejects"
-                raise UnsuitableError(what) from error
-            if NOWHERE in str(error):
-                raise UnsuitableError("the store redirects to another host", whole_store=False) from error
             if "if_match" not in options or not is_unsupported(error):
                 raise
+            passes = is_passing(error)
         del options["if_match"]  # The ETag of the answer is compared.
-        found = obstore.get(store, key, options=options)  # type: ignore[arg-type]
-        self._sends_conditions = False
+        found = _got(store, key, options)
+        self._sends_conditions = passes
         return found
 
     def _split(self, path: str) -> tuple[str, str, str | None]:
@@ -222,6 +216,21 @@ class Obstore(ForkAware):
         return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
 
 
+def _got(store: Any, key: str, options: dict[str, Any]) -> GetResult:
+    """Request an object. Raise UnsuitableError for an answer that s3fs may be able to read."""
+    import obstore
+
+    try:
+        return obstore.get(store, key, options=options)  # type: ignore[arg-type] # a TypedDict
+    except Exception as error:
+        if NOT_PARTIAL in str(error):
+            what = "the store answers a range with the whole object, which obstore rejects"
+            raise UnsuitableError(what) from error
+        if NOWHERE in str(error):
+            raise UnsuitableError("the store redirects to another host", whole_store=False) from error
+        raise
+
+
 def _store_of(settings: dict[str, Any], credentials: Credentials, seconds: float) -> Any:
     import obstore
     from obstore.store import S3Store
@@ -239,7 +248,7 @@ def _store_of(settings: dict[str, Any], credentials: Credentials, seconds: float
         if NO_CERTIFICATES not in str(error):
             raise
         fix = "install ca-certificates, or set SSL_CERT_FILE"
-        raise UnsuitableError(f"obstore finds no CA certificates on this system ({fix})") from error
+        raise UnsuitableError("obstore finds no CA certificates on this system", fix=fix) from error
 
 
 def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
@@ -267,8 +276,8 @@ def _arguments(
     location = urlsplit(endpoint)
     host = location.hostname or ""
     if getproxies().get(location.scheme, getproxies().get("all")) and not proxy_bypass(host):
-        fix = f"add {host} to NO_PROXY if it can be reached without"
-        raise UnsuitableError(f"behind a proxy of the environment, obstore would follow redirects to any host ({fix})")
+        fix = f"if {host} can be reached without the proxy, add it to NO_PROXY"
+        raise UnsuitableError("through a proxy, obstore would follow redirects to any host", fix=fix)
     client: Any = {"allow_http": location.scheme == "http", "proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
     client["read_timeout"] = f"{STALL_SECONDS}s"
     if certificate is not None:

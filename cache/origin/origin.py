@@ -270,7 +270,7 @@ class Origin(ForkAware):
             if not error.whole_store:
                 self._second = self._second or Fsspec(self.filesystem, str(error))
                 return call(self._second)
-            self._engine = fallback(self.filesystem, str(error))
+            self._engine = fallback(self.filesystem, str(error), error.fix)
             return call(self._engine)
 
     def _admitted(self, request: Callable[[], T]) -> T:

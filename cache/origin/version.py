@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -24,6 +25,7 @@ LOCAL_FIELDS = ("ino", "mtime", "size")
 # Not part of a version: the names, of which WebHDFS has another one in listings, and fields that a read changes.
 NAMES = ("name", "url", "pathSuffix")
 IN_BUCKET = re.compile(r"buckets/[^/]+/[^/]+/.")  # at Hugging Face
+MOST_ANSWERS = 20_000  # to compare later ones with: some megabytes
 CHANGED_BY_READS = ("accessTime", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
 
 
@@ -153,6 +155,7 @@ class Comparison:
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], Answer] = {}
+        self._mutex = threading.Lock()
 
     def check(self, path: str, version: str, answer: Answer) -> None:
         """Raise ObjectChanged if an answer is of another version.
@@ -160,12 +163,19 @@ class Comparison:
         An answer without a usable ETag is compared with the time and the size in `version`, if it has them, and with
         the first answer of the object.
         """
-        if answer.tag and '"' in version:
+        if answer.tag and is_tag(version):
             is_other = _opaque(answer.tag) != _opaque(version)
         else:
-            is_other = self._first.setdefault((path, version), answer) != answer or _is_later(answer, version)
+            is_other = self._first_of(path, version, answer) != answer or _is_later(answer, version)
         if is_other:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+
+    def _first_of(self, path: str, version: str, answer: Answer) -> Answer:
+        with self._mutex:
+            first = self._first.setdefault((path, version), answer)
+            if len(self._first) > MOST_ANSWERS:
+                del self._first[next(iter(self._first))]
+            return first
 
 
 def _is_later(answer: Answer, version: str) -> bool:

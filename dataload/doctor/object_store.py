@@ -182,7 +182,7 @@ def listing(store: Store) -> Finding:
     bucket, key, _ = store.filesystem.split_path(store.first.path)
     folder = key.rpartition("/")[0]
     with store.origin.map_errors(store.first.path):
-        page = store.filesystem.call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, MaxKeys=1)
+        page = store.filesystem.call_s3("list_objects_v2", Bucket=bucket, Prefix=folder and f"{folder}/", MaxKeys=1)
     if lacks_token(page):
         return warning(
             "the store sends no token for the next page of a listing: dataload goes on after the last name",

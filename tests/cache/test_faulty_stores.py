@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -19,12 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
+from botocore.httpsession import get_cert_path
 from credential_services import PROVIDERS, issuing
 from faulty_store import THEN, Answer, Asked, Store, faulty_store
+from yarl import URL
 
 import dataload
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin import guarded_http
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.patience import LEAST_SECONDS, MOST_SECONDS, STEP, Patience
@@ -91,6 +97,29 @@ def test_a_listing_whose_token_repeats_is_an_error(client: str, path: str) -> No
             origin_of(client, **store.options).list(path)
 
 
+@pytest.mark.parametrize("client", ["deferred", "fsspec"])
+def test_a_listing_in_another_order_is_complete(client: str) -> None:
+    """As gateways over file systems list."""
+    with faulty_store(listing="folders", page=1) as store:
+        keys = ["d/a/1", "d/a/2", "d/a-1", "d/b"]
+        for key in keys:
+            store.put(key, b"x")
+        assert {*origin_of(client, **store.options).list("bucket/d")} == {f"bucket/{key}" for key in keys}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_tags_without_quotes_are_compared_and_times_are_not(tmp_path: Path, client: str) -> None:
+    def spoil(asked: Asked, answer: Answer) -> Answer:
+        if "ETag" in answer.headers:
+            modified = formatdate(int(THEN) + 60 * asked.number, usegmt=True)
+            answer.headers |= {"ETag": answer.headers["ETag"].strip('"'), "Last-Modified": modified}
+        return answer
+
+    with faulty_store(spoil=spoil) as store, opened(store, tmp_path, client) as fs:
+        store.put("x", OLD)
+        assert fs.cat_file("bucket/x") == OLD
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("what", ["time", "time, listed tags"])
 def test_a_replaced_object_without_etags_is_noticed_at_equal_size(tmp_path: Path, client: str, what: str) -> None:
@@ -125,6 +154,14 @@ def test_doctor_names_a_store_that_cuts_listings(listing: str, status: str) -> N
         case = doctor.Store("s3://bucket/d", Blocks.uncached(origin_of("fsspec", **store.options)))
         found = doctor.listing(case)
     assert (found.status, "no token" in found.what) == (status, status == "warning")
+
+
+def test_doctor_lists_no_folder_of_a_longer_name() -> None:
+    with faulty_store() as store:
+        for name in ("d/x", "d-2/x"):
+            store.put(name, b"x")
+        case = doctor.Store("s3://bucket/d", Blocks.uncached(origin_of("fsspec", **store.options)))
+        assert doctor.listing(case).what == "a listing has one page"
 
 
 def test_doctor_names_a_store_that_tells_versions_apart_by_time() -> None:
@@ -341,6 +378,31 @@ def test_a_store_that_rejects_conditions_is_read_and_its_answers_are_compared(
         assert sum("If-Match" in asked.headers for asked in store.asked) == 1
 
 
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_store_that_rejects_conditions_and_ignores_ranges_is_read(tmp_path: Path, client: str) -> None:
+    def reject(asked: Asked) -> Answer | None:
+        if "If-Match" in asked.headers:
+            return Answer.error(400, "NotImplemented")
+        return Answer(200, OLD, {"ETag": store.objects["x"].tag}) if asked.kind == "get" else None
+
+    with faulty_store(fault=reject) as store, opened(store, tmp_path, client) as fs:
+        store.put("x", OLD)
+        assert fs.blocks.read(fs.object("bucket/x"), 0, BLOCK) == OLD[:BLOCK]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_conditions_are_sent_after_a_fault_in_passing(tmp_path: Path, client: str) -> None:
+    def reject(asked: Asked) -> Answer | None:
+        return Answer.error(400, "ExpiredToken") if (asked.kind, asked.number) == ("get", 0) else None
+
+    with faulty_store(fault=reject) as store, opened(store, tmp_path, client) as fs:
+        store.put("x", OLD)
+        obj = fs.object("bucket/x")
+        for start in (0, BLOCK):
+            assert fs.blocks.read(obj, start, start + BLOCK) == OLD[start : start + BLOCK]
+        assert "If-Match" in store.asked[-1].headers
+
+
 @pytest.mark.parametrize("status", [400, 501])
 def test_a_store_that_cannot_list_is_named_at_once(status: int) -> None:
     def reject(asked: Asked) -> Answer | None:
@@ -381,6 +443,72 @@ def test_a_store_that_cannot_be_reached_is_tried_no_oftener_than_the_message_say
         with pytest.raises(OriginError, match="SSLError"):
             origin_of("fsspec", **options).list("bucket/d")
         assert store.connections == 1
+
+
+def test_uploads_of_the_program_keep_their_retries() -> None:
+    with faulty_store() as store:
+        options = {**store.options, "endpoint_url": store.url.replace("http:", "https:")}
+        filesystem = s3fs.S3FileSystem(**options, config_kwargs={"retries": {"total_max_attempts": 2}})
+        filesystem.retries = 1  # of s3fs itself
+        Origin(filesystem)
+        with pytest.raises(Exception, match="SSL"):
+            filesystem.call_s3("put_object", Bucket="bucket", Key="x", Body=b"")
+        assert store.connections == 2
+
+
+def test_certificates_are_read_once_for_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = get_cert_path(True), list[str]()
+    monkeypatch.setattr("dataload.cache.origin.guarded_s3.read_bundle", read.append)
+    monkeypatch.setenv("AWS_CA_BUNDLE", path)
+    with faulty_store() as store, opened(store, tmp_path, "fsspec") as fs:
+        store.put("x", OLD)
+        assert fs.cat_file("bucket/x") == OLD
+    assert read == [path]
+
+
+def test_certificates_are_not_read_if_none_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/missing")
+    with faulty_store() as store:
+        store.put("d/x", b"x")
+        origin = origin_of("fsspec", **store.options, client_kwargs={"verify": False})
+        assert [*origin.list("bucket/d")] == ["bucket/d/x"]
+
+
+def test_a_proxy_is_used_and_named_with_what_lets_obstore_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.reports._reported", set())
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with faulty_store() as store:
+        store.put("x", OLD)
+        monkeypatch.setenv("http_proxy", store.url)
+        with opened(store, tmp_path, "auto") as fs:
+            assert fs.cat_file("bucket/x") == OLD
+    fix = "if 127.0.0.1 can be reached without the proxy, add it to NO_PROXY, or silence this by CacheConfig"
+    assert f"through a proxy, obstore would follow redirects to any host; {fix}" in caplog.text
+
+
+@pytest.mark.parametrize(("first", "then", "is_own"), [
+    ("http://h/x", "https://h/x", True),
+    ("http://h:8080/x", "https://h/x", False),
+    ("http://h/x", "https://h:8443/x", False),
+    ("http://h/x", "https://other/x", False),
+])  # fmt: skip
+def test_a_redirect_to_encryption_keeps_headers(first: str, then: str, is_own: bool) -> None:
+    sent: list[dict[str, str]] = []
+
+    class Session:
+        async def request(self, _: str, url: Any, headers: dict[str, str], **__: Any) -> Any:
+            sent.append(headers)
+            location = {"Location": then} if len(sent) == 1 else {}
+            status = 302 if location else 200
+            return SimpleNamespace(status=status, headers=location, url=URL(str(url)), release=lambda: None)
+
+    session = guarded_http._Redirecting(Session())
+    session._request_elsewhere = Session().request
+    asyncio.run(session._follow("GET", first, headers={"X-Api-Key": "a-secret"}))
+    assert sent == [{"X-Api-Key": "a-secret"}, {"X-Api-Key": "a-secret"} if is_own else {}]
 
 
 def table(first: int) -> bytes:

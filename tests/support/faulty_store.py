@@ -84,7 +84,8 @@ class Store:
 
     Attributes:
         listing: "v2"; "tokenless" (it says that more follows, without a token); "v1" (it knows markers alone);
-            "repeating" (each token leads to the second page); "endless" (a page without names follows for ever).
+            "repeating" (each token leads to the second page); "folders" ("a/x" comes before "a-x"); "endless" (a page
+            without names follows for ever).
         page: Most names of a page of a listing.
         tags: Whether answers and listings have ETags. "listed": listings alone.
         dates: Whether answers and listings have the time of the last change.
@@ -170,9 +171,11 @@ class Store:
             after = max(query.get("continuation-token", ""), query.get("start-after", ""))
         if self.listing == "repeating" and "continuation-token" in query:
             after = sorted(self.objects)[self.page - 1]
-        keys = [key for key in sorted(self.objects) if key.startswith(prefix) and key > after]
+        order = (lambda key: key.split("/")) if self.listing == "folders" else str
+        keys = sorted((key for key in self.objects if key.startswith(prefix)), key=order)
+        keys = [key for key in keys if not after or order(key) > order(after)]
         most = min(self.page, int(query.get("max-keys", self.page)))
-        page = page_of(keys, prefix, delimiter, after, most)
+        page = page_of(keys, prefix, delimiter, "" if self.listing == "folders" else after, most)
         encoded = quote if "encoding-type" in query else str
         token = "" if self.listing in ("tokenless", "v1") else page.token
         body = document(
