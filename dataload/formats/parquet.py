@@ -20,9 +20,16 @@ from dataload.formats.arrow_types import has_part, leaf_count
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
 from dataload.formats.int96 import counts_microseconds, is_ns
 from dataload.formats.parquet_columns import columns_of
-from dataload.formats.parquet_encryption import encrypted_leaves
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
+from dataload.formats.parquet_thrift import (
+    DELTA_BINARY_PACKED,
+    DELTA_BYTE_ARRAY,
+    DELTA_LENGTH_BYTE_ARRAY,
+    Chunk,
+    has_sound_statistics,
+    row_groups_of,
+)
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import ambiguous, flatten
 from dataload.runtime.cached_property import cached_property
@@ -35,8 +42,6 @@ if TYPE_CHECKING:
 MAGIC = b"PAR1"
 ENCRYPTED_MAGIC = b"PARE"
 ENCRYPTED = "is encrypted, which dataload cannot read: write it without encryption"
-LENGTH_AND_MAGIC_BYTES = 8
-SIGNATURE_BYTES = 28  # a nonce and a tag, after the plain footer of a file with encrypted columns
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
@@ -44,11 +49,11 @@ VALUES_AT_ONCE = 1 << 18  # of a column of lists, that are decoded at a time
 MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row group
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
-UNCODED_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}  # of other writers, once a dictionary is full
+UNCODED_ENCODINGS = {DELTA_BYTE_ARRAY, DELTA_LENGTH_BYTE_ARRAY}  # of other writers, once a dictionary is full
 HUGE_ROW = 64 << 20  # bytes of a row, decompressed, from which on its memory is checked
 ROW_COPIES = 3  # of a row that is decoded: in Arrow, joined, and packed
 LEAST_MEMORY = 1 << 30  # for a row, also on a small host
-PREFIX_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_BINARY_PACKED"}  # the latter of numbers inside nested values
+PREFIX_ENCODINGS = {DELTA_BYTE_ARRAY, DELTA_BINARY_PACKED}  # the latter of numbers inside nested values
 
 
 class ParquetFooter:
@@ -62,7 +67,6 @@ class ParquetFooter:
         metadata: pq.FileMetaData,
         schema: pa.Schema,
         obj: Object,
-        encrypted: frozenset[int],
         unit: str | None,
     ) -> None:
         self._data = data
@@ -71,18 +75,16 @@ class ParquetFooter:
         self._metadata = metadata
         self._size = obj.size
         self._name = obj.name
-        self._encrypted = encrypted
         # Arrow's reader leaves out structs without members: Parquet stores no values of them.
         self.schema = pa.schema([field for field in schema if leaf_count(field.type)])
         self._columns = columns_of(self.schema)
         if self._columns.leaf_count != metadata.num_columns:
             raise ValueError(f"{metadata.num_columns} columns, but its schema has {self._columns.leaf_count}")
-        self.lengths = []
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            if group.num_rows < 0 or group.num_columns != metadata.num_columns:
-                raise ValueError(f"row group {number} of {group.num_rows} rows and {group.num_columns} columns")
-            self.lengths.append(group.num_rows)
+        self._row_groups = row_groups_of(bytes(data[: metadata.serialized_size]))
+        self.lengths = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        for number, (rows, chunks) in enumerate(zip(self.lengths, self._row_groups, strict=True)):
+            if rows < 0 or len(chunks) != metadata.num_columns:
+                raise ValueError(f"row group {number} of {rows} rows and {len(chunks)} columns")
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
@@ -91,35 +93,32 @@ class ParquetFooter:
         # pyarrow raises these for names that are no text, and for numbers that are out of range.
         others = ValueError, LookupError, TypeError, OverflowError
         with as_data_error(where, *others), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
-            size = file.metadata.serialized_size
-            is_signed = len(data) - LENGTH_AND_MAGIC_BYTES - size == SIGNATURE_BYTES
-            encrypted = encrypted_leaves(data[:size]) if is_signed else frozenset[int]()
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
             metadata, schema, unit = file.metadata, file.schema_arrow, None
             if any(has_part(kind, is_ns) for kind in schema.types) and counts_microseconds(metadata):
                 unit = "us"
                 with pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), coerce_int96_timestamp_unit=unit) as again:
                     schema = again.schema_arrow
-            return cls(data, metadata, schema, obj, encrypted, unit)
+            return cls(data, metadata, schema, obj, unit)
 
     @cached_property
     def unreadable(self) -> dict[str, str]:
         found = ambiguous(self.schema, self._name)
-        if self._encrypted:
+        groups = self._row_groups
+        encrypted = {leaf for chunks in groups for leaf, chunk in enumerate(chunks) if chunk.is_encrypted}
+        if encrypted:
             for name, leaves in self._columns.leaves.items():
-                if not self._encrypted.isdisjoint(leaves):
+                if not encrypted.isdisjoint(leaves):
                     found[name] = f"{self._name}: column {name!r} is encrypted"
         return found
 
     def stored_bytes(self, number: int) -> int:
-        group = self._metadata.row_group(number)
-        every = range(group.num_columns)
-        return sum(group.column(leaf).total_compressed_size for leaf in self._plain(every))
+        return sum(chunk.total_compressed_size for chunk in self._row_groups[number])
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
         return [self._decoded(name, self._chunks(number, [name])) for name in columns]
 
-    def _decoded(self, column: str, chunks: Sequence[pq.ColumnChunkMetaData]) -> int:
+    def _decoded(self, column: str, chunks: Sequence[Chunk]) -> int:
         dtype = self._columns.numbers.get(column)
         if dtype is not None:  # The encoded size may be small, but the decoded size of numbers is known.
             return int(dtype.itemsize * sum(chunk.num_values for chunk in chunks))
@@ -149,26 +148,23 @@ class ParquetFooter:
         """Return whether a row group is read through cached blocks, because it is small and has neighbours."""
         return self._metadata.num_row_groups > 1 and self._is_small(number)
 
-    def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment:
+    def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment | None:
         import pyarrow.dataset as pads  # slow, and only filters need it
 
+        if not self._has_sound_statistics:
+            return None  # Arrow would abort the process when it compares them.
         options = pads.ParquetReadOptions(coerce_int96_timestamp_unit=self._unit)
         return pads.ParquetFileFormat(options).make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
 
+    @cached_property
+    def _has_sound_statistics(self) -> bool:
+        return has_sound_statistics(bytes(self._data), self._metadata.schema)
+
     def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
-        group, counts = self._metadata.row_group(number), list[int | None]()
+        chunks, counts = self._row_groups[number], list[int | None]()
         for leaves in map(self._columns.leaves.__getitem__, self._columns.own(columns)):
-            count: int | None = 0
-            for leaf in leaves:
-                is_known = (
-                    leaf not in self._required and leaf not in self._encrypted
-                )  # pyarrow would abort the process.
-                known = group.column(leaf).statistics if is_known else None
-                if known is not None and known.has_null_count:
-                    count = None if count is None else count + known.null_count
-                elif leaf not in self._required:
-                    count = None
-            counts.append(count)
+            known = [0 if leaf in self._required else chunks[leaf].null_count for leaf in leaves]
+            counts.append(None if None in known else sum(count or 0 for count in known))
         return counts
 
     @cached_property
@@ -264,28 +260,24 @@ class ParquetFooter:
         rows: int = self._metadata.row_group(number).num_rows
         return max(1, VALUES_AT_ONCE * rows // most)
 
-    def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
+    def _chunks(self, number: int, columns: Iterable[str]) -> list[Chunk]:
         """Return the chunks of these columns, column by column, without encrypted ones."""
-        group = self._metadata.row_group(number)
         leaves = itertools.chain.from_iterable(self._columns.leaves[name] for name in self._columns.own(columns))
-        return [group.column(leaf) for leaf in self._plain(leaves)]
-
-    def _plain(self, leaves: Iterable[int]) -> Iterable[int]:
-        """Return the leaf columns that are not encrypted. Asked for others, pyarrow would abort the process."""
-        return [leaf for leaf in leaves if leaf not in self._encrypted] if self._encrypted else leaves
+        chunks = map(self._row_groups[number].__getitem__, leaves)
+        return [chunk for chunk in chunks if not chunk.is_encrypted]
 
 
-def _is_larger_decoded(chunk: pq.ColumnChunkMetaData) -> bool:
+def _is_larger_decoded(chunk: Chunk) -> bool:
     """Return whether the values of a chunk may take far more bytes than its uncompressed pages."""
     return _has_codes(chunk) or not PREFIX_ENCODINGS.isdisjoint(chunk.encodings)
 
 
-def _keeps_codes(chunks: Sequence[pq.ColumnChunkMetaData]) -> bool:
+def _keeps_codes(chunks: Sequence[Chunk]) -> bool:
     """Return whether to read a column of text with its dictionary. Arrow cannot if it has pages of other encodings."""
     return any(map(_has_codes, chunks)) and all(UNCODED_ENCODINGS.isdisjoint(chunk.encodings) for chunk in chunks)
 
 
-def _has_codes(chunk: pq.ColumnChunkMetaData) -> bool:
+def _has_codes(chunk: Chunk) -> bool:
     """Return whether the chunk may be mostly dictionary indices, whose bytes do not show the size of the values.
 
     The footer does not say how many pages are dictionary-encoded, nor how many values the dictionary has. The bytes of

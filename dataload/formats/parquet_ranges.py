@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import pyarrow.parquet as pq
-
 from dataload.cache.tier import Span
 from dataload.formats.base import joined
+from dataload.formats.parquet_thrift import Chunk
 
 UNCOUNTED_BYTES = 100  # of the header of a dictionary page, at most, as Arrow assumes
 FIRST_COUNTED = [1, 2, 9]  # the first version of parquet-mr that counts them
@@ -25,7 +24,7 @@ def uncounted_bytes(created_by: str) -> int:
     return UNCOUNTED_BYTES if application == "parquet-mr" and is_old else 0
 
 
-def ranges_of(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int, uncounted: int, size: int) -> list[Span]:
+def ranges_of(chunks: Sequence[Chunk], capacity: int, uncounted: int, size: int) -> list[Span]:
     """Return the byte ranges that Arrow reads of these chunks, sorted.
 
     Args:
@@ -40,7 +39,7 @@ def ranges_of(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int, uncounted
     spans = []
     for chunk in chunks:
         first = chunk.data_page_offset
-        if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+        if chunk.dictionary_page_offset:
             first = min(first, chunk.dictionary_page_offset)
         stop = first + chunk.total_compressed_size
         if not 0 <= first <= stop:
