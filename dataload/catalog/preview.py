@@ -15,6 +15,8 @@ from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.catalog.footer_cache import FooterReader, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import DataError
+from dataload.formats.arrow_arrays import as_in_dataset
+from dataload.formats.base import as_data_error
 from dataload.formats.schema import Field, fields_of, flatten_table, holds_nulls
 from dataload.runtime.executor import DaemonExecutor
 
@@ -129,7 +131,10 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
         with footer.open_row_group(group.file, group.number, stored, blocks.bypassing(), capacity) as reader:
             table = next(iter(reader.tables(len(rows))))
         table = flatten_table(table.slice(0, len(rows)))
-        values = [[_value(scalar) for scalar in column] for column in table.columns]
+        kinds = [manifest.schema.field(name).type for name in table.column_names]
+        with as_data_error(f"{group.file.name} row group {group.number} cannot be decoded"):
+            promoted = list(map(as_in_dataset, table.columns, kinds))
+        values = [[_value(scalar) for scalar in column] for column in promoted]
         rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
     return [{name: constants.get(name, row.get(name)) for name in columns} for row in rows]
 

@@ -6,6 +6,7 @@ Arrow's own `to_numpy`, and `array` of numpy's arrays, would import pandas first
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.formats.arrow_types import (
+    canonical,
     children,
     has_elements,
     has_members,
@@ -23,12 +25,15 @@ from dataload.formats.arrow_types import (
     is_list_view,
     is_text,
     number,
+    portable,
     storage,
     with_members,
 )
+from dataload.formats.null_types import has_null_type
 
 Array = npt.NDArray[Any]
 EXACT_INTEGER, EXACT_POWER = 2**53, 22  # the largest integer and power of ten that a float64 holds exactly
+TYPES_KEPT = 1024  # pairs
 
 
 def numbers(column: pa.Array) -> Array:
@@ -125,7 +130,29 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return plain(pa.nulls(0, kind)).type
 
 
-def as_promoted(array: pa.Array, kind: pa.DataType) -> pa.Array:
+def as_in_dataset(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Return a file's column with the type that it has in the dataset: that to which it was promoted.
+
+    Raises:
+        pa.ArrowInvalid: The type cannot hold a value.
+    """
+    if column.type == kind or not _needs_cast(column.type, kind):
+        return column
+    if pa.types.is_null(column.type):
+        return pa.chunked_array([pa.nulls(len(column), kind)])
+    common = plain_type(portable(kind))
+    return pa.chunked_array([_as_promoted(plain(chunk), common) for chunk in column.chunks], common)
+
+
+@lru_cache(TYPES_KEPT)
+def _needs_cast(own: pa.DataType, kind: pa.DataType) -> bool:
+    """Return whether a column of a file has other values than the type of the dataset: no values, or promoted ones."""
+    if is_bytes(storage(own)) and is_bytes(storage(kind)):
+        return False
+    return has_null_type(own) or canonical(own) != canonical(kind)
+
+
+def _as_promoted(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return an array without the types that `plain` replaces as a type to which its own was promoted.
 
     Structs may gain members, also in lists and maps, which older releases of Arrow cannot cast.
@@ -137,7 +164,7 @@ def as_promoted(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if types.is_struct(own) and types.is_struct(kind):
         positions = {field.name: position for position, field in enumerate(own)}
         members = [
-            as_promoted(array.field(positions[field.name]), field.type)
+            _as_promoted(array.field(positions[field.name]), field.type)
             if field.name in positions
             else pa.nulls(len(array), field.type)
             for field in kind
@@ -145,7 +172,7 @@ def as_promoted(array: pa.Array, kind: pa.DataType) -> pa.Array:
         return pa.StructArray.from_arrays(members, fields=list(kind), mask=array.is_null())
     if (is_list(own) and is_list(kind)) or (types.is_map(own) and types.is_map(kind)):
         array = pa.concat_arrays([array, array[:0]])  # without the values of rows that are cut off
-        values = as_promoted(array.values, kind.field(0).type)
+        values = _as_promoted(array.values, kind.field(0).type)
         inner = with_members(own, [kind.field(0)])
         array = pa.Array.from_buffers(inner, len(array), array.buffers()[: own.num_buffers], children=[values])
     return array if array.type == kind else array.cast(kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import as_promoted, bounds, elements, numbers, plain, plain_type, unwrapped, valid
-from dataload.formats.arrow_types import NO_VALUE, canonical, is_bytes, is_list, portable, storage
+from dataload.formats.arrow_arrays import as_in_dataset, bounds, elements, numbers, plain, plain_type, unwrapped, valid
+from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
 from dataload.formats.exact_values import array_of
-from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
-TYPES_KEPT = 1024  # pairs
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
@@ -82,8 +79,7 @@ class _Decoder:
     def decode(self, chunks: pa.ChunkedArray, kind: pa.DataType) -> tuple[Column, Array | None]:
         """Return the column, and the rows that have nulls, bool [rows]; None: no row. kind: its type in the dataset."""
         try:
-            if chunks.type != kind and _needs_cast(chunks.type, kind):
-                chunks = _cast(chunks, kind)
+            chunks = as_in_dataset(chunks, kind)
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
                 common = plain_type(self._field.type)
@@ -238,22 +234,6 @@ class _Decoder:
     def _no_filling(self, kind: pa.DataType) -> DataError:
         way = f"pass a {kind}" if self._must_fill else f"pass it by column, as fill_null={{{self._field.name!r}: …}}"
         return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}: {way}")
-
-
-@lru_cache(TYPES_KEPT)
-def _needs_cast(own: pa.DataType, kind: pa.DataType) -> bool:
-    """Return whether a column of a file has other values than the type of the dataset: no values, or promoted ones."""
-    if is_bytes(storage(own)) and is_bytes(storage(kind)):
-        return False
-    return has_null_type(own) or canonical(own) != canonical(kind)
-
-
-def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Return a column with the type that it has in the dataset. Raise ArrowInvalid if that cannot hold a value."""
-    if pa.types.is_null(chunks.type):
-        return pa.chunked_array([pa.nulls(len(chunks), kind)])
-    common = plain_type(portable(kind))
-    return pa.chunked_array([as_promoted(plain(chunk), common) for chunk in chunks.chunks], common)
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

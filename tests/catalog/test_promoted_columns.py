@@ -153,7 +153,7 @@ def test_a_cached_file_is_not_served_with_the_type_of_another_dataset(tmp_path: 
             assert values_of(make_dataset(f"{path}/0.parquet", cache=cache)) == expected[1]
 
 
-def test_head_says_what_was_promoted(tmp_path: Path) -> None:
+def test_head_says_what_was_promoted_and_shows_rows_of_promoted_types(tmp_path: Path) -> None:
     columns = pa.array([{"a": 1, "b": 2}]), pa.array([{"a": 0.5, "c": "x"}])
     path = write(tmp_path / "x", *columns)
     result = CliRunner().invoke(app, ["head", path, "--json", "--cache-dir", str(tmp_path / "cache")])
@@ -163,5 +163,6 @@ def test_head_says_what_was_promoted(tmp_path: Path) -> None:
         "x.b": ("int64", f"missing in {path}/1.parquet"),
         "x.c": ("string", f"missing in {path}/0.parquet"),
     }
+    assert repr(json.loads(result.stdout)["first_rows"]) == "[{'x.a': 1.0, 'x.b': 2, 'x.c': None}]"
     result = CliRunner().invoke(app, ["head", path, "--cache-dir", str(tmp_path / "cache")])
     assert "double (int64 in" in " ".join(result.stdout.split())
