@@ -13,6 +13,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.listings import Walked, complete, left_out
+from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.s3_names import VERSION
 from dataload.cache.origin.version import VERSION_FIELDS, forget, version_of
 from dataload.cache.tier import INFO, BlobKey, copy_into
@@ -37,7 +38,8 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         self._known: dict[str, dict[str, Any]] = {}
         self._takes_infos = True  # of other processes, which may be older than `invalidate_cache`
         self._forgotten = set[str]()  # paths whose info from elsewhere may be the one that was forgotten
-        self._strip_protocol = self._path  # a class method in fsspec; here the origin's class decides
+        # A class method in fsspec; here the origin's class decides. No method, which would keep the cache in a cycle.
+        self._path = self._strip_protocol = partial(_path_at, blocks.origin)
 
     @property
     def fs(self) -> Any:
@@ -47,12 +49,6 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     @property
     def fsid(self) -> str:
         return f"tiercache+{self.blocks.origin.identity}"
-
-    def _path(self, path: Any) -> Any:
-        """Return a path, or a list of paths, in the form of the origin's filesystem."""
-        if isinstance(path, list):
-            return [self._path(each) for each in path]
-        return self.blocks.origin.path_of(os.fspath(path))
 
     def _versioned(self, path: str, version_id: str | None) -> Any:
         """Return the path of a version of an object, or of the newest one."""
@@ -242,3 +238,10 @@ class Forget:
 
 def _forget_in(cls: type[MetadataFileSystem], args: tuple[Any, ...], options: dict[str, Any]) -> Forget:
     return Forget(cls(*args, **options))
+
+
+def _path_at(origin: Origin, path: Any) -> Any:
+    """Return a path, or a list of paths, in the form of the origin's filesystem."""
+    if isinstance(path, list):
+        return [_path_at(origin, each) for each in path]
+    return origin.path_of(os.fspath(path))

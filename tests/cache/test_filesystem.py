@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import logging
 import math
 import multiprocessing
@@ -772,3 +773,18 @@ def test_what_was_immutable_and_is_replaced_is_read_again(bucket: Any, tmp_path:
         fs.cat_ranges([path], [2 * BLOCK], [3 * BLOCK], on_error="raise")
     fs = open_fs(bucket, tmp_path, consistency="immutable", cache_dir=str(tmp_path / "other"))
     assert fs.cat_file(path) == DATA[::-1]
+
+
+def test_a_filesystem_that_is_dropped_closes_its_cache(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"some bytes")
+    gc.disable()
+    try:
+        fs = fsspec.filesystem(
+            "tiercache", target_protocol="file", skip_instance_cache=True, cache_dir=str(tmp_path / "c")
+        )
+        assert fs.cat_file(str(tmp_path / "x.bin")) == b"some bytes"
+        assert [*(tmp_path / "c" / "tmp").iterdir()]
+        del fs
+        assert not [*(tmp_path / "c" / "tmp").iterdir()]
+    finally:
+        gc.enable()
