@@ -758,6 +758,7 @@ def test_head_of_columns_that_no_batch_can_hold(run: Run, tmp_path: Path) -> Non
     assert columns["u"]["batch"] is None
     assert columns["u"]["problem"].startswith("column 'u' has type dense_union<")
     form = {"name": "x", "type": "int64", "batch": "Tensor[B] of int64", "problem": None}
+    form |= {"holds_nulls": False, "promoted": None}
     assert columns["x"] == {**form, "nulls": None}  # Arrow IPC has no statistics.
     zeros = f"<20 bytes: {'00' * 16}…>"
     assert found["first_rows"] == [
@@ -784,8 +785,8 @@ def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
     assert {column["name"]: column["nulls"] for column in found} == counts
     shown = run("head", str(tmp_path / "data"), "--rows", "0").stdout
     assert re.sub(r" +", " ", shown).splitlines()[1:] == [
-        "x int64: Tensor[B] of int64, 2 nulls",
-        "s.a int64: Tensor[B] of int64, 1 null",
+        "x int64: Tensor[B] of int64, 2 nulls: pass fill_null= or null_masks=True",
+        "s.a int64: Tensor[B] of int64, 1 null: pass fill_null= or null_masks=True",
         "s.b double: Tensor[B] of float64, 2 nulls",
         "every list<element: int64>: list[Tensor] of int64, may have nulls",
         "full list<element: int64>: list[Tensor] of int64",
