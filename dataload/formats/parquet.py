@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
-from dataload.formats.arrow_types import has_part, leaf_count
+from dataload.formats.arrow_types import has_part
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
 from dataload.formats.int96 import counts_microseconds, is_ns
 from dataload.formats.parquet_columns import columns_of
@@ -31,7 +31,7 @@ from dataload.formats.parquet_thrift import (
     row_groups_of,
 )
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
-from dataload.formats.schema import ambiguous, flatten
+from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
 
@@ -75,9 +75,10 @@ class ParquetFooter:
         self._metadata = metadata
         self._size = obj.size
         self._name = obj.name
-        # Arrow's reader leaves out structs without members: Parquet stores no values of them.
-        self.schema = pa.schema([field for field in schema if leaf_count(field.type)])
-        self._columns = columns_of(self.schema)
+        schema = schema.remove_metadata()
+        columns = columns_of(schema)
+        self.schema = columns.stored(schema)
+        self._columns = columns if self.schema is schema else columns_of(self.schema)
         if self._columns.leaf_count != metadata.num_columns:
             raise ValueError(f"{metadata.num_columns} columns, but its schema has {self._columns.leaf_count}")
         self._row_groups = row_groups_of(bytes(data[: metadata.serialized_size]))
@@ -103,7 +104,7 @@ class ParquetFooter:
 
     @cached_property
     def unreadable(self) -> dict[str, str]:
-        found = ambiguous(self.schema, self._name)
+        found = {name: f"{self._name}: {text}" for name, text in self._columns.ambiguous.items()}
         groups = self._row_groups
         encrypted = {leaf for chunks in groups for leaf, chunk in enumerate(chunks) if chunk.is_encrypted}
         if encrypted:

@@ -21,7 +21,7 @@ from dataload.formats.arrow_types import (
     number,
     storage,
 )
-from dataload.formats.schema import flat_fields, flatten
+from dataload.formats.schema import ambiguous, flat_fields, flatten
 from dataload.runtime.cached_property import cached_property
 
 SCHEMAS_KEPT = 16
@@ -36,6 +36,24 @@ class ParquetColumns:
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
+
+    def stored(self, schema: pa.Schema) -> pa.Schema:
+        """Return a file's schema, which equals this one, without structs that have no members.
+
+        Parquet stores no values of them, so Arrow's reader leaves them out.
+        """
+        if self._are_all_stored:
+            return schema
+        return pa.schema([field for field in schema if leaf_count(field.type)])
+
+    @cached_property
+    def _are_all_stored(self) -> bool:
+        return all(map(leaf_count, self._schema.types))
+
+    @cached_property
+    def ambiguous(self) -> dict[str, str]:
+        """By name that several columns would have, a text."""
+        return ambiguous(self._schema)
 
     @cached_property
     def numbers(self) -> dict[str, np.dtype[Any]]:

@@ -137,10 +137,10 @@ def flat_fields(schema: pa.Schema) -> list[pa.Field]:
     return [leaf for field in schema for leaf in _leaves(field)]
 
 
-def ambiguous(schema: pa.Schema, where: str) -> dict[str, str]:
-    """Return a text for each name that several columns of the flat schema have. where: begins the texts."""
+def ambiguous(schema: pa.Schema) -> dict[str, str]:
+    """Return a text for each name that several columns of the flat schema have."""
     counts = Counter(field.name for field in flat_fields(schema))
-    return {name: f"{where}: {count} columns would be called {name!r}" for name, count in counts.items() if count > 1}
+    return {name: f"{count} columns would be called {name!r}" for name, count in counts.items() if count > 1}
 
 
 def flatten_table(table: pa.Table) -> pa.Table:

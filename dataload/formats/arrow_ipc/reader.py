@@ -36,7 +36,7 @@ class ArrowFooter:
     def __init__(self, messages: Sequence[Message], name: str) -> None:
         self._head = messages[0]
         self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
-        self.unreadable = ambiguous(self.schema, name)
+        self.unreadable = {column: f"{name}: {text}" for column, text in ambiguous(self.schema).items()}
         self._dictionaries_of = self._head.dictionaries_of_columns
         self._batches: list[Message] = []
         self._dictionaries: list[tuple[Message, ...]] = []  # needed by each batch
