@@ -761,7 +761,7 @@ def test_parts_of_any_size_come_to_lie_where_they_belong(
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options)
 
-    def parts(path: str, start: int, stop: int, version: str) -> Iterator[bytes]:
+    def parts(path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[bytes]:
         return (DATA[at : min(at + size, stop)] for at in range(start, stop, size))
 
     monkeypatch.setattr(fs.blocks.origin.engine, "parts", parts)
