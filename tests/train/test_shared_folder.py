@@ -13,14 +13,14 @@ from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import build, in_order, squared_error, train_in_order
 
 from dataload.errors import ConfigError
-from dataload.train.checkpoint import checkpoints, shared_folder
+from dataload.train.checkpoint import checkpoints, run_lock, shared_folder
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.harness import fit
 from dataload.world import World
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != run_lock.LOCK)
 
 
 def fit_on_a_node_each(folder, **options):

@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import checkpoints, manifest
+from dataload.train.checkpoint import checkpoints, manifest, run_lock
 from dataload.train.checkpoint.checkpoints import STATE, TENSORS, Checkpoints, load
 from dataload.train.harness import fit
 from dataload.train.rank_batches import batches_on
@@ -446,7 +446,7 @@ def test_checkpoints_of_earlier_runs_stay(tmp_path, resume):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != run_lock.LOCK)
 
 
 def test_new_files_are_trained_on_from_the_end_of_an_epoch_on(tmp_path, caplog):
@@ -682,6 +682,27 @@ def test_a_damaged_checkpoint_is_named_on_all_ranks(ranks, tmp_path):
     for error in ranks(2, resumed_from_a_damaged_file_of_rank_1, tmp_path):
         assert isinstance(error, ConfigError)
         assert f"{tmp_path}/checkpoint-000001 is damaged: __1_0.distcp has 0 bytes" in str(error)
+
+
+@pytest.mark.parametrize("change", [{}, {"parts": {}}, {"earlier": 0}, {"parts": 1, "earlier": 0}, {"earlier": "x"}])
+def test_a_state_of_another_shape_is_named(tmp_path, change):
+    train_with_noise(tmp_path, 1)
+    change_state(tmp_path / "checkpoint-000001", change)
+    for folder in (tmp_path, None):
+        with pytest.raises(ConfigError, match=r"checkpoint-000001 cannot be read .* another program wrote it"):
+            train_with_noise(folder, 2, resume=tmp_path / "checkpoint-000001")
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="this torch has no such error")
+def test_an_error_of_the_gpu_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
+    train_with_noise(tmp_path, 1)
+
+    def fail(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(FileSystemReader, "read_data", fail)
+    with pytest.raises(OSError, match="CUDA error: an illegal memory access"):
+        train_with_noise(tmp_path, 2)
 
 
 def test_an_error_of_the_disk_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
@@ -961,6 +982,29 @@ def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, 
     assert len(waits) == 1
     assert f"process {pid} on host {socket.gethostname()}: waiting for its end" in caplog.text
     assert names(tmp_path) == ["checkpoint-000001"]
+
+
+def hold_elsewhere(folder, pipe):
+    socket.gethostname = lambda: "elsewhere"
+    hold(folder, pipe)
+
+
+def test_a_run_waits_longer_for_one_on_another_host(tmp_path, monkeypatch, caplog):
+    """On NFS, the lock of a dead node ends with its lease."""
+    ours, theirs = multiprocessing.Pipe()
+    fork = multiprocessing.get_context("fork")
+    holder = fork.Process(target=hold_elsewhere, args=(tmp_path, theirs))
+    holder.start()
+    pid = ours.recv()
+
+    def end(seconds):
+        holder.kill()
+        holder.join()
+
+    monkeypatch.setattr(checkpoints, "SECONDS", 0)
+    monkeypatch.setattr(checkpoints, "sleep", end)
+    train_with_noise(tmp_path, 1)
+    assert f"process {pid} on host elsewhere: waiting for its end" in caplog.text
 
 
 def test_children_do_not_hold_the_folder_of_their_parent(tmp_path):

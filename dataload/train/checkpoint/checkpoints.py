@@ -45,8 +45,11 @@ from dataload.train.ranks.sharded import allocator
 STATE = "state.json"
 TENSORS = ".metadata"  # which DCP writes for other readers of the tensors
 NAME = re.compile(r"checkpoint-(\d{6,})")
-SECONDS, PAUSE = 10.0, 0.1  # how long a run that is about to end may hold the folder; between two tries
+SECONDS = 10.0  # how long a run that is about to end may hold the folder
+LEASE_SECONDS = 120.0  # the same of a run on another host: NFS ends a dead node's lock with its lease, usually of 90 s
+PAUSE = 0.1  # between two tries
 UNFINISHED = ".checkpoint-"  # prefix of folders that a killed process may have left half written or half removed
+ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +92,17 @@ class Checkpoints:
 
     def _acquire(self, folder: Path) -> None:
         """Acquire the lock of the folder on rank 0. A run that is about to end, as before a requeue, has some time."""
-        lock, deadline, told = RunLock(folder), monotonic() + SECONDS, False
+        lock, began, told = RunLock(folder), monotonic(), False
         self._lock = lock
-        while True:
-            holder, late = on_first(lambda: (lock.acquire(), monotonic() >= deadline))
-            if holder is None:
-                return
+
+        def attempt() -> tuple[str, bool] | None:
+            """Return None, or the holder and whether it has had its time."""
+            if (holder := lock.acquire()) is None:
+                return None
+            return str(holder), monotonic() >= began + (SECONDS if holder.is_here else LEASE_SECONDS)
+
+        while (held := on_first(attempt)) is not None:
+            holder, late = held
             if late:
                 raise ConfigError(
                     f"checkpoint_dir {str(folder)!r} is that of another run, {holder}: end that run, or give each a "
@@ -137,7 +145,7 @@ class Checkpoints:
         if found is not None:
             _require_whole(found)
         if found is not None and own is not None and found.samefile(own):
-            self._earlier = _state_of(found)["earlier"]
+            _, self._earlier, _ = _state_of(found)
         elif self._latest:
             log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
         return found
@@ -208,8 +216,7 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The checkpoint has other parts, or the state of another model or optimizer, or nonsense.
     """
-    rest = _state_of(path)
-    states = rest.pop("parts")
+    states, _, rest = _state_of(path)
     if unmatched := (states.keys() ^ parts.keys()) - {"evaluate"}:
         raise ConfigError(
             f"{path} does not match this call of fit: only one of the two has {', '.join(sorted(unmatched))}; pass "
@@ -286,10 +293,11 @@ def _json_of(path: Path) -> dict[str, Any]:
     return content
 
 
-def _state_of(path: Path) -> dict[str, Any]:
+def _state_of(path: Path) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """Return the state of each part, the number of the last checkpoint of earlier runs, and the rest."""
     with _reading(path):
-        state: dict[str, Any] = from_json(_json_of(path)["state"])
-        return state
+        rest = from_json(_json_of(path)["state"])
+        return dict(rest.pop("parts")), int(rest.pop("earlier")), rest
 
 
 @contextmanager
@@ -297,7 +305,7 @@ def _reading(path: Path) -> Iterator[None]:
     """Raise the error of a file that makes no sense as a ConfigError. An OSError stays one: a disk may recover."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError):
+    except (torch.OutOfMemoryError, ACCELERATOR_ERROR, MemoryError):
         raise
     except OSError as error:
         error.add_note(f"while {path} was read")

@@ -9,6 +9,7 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from dataload.cache.local.key_locks import set_lock
 from dataload.runtime.forks import ForkAware, close_copies
@@ -18,11 +19,26 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 
 
+class Holder(NamedTuple):
+    """The process that holds a lock; unknown as long as it has not said so."""
+
+    pid: int | None = None
+    host: str | None = None
+
+    def __str__(self) -> str:
+        return "another process" if self.host is None else f"process {self.pid} on host {self.host}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process runs on this host."""
+        return self.host == socket.gethostname()
+
+
 class RunLock(ForkAware):
     """The lock of a folder, which one process of all hosts holds.
 
-    It is a lock of the file's open description: the kernel, or the server of a network filesystem, releases it when its
-    holder dies. Its children do not hold it.
+    It is a lock of the file's open description, which ends with its holder. That of a node that dies ends on NFS only
+    with the lease of that node. Children of the holder do not hold it. The file stays.
 
     Args:
         folder: The folder, which exists.
@@ -38,35 +54,25 @@ class RunLock(ForkAware):
             self._descriptor = None
             close_copies(self._path)  # Close, never unlock: the lock belongs to the parent.
 
-    def acquire(self) -> str | None:
+    def acquire(self) -> Holder | None:
         """Acquire the lock. Return None, or the process that holds it. Raises OSError."""
-        while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                held = set_lock(descriptor, 0, fcntl.F_WRLCK)
-            except OSError as error:
-                log.warning("%s: this filesystem has no locks (%s): let no other run use it", self._path.parent, error)
-                held = True
-            if not held:
-                with os.fdopen(descriptor, encoding="utf-8") as file, suppress(ValueError, KeyError, TypeError):
-                    return "process {pid} on host {host}".format(**json.load(file))
-                return "another process"
-            self._descriptor = descriptor
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
-                    break
-            self._close()  # The holder before has removed this file.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            held = set_lock(descriptor, 0, fcntl.F_WRLCK)
+        except OSError as error:
+            log.warning("%s: this filesystem has no locks (%s): let no other run use it", self._path.parent, error)
+            held = True
+        if not held:
+            with os.fdopen(descriptor, encoding="utf-8") as file, suppress(ValueError, TypeError):
+                return Holder(**json.load(file))
+            return Holder()
+        self._descriptor = descriptor
         os.truncate(descriptor, 0)
         os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         return None
 
     def release(self) -> None:
-        """Remove the file and release the lock, if this process holds it."""
-        if self._descriptor is not None:
-            self._path.unlink(missing_ok=True)
-            self._close()
-
-    def _close(self) -> None:
+        """Release the lock, if this process holds it."""
         if self._descriptor is not None:
             with suppress(OSError):  # no locks here
                 set_lock(self._descriptor, 0, fcntl.F_UNLCK)

@@ -137,9 +137,9 @@ def _encode(name: str, value: Any, unsafe: list[str]) -> Any:
         versions = _encode(f"{prefix}_metadata", getattr(value, "_metadata", None), unsafe)
         return {kind.__name__: dict(items) if named else items} | ({"_metadata": versions} if versions else {})
     if isinstance(value, Tensor) and not isinstance(value, DTensor):
-        described = {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
+        described = {"tensor": str(value.dtype), "shape": list(value.shape)}
         if value.is_meta:
-            return described
+            return {**described, "stride": list(value.stride())}
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {**described, "bytes": b64encode(raw).decode()}
     unsafe.append(f"{name} ({kind.__qualname__})")
@@ -160,7 +160,10 @@ def from_json(value: Any) -> Any:
     if kind == "tuple":
         return tuple(from_json(each) for each in content)
     if kind == "tensor":
-        return _tensor(DTYPES[content], value["shape"], value["stride"], value.get("bytes"))
+        dtype, shape = DTYPES[content], value["shape"]
+        if "bytes" in value:
+            return _tensor(dtype, shape, value["bytes"])
+        return torch.empty_strided(shape, value["stride"], dtype=dtype, device="meta")
     items = content.items() if isinstance(content, dict) else content
     found = DICTS[kind]({from_json(key): from_json(each) for key, each in items})
     if "_metadata" in value:
@@ -168,9 +171,7 @@ def from_json(value: Any) -> Any:
     return found
 
 
-def _tensor(dtype: torch.dtype, shape: list[int], stride: list[int], encoded: str | None) -> Tensor:
-    if encoded is None:
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+def _tensor(dtype: torch.dtype, shape: list[int], encoded: str) -> Tensor:
     raw = bytearray(b64decode(encoded, validate=True))
     flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
