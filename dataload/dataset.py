@@ -102,10 +102,15 @@ class Dataset(MapStyle):
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
         own = self._columns if self.stages or columns is None else columns
-        blobs = RowGroupCache(self.manifest, own, self.blocks, self.fill_null, self.null_masks)
+        blobs = RowGroupCache(self._decoded, own, self.blocks, self.fill_null, self.null_masks)
         for stage in self.stages:
             blobs = MappedRowGroups(blobs, stage, self.blocks, columns if stage is self.stages[-1] else None)
         return blobs
+
+    @property
+    def _decoded(self) -> Manifest:
+        """The rows that are read of the files: those of the first map, which may be more than the dataset has."""
+        return self.stages[0].manifest if self.stages else self.manifest
 
     @cached_property
     def stored_selection(self) -> Selection | None:
@@ -141,7 +146,7 @@ class Dataset(MapStyle):
     @property
     def known_nulls(self) -> str | None:
         """Which columns are known to have nulls that end a loop; None: none. See `known_nulls.known_nulls`."""
-        return known_nulls(self.manifest, self._columns, self.fill_null, null_masks=self.null_masks)
+        return known_nulls(self._decoded, self._columns, self.fill_null, null_masks=self.null_masks)
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})

@@ -181,7 +181,10 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     if number(kind) is None and not is_bytes(kind) and not pa.types.is_null(kind):
         raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
     if value is None:
-        raise ConfigError(f"filters: {shown(clause)} matches no row, not even nulls: write ({column!r}, 'in', [None])")
+        instead = "not in" if sign == "!=" else "in"
+        raise ConfigError(
+            f"filters: {shown(clause)} matches no row, not even nulls: write ({column!r}, {instead!r}, [None])"
+        )
     if pa.types.is_null(kind):  # Arrow finds no null in a list of them.
         return pc.scalar(sign not in COMPARISONS and (None in value) == (sign == "in"))
     # 0.1 is no float32. Arrow casts it to the type of the column.

@@ -29,13 +29,13 @@ from dataload.formats.schema import flatten, holds_nulls, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 10
+VERSION = 11
 
 log = logging.getLogger(__name__)
 
 
-Nulls = tuple[tuple[str, int], ...]
-"""Names of columns and how many nulls they have."""
+Nulls = tuple[tuple[str, int | None], ...]
+"""Names of columns and how many nulls they have; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RowGroup:
         sizes: Uncompressed, encoded bytes of each of the manifest's `ragged` columns.
         constants: Names and values of the partition columns, which come from folder names, and None for each column
             that the file lacks.
-        nulls: Names of columns whose batches cannot hold nulls, and how many they have by the footer's statistics.
+        nulls: Columns whose batches cannot hold nulls and that have some by the footer, or may have some.
     """
 
     file: Object
@@ -395,4 +395,4 @@ class _Summarize:
 
 
 def _known(names: Iterable[str], counts: Iterable[int | None]) -> Nulls:
-    return tuple((name, count) for name, count in zip(names, counts, strict=True) if count)
+    return tuple((name, count) for name, count in zip(names, counts, strict=True) if count != 0)

@@ -67,6 +67,10 @@ class Selection:
         """Hex digest of the rows that are selected."""
         return hashlib.blake2b(self.to_bytes(), digest_size=16, person=b"selection").hexdigest()
 
+    def digest_of(self, group: int) -> str:
+        """Return a hex digest of the rows of a row group that are selected."""
+        return hashlib.blake2b(np.packbits(self.mask(group)).tobytes(), digest_size=8).hexdigest()
+
     def mask(self, group: int) -> Mask:
         """Return which rows of a row group are selected: bool [rows of the row group]."""
         first, last = self._group_blocks[group : group + 2].tolist()

@@ -94,7 +94,7 @@ class Footer(Protocol):
         """
 
     def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
-        """Return the nulls of each of these columns in a row group by its statistics; None: unknown.
+        """Return the nulls of each of these columns in a row group by the file's metadata; None: unknown.
 
         The count of a column of lists has the empty lists too.
         """

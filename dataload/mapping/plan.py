@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +53,5 @@ class MappedPlan(RowGroupPlan):
         if self._selection is None:
             return ""
         if number not in self._digests:
-            bits = np.packbits(self._selection.mask(number)).tobytes()
-            self._digests[number] = hashlib.blake2b(bits, digest_size=8).hexdigest()
+            self._digests[number] = self._selection.digest_of(number)
         return f" of {self._digests[number]}"

@@ -13,14 +13,19 @@ from dataload.errors import DataError
 from dataload.formats.arrow_arrays import as_in_dataset, bounds, elements, numbers, plain, plain_type, unwrapped, valid
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
 from dataload.formats.exact_values import array_of
-from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
+from dataload.formats.schema import Field, fields_of, flatten_table, mask_name, needs_mask
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
 def decode(
-    table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str, schema: pa.Schema
+    table: pa.Table,
+    fields: Sequence[Field],
+    fill_null: Any,
+    where: str,
+    schema: pa.Schema,
+    needed: Array | None = None,
 ) -> dict[str, Column]:
     """Return columns of an Arrow table as arrays, by name.
 
@@ -32,6 +37,7 @@ def decode(
         where: File and row group, for errors.
         schema: The flat schema of the dataset. Columns of other types are cast to its types: those without values in
             this table, see `null_types`, and those that `common_schema` promoted.
+        needed: The rows that somebody reads, bool [rows]; None: all. Nulls of the others become zeros.
 
     Raises:
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
@@ -48,7 +54,7 @@ def decode(
         filling = fill_null.get(field.name) if by_column else fill_null
         mask = mask_name(field) if needs_mask(field) and mask_name(field) in names else None
         decoder = _Decoder(
-            field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
+            field, f"{where} column {field.name!r}", filling, needed, must_fill=by_column, masks=mask is not None
         )
         # A member of a struct that has no members in this table has only nulls.
         column = stored[field.name] if field.name in stored else pa.chunked_array([pa.nulls(len(table))])
@@ -58,6 +64,16 @@ def decode(
     return columns
 
 
+def raises_for_nulls(field: pa.Field, fill_null: Any) -> bool:
+    """Return whether `decode` raises for a null of a column."""
+    schema = pa.schema([field])
+    try:
+        decode(pa.table([pa.nulls(1, field.type)], schema=schema), fields_of(schema), fill_null, "", schema)
+    except DataError:
+        return True
+    return False
+
+
 class _Decoder:
     """A decoder of one column.
 
@@ -65,14 +81,18 @@ class _Decoder:
         field: The column.
         where: File, row group and column, for errors.
         filling: Replacement of nulls, or None.
+        needed: The rows that somebody reads, bool [rows]; None: all.
         must_fill: Whether a replacement that the column cannot hold is an error, also where a null needs none.
         masks: Whether nulls become zeros that a mask marks.
     """
 
-    def __init__(self, field: Field, where: str, filling: Any, *, must_fill: bool, masks: bool) -> None:
+    def __init__(
+        self, field: Field, where: str, filling: Any, needed: Array | None, *, must_fill: bool, masks: bool
+    ) -> None:
         self._field = field
         self._where = where
         self._filling = filling
+        self._needed = needed
         self._must_fill = must_fill
         self._masks = masks
 
@@ -100,7 +120,8 @@ class _Decoder:
         rows: Array | None = None
         if nulls is not None:
             rows = np.logical_or.reduce(nulls.reshape(len(column), -1), axis=1)
-            values = self._without_nulls(values, nulls, column, "nulls" if nulls.ndim == 1 else "rows with nulls")
+            what = "nulls" if nulls.ndim == 1 else "rows with nulls"
+            values = self._without_nulls(values, nulls, column, what, self._needed)
         if isinstance(kind, pa.FixedShapeTensorType):
             axes = [1 + axis for axis in kind.permutation or range(len(kind.shape))]
             values = values.reshape(len(column), *kind.shape).transpose(0, *axes)
@@ -122,7 +143,13 @@ class _Decoder:
         return values, nulls
 
     def _without_nulls(
-        self, values: Array, nulls: Array, column: pa.Array, what: str, lists: pa.DataType | None = None
+        self,
+        values: Array,
+        nulls: Array,
+        column: pa.Array,
+        what: str,
+        needed: Array | None,
+        lists: pa.DataType | None = None,
     ) -> Array:
         """Return the values with nulls replaced.
 
@@ -131,9 +158,17 @@ class _Decoder:
             nulls: Which of them are null, of the same shape.
             column: The column that holds them.
             what: Names the nulls in errors.
+            needed: The values that somebody reads, bool [rows]; None: all.
             lists: The type of the lists whose elements these are, or None.
         """
-        values, filling = values.copy(), self._filling_of(column.type, lists)
+        values = values.copy()
+        if needed is not None:
+            needed = needed.reshape(-1, *(1 for _ in nulls.shape[1:]))
+            values[nulls & ~needed] = 0
+            nulls = nulls & needed
+            if not nulls.any():
+                return values
+        filling = self._filling_of(column.type, lists)
         if filling is not None and np.ndim(filling):  # a whole row
             rows = ~valid(column)
             values[rows] = filling
@@ -189,7 +224,8 @@ class _Decoder:
         values = numbers(inner)
         if inner.null_count:
             nulls = ~valid(inner)
-            values = self._without_nulls(values, nulls, inner, "nulls inside its lists", column.type)
+            needed = None if self._needed is None else np.repeat(self._needed, lengths)
+            values = self._without_nulls(values, nulls, inner, "nulls inside its lists", needed, column.type)
             rows = np.zeros(len(column), np.bool_) if rows is None else rows
             rows[np.searchsorted(offsets, np.flatnonzero(nulls), side="right") - 1] = True
         return Ragged(values, offsets, found), rows

@@ -233,7 +233,7 @@ class RowGroupCache(SizeForecast):
 
     def discard_source_blocks(self, number: int) -> None:
         """Discard the blocks of files that a row group was made of, once no other row group needs them. Best effort."""
-        if self._shared_blocks is not None:
+        if self._shared_blocks is not None and not self.plan.zeroes_nulls(number):
             self._shared_blocks.discard(number, self.keys)
 
     @cached_property

@@ -12,12 +12,14 @@ import pyarrow as pa
 
 from dataload.cache.tier import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.catalog.selection import Mask
 from dataload.errors import ConfigError, DataError
 from dataload.formats.hive_partitions import Constants
 from dataload.formats.schema import CODE, SPAN, Field, Layout, fields_of, is_flat, is_unsupported
 from dataload.rows import row_block
-from dataload.rows.arrow_decode import decode
+from dataload.rows.arrow_decode import decode, raises_for_nulls
 from dataload.rows.columns import Array
+from dataload.runtime.cached_property import cached_property
 
 # Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
 # hide how large the values are, and because a record has 16 bits for the number of a value.
@@ -74,6 +76,7 @@ class RowGroupPlan:
         # Casts may round: a promoted column has other values than one that is read with its own type.
         promoted = [[name, str(manifest.schema.field(name).type)] for name in columns if name in manifest.promoted]
         self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), promoted, *made_by)
+        self._fill_null = fill_null
         self._contents = dict[int, str]()  # by row group: see `_content`
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:
@@ -123,14 +126,40 @@ class RowGroupPlan:
     def _content(self, number: int) -> str:
         """Return what a name tells of the content of the records, besides the file.
 
-        The constants are part of it: they depend on the source, so two datasets may have others for one file.
+        The constants are part of it: they depend on the source, so two datasets may have others for one file. So are
+        the selected rows, if the nulls of the others become zeros.
         """
         content = self._contents.get(number)
         if content is None:
             constants = self.constants(number)
             content = f"{self.digest} {digest_of(None, constants)}" if constants else self.digest
+            if self.zeroes_nulls(number) and self._manifest.selection is not None:
+                content += f" for {self._manifest.selection.digest_of(number)}"
             self._contents[number] = content
         return content
+
+    def needed(self, number: int) -> Mask | None:
+        """Return which rows of a row group must have no null that batches cannot hold; None: all.
+
+        Nulls of the other rows become zeros, which nobody reads.
+        """
+        selection = self._manifest.selection
+        return selection.mask(number) if selection is not None and self.zeroes_nulls(number) else None
+
+    def zeroes_nulls(self, number: int) -> bool:
+        """Return whether a row group is selected in part, and may have nulls that batches cannot hold."""
+        group = self._manifest.row_groups[number]
+        is_part = self._manifest.block_lengths[number] < group.rows
+        return bool(is_part) and any(name in self._without_nulls for name, _ in group.nulls)
+
+    @cached_property
+    def _without_nulls(self) -> frozenset[str]:
+        """The columns that may have nulls, which batches cannot hold."""
+        if any(field.kind == "mask" for field in self.layout.fields):
+            return frozenset()
+        names = {name for group in self._manifest.row_groups for name, _ in group.nulls} & self._columns.keys()
+        schema, filling = self._manifest.schema, self._fill_null
+        return frozenset(name for name in names if raises_for_nulls(schema.field(name), filling))
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""

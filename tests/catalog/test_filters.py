@@ -694,6 +694,7 @@ def test_expressions_that_cannot_work(expression: pc.Expression, says: str, stor
         ([("x", "=", "a")], "int64"),
         ([("x", "=", True)], "int64"),
         ([("x", "=", None)], r"matches no row, not even nulls: write \('x', 'in', \[None\]\)"),
+        ([("x", "!=", None)], r"matches no row, not even nulls: write \('x', 'not in', \[None\]\)"),
         ([("x", "=", [1])], "int64"),
         ([("x", "in", ["a"])], "int64"),
         ([("x", "in", [1, "a"])], "int64"),

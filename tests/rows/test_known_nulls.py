@@ -99,7 +99,8 @@ def test_plan_and_doctor_name_known_nulls(folder: str, tmp_path: Path) -> None:
     assert "--fill-null" in checks["dataset"]["advice"]
 
 
-def test_head_says_how_to_read_columns_with_nulls(folder: str) -> None:
-    lines = {line.split()[0]: line for line in run("head", folder, "--rows", "0").stdout.splitlines() if line.split()}
+def test_head_says_how_to_read_columns_with_nulls(folder: str, tmp_path: Path) -> None:
+    found = run("head", folder, "--rows", "0", "--cache-dir", str(tmp_path / "cache")).stdout
+    lines = {line.split()[0]: line for line in found.splitlines() if line.split()}
     assert "2 nulls: pass fill_null= or null_masks=True" in lines["age"]
     assert lines["weight"].endswith("1 null")

@@ -73,6 +73,11 @@ class Message:
         return int(_scalar(self._batch, 0, number_types.Int64Flags))
 
     @property
+    def null_counts(self) -> list[int]:
+        """Nulls of each node of a record batch: of its columns, each before its members."""
+        return [nulls for _, nulls in _structs(self._batch, 1, "<qq")]
+
+    @property
     def buffers(self) -> list[tuple[int, int]]:
         """(offset in the body, bytes) of each buffer of a record batch."""
         return _structs(self._batch, 2, "<qq")

@@ -52,10 +52,11 @@ class ArrowFooter:
                 self._batches.append(message)
                 self._dictionaries.append(needed)
         self.lengths = [batch.rows for batch in self._batches]
-        slices_of = cache(partial(_buffer_slices, self.schema))
+        slices_of = cache(partial(_slices, self.schema))
         self._slices: list[dict[str, slice]] = []
+        self._nodes: dict[str, range] = {}
         for number, batch in enumerate(self._batches):
-            slices, count = slices_of(batch.views, has_union_bitmaps=batch.version < V5)
+            slices, self._nodes, count = slices_of(batch.views, has_union_bitmaps=batch.version < V5)
             self._slices.append(slices)
             if len(batch.buffers) != count:
                 raise ValueError(f"record batch {number} has {len(batch.buffers)} buffers, which do not fit the schema")
@@ -96,8 +97,19 @@ class ArrowFooter:
     def for_statistics(self, guarantee: object) -> None:  # noqa: ARG002
         return None
 
-    def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:  # noqa: ARG002
-        return [None] * len(columns)
+    def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
+        nulls, coded = self._batches[number].null_counts, self.coded(number, columns)
+
+        def of(column: str) -> int | None:
+            if column in coded or column not in self._nodes:
+                return None  # A dictionary may have nulls of its own.
+            structs = [self._nodes[name].start for name in structs_of(column) if name in self._nodes]
+            own, *others = (nulls[node] for node in (*self._nodes[column], *structs))
+            return None if any(others) else own  # Nulls of two nodes may be of one row.
+
+        count = max((nodes.stop for nodes in self._nodes.values()), default=0)
+        is_damaged = len(nulls) < count or min(nulls, default=0) < 0
+        return [None if is_damaged else of(column) for column in columns]
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         dictionaries = sum(message.stop - message.start for message in self._dictionaries[number])
@@ -221,8 +233,10 @@ def _holders(column: str) -> list[str]:
     return [column, *structs_of(column)]
 
 
-def _buffer_slices(schema: pa.Schema, views: Sequence[int], *, has_union_bitmaps: bool) -> tuple[dict[str, slice], int]:
-    """Return the slice of a record batch's buffers by dotted column name, and the number of all buffers.
+def _slices(
+    schema: pa.Schema, views: Sequence[int], *, has_union_bitmaps: bool
+) -> tuple[dict[str, slice], dict[str, range], int]:
+    """Return the buffers and the nodes of a record batch by dotted column name, and the number of all buffers.
 
     Args:
         schema: The schema.
@@ -230,12 +244,14 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int], *, has_union_bitmaps
         has_union_bitmaps: Whether unions have validity bitmaps, as they had before Arrow 1.0.
     """
     slices: dict[str, slice] = {}
-    character_buffers = iter(views)
+    nodes: dict[str, range] = {}
+    character_buffers, count = iter(views), 0
 
     def add(name: str | None, kind: pa.DataType, start: int) -> int:  # None: inside a list, where names are no columns
         if isinstance(kind, pa.BaseExtensionType):
             return add(name, kind.storage_type, start)
-        types = pa.types
+        nonlocal count
+        types, node, count = pa.types, count, count + 1
         stop = start + int(kind.num_buffers)
         is_bare_union = types.is_union(kind) and not has_union_bitmaps
         if types.is_null(kind) or is_bare_union or types.is_run_end_encoded(kind):
@@ -248,9 +264,10 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int], *, has_union_bitmaps
                 stop = add(f"{name}.{child.name}" if is_member else None, child.type, stop)
         if name is not None:
             slices[name] = slice(start, stop)
+            nodes[name] = range(node, count)
         return stop
 
     end = 0
     for field in schema:
         end = add(field.name, field.type, end)
-    return slices, end
+    return slices, nodes, end

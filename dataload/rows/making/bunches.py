@@ -91,7 +91,7 @@ class Member:
         """Return its columns, once it is fetched."""
         table = self.read() if self.table is None else self.table
         self.table = None
-        return self.blobs.maker.decoded_table(table, self.group.rows, self.group)
+        return self.blobs.maker.decoded_table(table, self.number, self.group.rows)
 
     @contextmanager
     def catching(self) -> Iterator[None]:
@@ -295,7 +295,12 @@ def _is_joinable(members: Sequence[Member]) -> bool:
 
 def _decoded_together(members: Sequence[Member]) -> Mapping[Member, dict[str, Column]]:
     """Return the columns of those row groups that are decoded as one table, which takes less time if they are tiny."""
-    tiny = [member for member in members if member.blobs.plan.bytes_of(member.number) <= TINY_BYTES]
+    plans = ((member, member.blobs.plan) for member in members)
+    tiny = [
+        member
+        for member, plan in plans
+        if plan.bytes_of(member.number) <= TINY_BYTES and not plan.zeroes_nulls(member.number)
+    ]
     if len(tiny) < 2 or not _is_joinable(tiny):
         return {}
     for member in tiny:
@@ -304,10 +309,10 @@ def _decoded_together(members: Sequence[Member]) -> Mapping[Member, dict[str, Co
     read = [(member, member.table) for member in tiny if member.table is not None]
     if not read or any(member.group.rows != len(table) for member, table in read):
         return {}
-    first, maker = read[0][0].group, read[0][0].blobs.maker
+    first = read[0][0]
     try:
         table = pa.concat_tables([table for _, table in read])
-        columns = maker.decoded_table(table, len(table), first, "small row groups")
+        columns = first.blobs.maker.decoded_table(table, first.number, len(table), where="small row groups")
     except (DataError, pa.ArrowException):  # One has nulls, or their schemas differ: decode each alone.
         return {}
     starts = list(accumulate((member.group.rows for member, _ in read), initial=0))

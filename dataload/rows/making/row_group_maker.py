@@ -148,11 +148,13 @@ class RowGroupMaker:
         group, blocks = self._manifest.row_groups[number], self._blocks.bypassing()
         stored = self._plan.stored(group)
         if not stored:
-            yield self.decoded_table(pa.table({}), group.rows, group), group.rows
+            yield self.decoded_table(pa.table({}), number, group.rows), group.rows
             return
         with self.footer(group).open_row_group(group.file, group.number, stored, blocks, self.need.held) as reader:
+            first = 0
             for table in reader.tables(rows):
-                yield self.decoded_table(table, len(table), group), len(table)
+                yield self.decoded_table(table, number, len(table), first), len(table)
+                first += len(table)
 
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
@@ -202,13 +204,27 @@ class RowGroupMaker:
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
         """Yield the decoded columns of each blob of a row group."""
+        first = 0
         for table, rows in zip(tables, self._plan.lengths(number), strict=True):
-            yield self.decoded_table(table, rows, self._manifest.row_groups[number])
+            yield self.decoded_table(table, number, rows, first)
+            first += rows
 
-    def decoded_table(self, table: pa.Table, rows: int, group: RowGroup, where: str = "") -> dict[str, Column]:
-        """Return the decoded columns of rows with the constants of `group`. where: for errors; "": the row group."""
+    def decoded_table(
+        self, table: pa.Table, number: int, rows: int, first: int = 0, where: str = ""
+    ) -> dict[str, Column]:
+        """Return the decoded columns of some rows of a row group, with its constants.
+
+        Args:
+            table: The stored columns of the rows.
+            number: The row group.
+            rows: Number of rows.
+            first: The first of them in the row group.
+            where: Names the rows in errors; "": the row group.
+        """
+        group, needed = self._manifest.row_groups[number], self._plan.needed(number)
         whole = with_constants(table, group.constants, rows, self._schema)
-        return decode(whole, self._plan.layout.fields, self._fill_null, where or group.name, self._schema)
+        needed = None if needed is None else needed[first : first + rows]
+        return decode(whole, self._plan.layout.fields, self._fill_null, where or group.name, self._schema, needed)
 
     def reservation(self, number: int) -> int:
         """Return the bytes of a row group that are fetched and held."""
