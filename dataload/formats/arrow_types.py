@@ -13,6 +13,7 @@ import pyarrow as pa
 NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)
 """What pyarrow raises if a type cannot hold a value."""
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
+UNKNOWN_INTERVALS = (21, 22)  # of months, and of days and milliseconds, in Arrow's Type; pyarrow 18 has no names
 _TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
 
 
@@ -123,7 +124,7 @@ def is_interval(kind: pa.DataType) -> bool:
 
 def _is_unknown_interval(kind: pa.DataType) -> bool:
     """Return whether values are intervals that pyarrow has no class for: of months, or of days and milliseconds."""
-    return kind.id in (pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME)
+    return kind.id in UNKNOWN_INTERVALS
 
 
 def unit(kind: pa.DataType) -> str:
