@@ -41,9 +41,7 @@ def main():
     args = parser.parse_args()
 
     run = {"eval_strategy": "epoch", "label_names": ["label"], "report_to": "none"}
-    run |= {
-        f"per_device_{part}_batch_size": args.batch_size for part in ("train", "eval")
-    }  # logged: the loader decides
+    run |= {f"per_device_{part}_batch_size": args.batch_size for part in ("train", "eval")}  # which it logs
     arguments = TrainingArguments("checkpoints", num_train_epochs=args.epochs, **run)
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     loader = make_loader(args.train, args.batch_size, **options)
