@@ -68,7 +68,11 @@ def as_in_batches(column: pa.ChunkedArray) -> list[Any]:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_types_are_promoted_as_pyarrow_does(pair: str, is_swapped: bool, tmp_path: Path) -> None:
     columns = PAIRS[pair][::-1] if is_swapped else PAIRS[pair]
-    whole = pa.concat_tables([pa.table({"x": column}) for column in columns], promote_options="permissive").column("x")
+    tables = [pa.table({"x": column}) for column in columns]
+    try:
+        whole = pa.concat_tables(tables, promote_options="permissive").column("x")
+    except pa.ArrowTypeError as error:
+        pytest.skip(f"pyarrow {pa.__version__} promotes no {pair}: {error}")
     dataset = make_dataset(write(tmp_path / "x", *columns), cache=False)
     assert values_of(dataset) == as_in_batches(whole)
     assert pa.types.is_large_list(whole.type) or dataset.schema.field("x").type == whole.type
