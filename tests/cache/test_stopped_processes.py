@@ -304,10 +304,10 @@ def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch
     monkeypatch.setattr(index.Index, "_transaction", transaction)
     monkeypatch.setattr(index.Index, "_row", row)
     monkeypatch.setattr("dataload.cache.local.surplus.EVICTED_TOGETHER", 2)
-    for number in range(8):
+    for number in range(6):
         put(tier, f"a/{6 * number + 1}")
-    tier.touch(key(f"a/{6 * number + 1}") for number in range(8))
-    assert len(tier.folder.index.rows()) == 11
+    tier.touch(key(f"a/{6 * number + 1}") for number in range(6))
+    assert len(tier.folder.index.rows()) == 9
     fsck.evict(tier.folder)
     assert tier.folder.index.rows() == []
     assert max(rows) <= 8  # the first batch of a scan
