@@ -80,22 +80,10 @@ def test_a_checkpoint_with_the_state_of_a_loader_needs_one_again(tmp_path: Path)
         fit(model, optimizer, loader, squared_error, **options)
 
 
-def test_missing_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'dataload\[tensorboard\]'"):
         TensorBoardWriter(tmp_path, 1, torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "dataload.demo.runner", None)
-    monkeypatch.setattr(sys, "argv", ["dataload", "demo"])
-    with pytest.raises(SystemExit):
-        app.main()
-    assert "pip install 'dataload[demo]'" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "dataload.benchmarks.suite.suite", None)
-    monkeypatch.setattr(sys, "argv", ["dataload", "bench", "--results", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        app.main()
-    assert "pip install 'dataload[bench]'" in capsys.readouterr().err
 
 
 def test_results_of_another_version_cannot_be_rendered(

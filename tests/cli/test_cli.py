@@ -759,7 +759,7 @@ def test_head_of_columns_that_no_batch_can_hold(run: Run, tmp_path: Path) -> Non
     assert columns["u"]["problem"].startswith("column 'u' has type dense_union<")
     form = {"name": "x", "type": "int64", "batch": "Tensor[B] of int64", "problem": None}
     form |= {"holds_nulls": False, "promoted": None}
-    assert columns["x"] == {**form, "nulls": None}  # Arrow IPC has no statistics.
+    assert columns["x"] == {**form, "nulls": 1}
     zeros = f"<20 bytes: {'00' * 16}…>"
     assert found["first_rows"] == [
         {"u": 7, "x": 1, "s.a": zeros, "s.b": "nan", "label": "cat"},
