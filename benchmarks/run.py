@@ -17,7 +17,7 @@ from dataload.benchmarks.systems.registry import ENTRIES, Entry
 from dataload.errors import ConfigError, DataloadError
 from dataload.extras import check_extra
 
-README, PROGRAM = Path("README.md"), Path("benchmarks/run.py")  # of a clone
+COMPARISON, PROGRAM = Path("docs/comparison.md"), Path("benchmarks/run.py")  # of a clone
 USUAL = {"size": "middle", "workloads": "images,tokens,table,text", "ranks": "1,4,2", "minutes": math.inf, "limit": 6.0}
 QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "minutes": 3.0, "limit": 2.0}
 
@@ -61,7 +61,7 @@ def bench(
             help="Folder for JSON, tables and picture; default: benchmarks/results in a clone, else none is written."
         ),
     ] = None,
-    readme: Annotated[bool, typer.Option(help="Publish the results as latest, and in README.md.")] = False,
+    publish: Annotated[bool, typer.Option(help="Publish the results as latest, and in docs/comparison.md.")] = False,
     render: Annotated[
         Path | None, typer.Option(help="Render the JSON of a run again, also of one that ended early.")
     ] = None,
@@ -74,9 +74,9 @@ def bench(
     check_extra("bench", "bench")
     from dataload.benchmarks.suite import report
 
-    name, in_clone = "latest" if readme else "quick" if quick else "partial", PROGRAM.exists()
-    if readme and not in_clone:
-        raise ConfigError("--readme changes the README.md of a clone: run it there")
+    name, in_clone = "latest" if publish else "quick" if quick else "partial", PROGRAM.exists()
+    if publish and not in_clone:
+        raise ConfigError("--publish changes docs/comparison.md of a clone: run it there")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
     with ExitStack() as stack:
         place = Path() if in_clone else Path(stack.enter_context(TemporaryDirectory(prefix="dataload-bench-")))
@@ -99,7 +99,7 @@ def bench(
                 "epoch_seconds": asked["limit"],
                 "seconds": 60 * asked["minutes"],
                 "folder": (folder or place / ".bench").absolute(),
-                "converts_again": readme,
+                "converts_again": publish,
                 "peers_python": peers_python.absolute() if peers_python.exists() else None,
             }
             found = _measured(given, path)
@@ -107,8 +107,8 @@ def bench(
         if results or in_clone:
             more = f"More in {path}.md, .json and .png"
             _publish(found, path)
-        if readme:
-            report.into_readme(README, headline)
+        if publish:
+            report.put_between_marks(COMPARISON, headline)
     typer.echo(json.dumps(found) if as_json else f"{headline}\n\n{more}")
     if render is None and (wrong := _wrong(found)):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""Tables in Markdown of the results, and the part for the README. The input is the JSON of a run."""
+"""Tables in Markdown of the results, and the part for docs/comparison.md. The input is the JSON of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def markdown(results: Result) -> str:
 
 
 def headline(results: Result) -> str:
-    """Return the part of the README: one table, and where another system is better."""
+    """Return the part of docs/comparison.md: one table, and where another system is better."""
     figures = Figures(results)
     datasets, most = list(figures.datasets), max(results["ranks"])
     rows = [_ten_epochs(figures, entry, most) for entry in figures.systems]
@@ -81,13 +81,13 @@ def headline(results: Result) -> str:
     return "\n".join(lines).strip()
 
 
-def into_readme(readme: Path, text: str) -> None:
-    """Replace the text between the benchmark marks of README. Raise ValueError if there are no marks."""
-    before, _, rest = readme.read_text().partition(BEGIN)
+def put_between_marks(page: Path, text: str) -> None:
+    """Replace the text between the benchmark marks of a page. Raise ValueError if there are no marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
-        raise ValueError(f"{readme} has no benchmark marks: add {BEGIN} … {END}")
-    readme.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+        raise ValueError(f"{page} has no benchmark marks: add {BEGIN} … {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 def _feeds(results: Result, figures: Figures) -> list[str]:

@@ -248,7 +248,7 @@ def test_outside_a_clone_nothing_is_written(
     assert out.endswith("--results FOLDER keeps all tables, a picture and JSON\n")
     assert not list((tmp_path / "elsewhere").iterdir())
     with pytest.raises(ConfigError, match="run it there"):
-        run.bench(render=tmp_path / "run.json", readme=True)
+        run.bench(render=tmp_path / "run.json", publish=True)
 
 
 def test_the_picture_shows_every_system(tmp_path: Path) -> None:
@@ -256,14 +256,14 @@ def test_the_picture_shows_every_system(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_readme_takes_the_tables_between_its_marks(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.into_readme(readme, "new")
-    assert readme.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
-    readme.write_text("no marks")
+def test_a_page_takes_the_tables_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "comparison.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.put_between_marks(page, "new")
+    assert page.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="no benchmark marks"):
-        report.into_readme(readme, "new")
+        report.put_between_marks(page, "new")
 
 
 def test_stored_pixels_are_explained_only_beside_that_workload() -> None:
