@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from dataload.cache.local.setup import recovery
-from dataload.cache.local.setup.durable_file import write_durably
 from dataload.errors import ConfigError
+from dataload.runtime.durable_file import write_durably
 
 FORMAT = 4
 

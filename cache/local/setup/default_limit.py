@@ -10,7 +10,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from dataload.cache.local.setup.durable_file import write_durably
+from dataload.runtime.durable_file import write_durably
 
 FILE = "LIMIT"
 

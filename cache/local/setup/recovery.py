@@ -28,9 +28,9 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import DAMAGED
-from dataload.cache.local.setup.durable_file import write_durably
 from dataload.cache.local.staging import clear_drafts, living, sweep, swept_mark
 from dataload.errors import CorruptEntry
+from dataload.runtime.durable_file import write_durably
 from dataload.runtime.executor import DaemonExecutor
 
 FOOTER_READS = 32  # footers of blobs that are read at the same time

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dataload.arguments import local_folder
-from dataload.cache.local.setup.durable_file import sync_folder
 from dataload.errors import ConfigError
+from dataload.runtime.durable_file import sync_folder
 from dataload.train.checkpoint import manifest, tensor_layout
 from dataload.train.checkpoint.run_lock import RunLock
 from dataload.train.checkpoint.shared_folder import last_objections, require_shared
