@@ -27,7 +27,7 @@ from dataload.benchmarks.origin import Origin, s3
 from dataload.benchmarks.origin.behaviour import S3
 from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.cache.local.blob_file import WRITTEN_BYTES
+from dataload.cache.blob_file import WRITTEN_BYTES
 
 OBJECT_BYTES = 64 << 20
 RANGE_BYTES = 8 << 20

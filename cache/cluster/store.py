@@ -26,12 +26,12 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
+from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.leases import Leases
 from dataload.cache.cluster.mac import Mac
 from dataload.cache.cluster.url import ClusterUrl
-from dataload.cache.local import blob_file
 from dataload.cache.tier import BlobKey, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters, charge

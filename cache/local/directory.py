@@ -14,8 +14,8 @@ from pathlib import Path
 
 import lmdb
 
+from dataload.cache import blob_file
 from dataload.cache.division import Division
-from dataload.cache.local import blob_file
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError, Shortage
 from dataload.cache.local.key_locks import KeyLocks

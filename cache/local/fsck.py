@@ -12,7 +12,7 @@ import lmdb
 from fsspec.core import has_magic
 from fsspec.utils import glob_translate
 
-from dataload.cache.local import blob_file
+from dataload.cache import blob_file
 from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.read_only import is_read_only

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dataload.cache import blob_file
 from dataload.cache.health import Health
-from dataload.cache.local import blob_file
 from dataload.cache.local.setup import cache_format
 from dataload.cache.memory import MemoryTier
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dataload.cache.local.blob_file import FILE_NAME
+from dataload.cache.blob_file import FILE_NAME
 from dataload.cache.local.key_locks import attempts, is_locked, set_lock
 from dataload.runtime.forks import ForkAware, close_copies
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import lmdb
 
+from dataload.cache import blob_file
 from dataload.cache.division import Division, Need
 from dataload.cache.health import CircuitBreaker, Health
-from dataload.cache.local import blob_file
 from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row

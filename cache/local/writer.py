@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
-from dataload.cache.local import blob_file
 from dataload.cache.local.directory import FULL, CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row

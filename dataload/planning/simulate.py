@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dataload.cache.blob_file import size_on_disk
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.local.index import Shortage
 from dataload.cache.tier import Span, blob_name
 from dataload.catalog.footer_cache import run_key, stored_footer

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataload.cache.blob_file import size_on_disk
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import BlobKey, Check, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from dataload.cache import blob_file
 from dataload.cache.buffer_pool import BufferPool
-from dataload.cache.local import blob_file, fsck
+from dataload.cache.local import fsck
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import CorruptEntry

@@ -24,12 +24,12 @@ from clusters import Clock, FarAway, Server, ServerCluster, running_cluster, run
 from tiers import Filler
 
 from dataload import CacheConfig, make_dataset
+from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.cluster import store
 from dataload.cache.cluster.pace import ANSWERS, Pace
 from dataload.cache.cluster.store import Cluster, waiting_for_space
 from dataload.cache.cluster.tier import ClusterTier
-from dataload.cache.local import blob_file
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import FILL_SECONDS, INFO, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited

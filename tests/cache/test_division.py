@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataload.cache import blob_file
 from dataload.cache import division as dividing
 from dataload.cache.division import Division, Need, divide
-from dataload.cache.local import blob_file, needs
+from dataload.cache.local import needs
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, group_number
 

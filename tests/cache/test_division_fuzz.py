@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataload.cache import blob_file
 from dataload.cache.division import Need
-from dataload.cache.local import blob_file, fsck, key_waits, needs
+from dataload.cache.local import fsck, key_waits, needs
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, group_number
 

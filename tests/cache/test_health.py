@@ -26,8 +26,9 @@ from clusters import until
 from maps import no_more_maps
 from tiers import LIMIT, PATIENCE, data_of, fill_of, key, put
 
+from dataload.cache import blob_file
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
-from dataload.cache.local import blob_file, fsck
+from dataload.cache.local import fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.key_waits import acquire

@@ -20,9 +20,10 @@ import lmdb
 import pytest
 from tiers import drafts_in
 
+from dataload.cache import blob_file
 from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.division import Division
-from dataload.cache.local import blob_file, failpoints, fsck, staging, writer
+from dataload.cache.local import failpoints, fsck, staging, writer
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from nightly import NIGHTLY
 from tiers import FORKSERVER, LIMIT, data_of, key, look, put
 
-from dataload.cache.local import blob_file, fsck
+from dataload.cache import blob_file
+from dataload.cache.local import fsck
 from dataload.cache.local.tier import LocalTier
 
 SETTINGS = settings(

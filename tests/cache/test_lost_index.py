@@ -18,8 +18,9 @@ import lmdb
 import pytest
 from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, name_of, put
 
+from dataload.cache import blob_file
 from dataload.cache.health import READ_FAILURES
-from dataload.cache.local import blob_file, failpoints, fsck, index
+from dataload.cache.local import failpoints, fsck, index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.setup import recovery

@@ -12,8 +12,9 @@ import pytest
 from tiers import key
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache import blob_file
 from dataload.cache.division import MAX_TRANSIENT, Need
-from dataload.cache.local import blob_file, directory
+from dataload.cache.local import directory
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate
 from dataload.loader import capacity

@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from tiers import LIMIT, key, look, put
 
+from dataload.cache import blob_file
 from dataload.cache.config import CacheConfig
-from dataload.cache.local import blob_file, fsck
+from dataload.cache.local import fsck
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.setup import preflight
 from dataload.cache.local.tier import LocalTier

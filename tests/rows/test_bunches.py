@@ -22,7 +22,8 @@ from clusters import until
 from tiers import bytes_in, drafts_in
 
 from dataload import CacheConfig, make_dataset, make_loader, mix
-from dataload.cache.local import blob_file, failpoints
+from dataload.cache import blob_file
+from dataload.cache.local import failpoints
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.local.writer import BulkWriter
 from dataload.cache.tier import BlobKey

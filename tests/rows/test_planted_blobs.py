@@ -15,7 +15,7 @@ from planted import Places, Reading, blobs_in, changed, offsets_of, plant, prove
 from tiers import end, start
 
 from dataload import CacheConfig
-from dataload.cache.local import blob_file
+from dataload.cache import blob_file
 from dataload.cache.tier import PROOF_BYTES
 from dataload.errors import DataError
 from dataload.formats.schema import Layout

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload import CacheConfig, make_dataset
-from dataload.cache.local import blob_file
+from dataload.cache import blob_file
 from dataload.cache.tier import PROOF_BYTES, BlobKey
 from dataload.formats.schema import NULL, SPAN, Layout
 from dataload.rows.row_group_cache import RowGroupCache

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from dataload.cache.local import blob_file, failpoints, fsck
+from dataload.cache import blob_file
+from dataload.cache.local import failpoints, fsck
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 

@@ -20,7 +20,7 @@ from timed_epoch import timed_epoch as epoch
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
-from dataload.cache.local import blob_file
+from dataload.cache import blob_file
 from dataload.loader import device_copy
 from dataload.rows import scheduler
 from dataload.rows.making import row_group_maker, row_group_memory

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from dataload.cache.local import blob_file
+from dataload.cache import blob_file
 from dataload.errors import ConfigError
 
 log = logging.getLogger(__name__)

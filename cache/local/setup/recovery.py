@@ -23,7 +23,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from dataload.cache.local import blob_file
+from dataload.cache import blob_file
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
