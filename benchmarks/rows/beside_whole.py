@@ -12,9 +12,8 @@ from rich.table import Table
 from dataload import CacheConfig, make_dataset
 from dataload.benchmarks.rows.nested import BATCH, ROUNDS, rate, with_median
 from dataload.benchmarks.workloads import workloads, write
-from dataload.dataset import Dataset
+from dataload.dataset import Dataset, MapStyle
 from dataload.loader import make_loader
-from dataload.map_style import MapStyle
 
 NAMES = ("table", "tokens", "images")
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
-from dataload.map_style import MapStyle
+from dataload.dataset import MapStyle
 
 SOURCES, FILES, ROWS, BATCH = 200, 10, 500, 256
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dataload.dataset import MapStyle
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.loader.background_iterator import taken
 from dataload.loader.bad_rows import is_of_a_row, naming_rows, replacements
@@ -22,7 +23,6 @@ from dataload.loader.device_copy import HostMemory
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import check_sendable, pack
-from dataload.map_style import MapStyle
 from dataload.rows.collate import Batch, Empty, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows

@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dataload.arguments import local_folder
 from dataload.cache.config import CacheConfig
 from dataload.catalog.sources import Source
-from dataload.dataset import make_dataset
+from dataload.dataset import MapStyle, make_dataset
 from dataload.errors import ConfigError, DataError
 from dataload.loader.arguments import check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
-from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.rows.known_nulls import IN_PYTHON
 from dataload.rows.numbered_rows import ROW_IDS

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
+from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.agreement import Agreement
 from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead
@@ -31,7 +32,6 @@ from dataload.loader.lookahead import Lookahead, RecordedNeeds, lookahead_of, ne
 from dataload.loader.ranks import check_data_parallel, share_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
-from dataload.map_style import MapStyle
 from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
