@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-import fsspec
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.utils import isfilelike
 
@@ -18,25 +15,12 @@ from dataload.cache.blocks.ranges import Range, read_ranges
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig, check_names
 from dataload.cache.metadata import Forget, MetadataFileSystem
-from dataload.cache.origin.deferred_s3 import deferred_s3
-from dataload.cache.origin.explanation import opening
 from dataload.cache.origin.listings import has_wildcard
-from dataload.cache.origin.origin import connect, introduce
-from dataload.cache.origin.s3_names import VERSION
+from dataload.cache.origin.origin import connect
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.executor import awaited
-from dataload.runtime.redact import public, redacted
+from dataload.runtime.redact import public
 
-NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
-# Options of pandas' other engines, polars, deltalake and boto3, without "aws_".
-NAMES_IN_S3FS = {
-    **dict.fromkeys(("access_key_id", "access_key"), "'key'"),
-    **dict.fromkeys(("secret_access_key", "secret_key"), "'secret'"),
-    **dict.fromkeys(("session_token", "security_token"), "'token'"),
-    **dict.fromkeys(("region", "region_name", "default_region"), "client_kwargs={'region_name': …}"),
-    **dict.fromkeys(("endpoint", "endpoint_override"), "'endpoint_url'"),
-    **dict.fromkeys(("skip_signature", "anonymous", "no_sign_request"), "'anon'"),
-}
 COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
@@ -281,90 +265,3 @@ def _copy(file: BlockFile, into: Any, callback: Any) -> None:
     while data := file.read(COPIED_BLOCKS * file.blocksize):
         into.write(data)
         callback.relative_update(len(data))
-
-
-def open_source(
-    url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None, others: Sequence[str] = ()
-) -> Blocks:
-    """Open the origin of a URL, cached as `config` says. A tiercache:: URL brings its own cache settings.
-
-    Args:
-        url: A URL or a local path.
-        storage_options: Options of its filesystem.
-        config: The cache; None: no cache. For a tiercache:: URL, the default.
-        others: Further URLs or paths, which must be of the same filesystem.
-
-    Raises:
-        ConfigError: The URL is empty, names no bucket or is in an archive, its protocol is unknown, its filesystem
-            rejects the options, which other libraries may call so, another URL is of another filesystem, or `config`
-            is given for a tiercache:: URL.
-        OriginError: The filesystem cannot connect to its server.
-    """
-    introduce()
-    for each in (url, *others):
-        _check_url(each)
-    opened, options = next((each for each in (url, *others) if VERSION in each), url), dict(storage_options or {})
-    if VERSION in opened:  # For such a URL, fsspec sets version_aware itself.
-        options.pop("version_aware", None)
-    if opened.startswith(("s3://", "s3a://")):
-        _check_options(options)
-    with_options = " with these storage_options" if storage_options else ""
-    with opening(url, f"{redacted(url)} cannot be opened{with_options}"):
-        # fsspec would split the name of a local file at each "::".
-        local = connect("file", options) if "::" in url and not split_chain(url)[0] else None
-        filesystem = local or deferred_s3(opened, options) or fsspec.url_to_fs(opened, **options)[0]
-    for other in others:
-        if _store_of(other, filesystem) != _store_of(url, filesystem):
-            raise ConfigError(
-                f"{redacted(url)} and {redacted(other)} are of two filesystems: make_dataset for each, and mix() them"
-            )
-    if isinstance(filesystem, TierCacheFileSystem):
-        if config != CacheConfig():
-            fix = "give its settings in storage_options={'tiercache': {...}}, or leave out tiercache::"
-            raise ConfigError(f"{redacted(url)} has a cache of its own: {fix}")
-        return filesystem.blocks
-    return Blocks.open(filesystem, config)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise ConfigError for options that other libraries of S3 name otherwise than s3fs does."""
-    for name in options:
-        if own := NAMES_IN_S3FS.get(name.lower().removeprefix("aws_")):
-            raise ConfigError(f"storage_options names {name!r}, which s3fs calls {own}: pass that")
-
-
-def split_chain(url: str) -> tuple[str, str]:
-    """Return the filesystems before the last "::" of a URL, such as "tiercache", and the rest."""
-    chain, _, last = url.rpartition("::")
-    named = {part.partition("://")[0] for part in chain.split("::")}
-    return (chain, last) if named <= {*fsspec.available_protocols()} else ("", url)
-
-
-def _check_url(url: str) -> None:
-    """Raise ConfigError for an empty URL, for one without a bucket, in an archive, or that a Path has changed."""
-    if not url:
-        raise ConfigError("the URL is empty: name an object, a folder or a glob")
-    chain, last = split_chain(url)
-    if "://" in chain:
-        fix = "which dataload cannot read: unpack the archive"
-        raise ConfigError(f"{redacted(url)} names a file in an archive by '::', {fix}")
-    if NO_BUCKET.fullmatch(last):
-        raise ConfigError(f"{url} names no bucket: name one, and a folder in it")
-    protocol, mark, rest = url.partition(":/")
-    # fsspec takes file:/path for a local path.
-    protocols = {*fsspec.available_protocols()} - {"file", "local"}
-    if mark and not rest.startswith("/") and protocol in protocols and not Path(url).parent.exists():
-        fix = f"pass the text '{protocol}://…', because a Path cannot hold a URL"
-        raise ConfigError(f"{redacted(url)} has a single slash behind {protocol}: {fix}")
-
-
-def _store_of(url: str, filesystem: Any) -> tuple[Any, ...]:
-    """Return what a URL says about its store: protocol, host, account. `filesystem`: of one of the URLs."""
-    chain, last = split_chain(url)
-    protocol, mark, _ = last.partition("://")
-    if chain:
-        return (chain, protocol if mark else "file")
-    names = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
-    options = filesystem._get_kwargs_from_urls(last)  # noqa: SLF001 (an extension point of fsspec)
-    options.pop("version_aware", None)
-    return (names[0] if (protocol if mark else "file") in names else protocol, options)

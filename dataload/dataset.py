@@ -15,7 +15,7 @@ import torch
 from dataload.arguments import known_keywords
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
-from dataload.cache.filesystem import open_source
+from dataload.cache.origin.source import open_source
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
@@ -458,7 +458,7 @@ def make_dataset(
         from dataload.catalog.filters import check_form
 
         check_form(filters)
-    blocks = open_source(paths[0], storage_options, config, paths[1:])
+    blocks = Blocks.open(open_source(paths[0], storage_options, paths[1:]), config)
     manifest = resolve(paths, blocks, columns, partitioning)
     if filters is not None:
         manifest = narrow(manifest, blocks, filters)

@@ -109,7 +109,18 @@ class Blocks(ForkAware):
 
     @classmethod
     def open(cls, filesystem: Any, config: CacheConfig | None) -> Blocks:
-        """Return a reader of an fsspec filesystem with the cache that `config` describes; None: see `uncached`."""
+        """Return a reader of an fsspec filesystem with the cache that `config` describes; None: see `uncached`.
+
+        A `tiercache` filesystem brings its own cache.
+
+        Raises:
+            ConfigError: It does, and `config` describes another one.
+        """
+        if isinstance(own := getattr(filesystem, "blocks", None), Blocks):
+            if config != CacheConfig():
+                fix = "give its settings in storage_options={'tiercache': {...}}, or leave out tiercache::"
+                raise ConfigError(f"tiercache:: has a cache of its own: {fix}")
+            return own
         if config is None:
             return cls.uncached(Origin(filesystem))
         folder = config.folder

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
-from dataload.cache.filesystem import split_chain
 from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
+from dataload.cache.origin.source import split_chain
 from dataload.catalog.table_logs import check_delta, check_files, check_iceberg
 from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, Partitioning, keys_of

@@ -21,13 +21,14 @@ from http_servers import serving
 
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
-from dataload.cache.filesystem import open_source
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.origin import obstore
 from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.deferred_s3 import DeferredS3, deferred_s3
 from dataload.cache.origin.known_s3 import KnownS3
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.s3_names import _lists_prefixes
+from dataload.cache.origin.source import open_source
 from dataload.cache.origin.version import version_of
 from dataload.errors import OriginError
 
@@ -401,7 +402,7 @@ def test_credentials_of_the_environment_are_neither_shown_nor_pickled(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
     bucket.put("x", b"abc")
-    origin = open_source(bucket.url("x"), {"endpoint_url": bucket.options["endpoint_url"]}, None).origin
+    origin = Blocks.open(open_source(bucket.url("x"), {"endpoint_url": bucket.options["endpoint_url"]}), None).origin
     [info] = origin.list(f"{bucket.name}/x").values()
     assert origin.read(f"{bucket.name}/x", 0, 3, version_of(info)) == b"abc"
     shown = repr([origin, origin._filesystem, origin._filesystem.known, origin.engine, vars(origin)])

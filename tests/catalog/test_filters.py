@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from dataload import make_dataset
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
-from dataload.cache.filesystem import open_source
+from dataload.cache.origin.source import open_source
 from dataload.catalog.filtering import ROW_GROUPS_AT_ONCE, narrow
 from dataload.catalog.filters import Filters, filter_of
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
@@ -87,7 +87,7 @@ def written(groups: list[pa.Table], **options: Any) -> io.BytesIO:
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """Return the manifest of one file of these row groups."""
     folder = tmp_path_factory.mktemp("filters")
-    blocks = open_source(str(folder), None, None)
+    blocks = Blocks.open(open_source(str(folder), None), None)
     count = itertools.count()
 
     def stored(groups: list[pa.Table], **options: Any) -> tuple[Manifest, Blocks]:

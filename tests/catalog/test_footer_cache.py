@@ -16,8 +16,8 @@ import pytest
 from dataload import make_dataset
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
-from dataload.cache.filesystem import open_source
 from dataload.cache.local.tier import LocalTier
+from dataload.cache.origin.source import open_source
 from dataload.cache.tier import BlobKey
 from dataload.catalog import footer_cache
 from dataload.catalog.footer_cache import (
@@ -191,7 +191,7 @@ def test_of_a_run_that_another_host_has_nothing_is_fetched(
 def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks, (first, *others) = open_source(bucket.url(), bucket.options, cache), objects(1000)
+    blocks, (first, *others) = Blocks.open(open_source(bucket.url(), bucket.options), cache), objects(1000)
     first_asked, submitted, raised = threading.Event(), threading.Event(), threading.Event()
     asked: list[Object] = []
 

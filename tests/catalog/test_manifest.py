@@ -16,14 +16,15 @@ from decoded import plain
 from pyarrow import feather
 
 from dataload import make_dataset, make_loader
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
-from dataload.cache.filesystem import open_source
+from dataload.cache.origin.source import open_source
 from dataload.catalog.manifest import Manifest, resolve
 from dataload.errors import ConfigError, DataError, OriginNotFound
 
 
 def manifest_of(bucket: Any, cache: CacheConfig, folder: str = "data") -> Manifest:
-    return resolve(bucket.url(folder), open_source(bucket.url(), bucket.options, cache))
+    return resolve(bucket.url(folder), Blocks.open(open_source(bucket.url(), bucket.options), cache))
 
 
 def test_files_row_groups_and_rows_come_in_order(

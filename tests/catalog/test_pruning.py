@@ -12,7 +12,7 @@ import pytest
 from dataload import make_dataset
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
-from dataload.cache.filesystem import open_source
+from dataload.cache.origin.source import open_source
 from dataload.catalog.filtering import narrow
 from dataload.catalog.filters import Filters
 from dataload.catalog.manifest import Manifest, resolve
@@ -29,7 +29,7 @@ def keyed(bucket: Any, cache: CacheConfig) -> tuple[Manifest, Blocks]:
         bucket.put_table(f"data/{key}/x.parquet", table(x=[number, number + 1], y=[1, 1]), row_group_size=1)
     none = "label=__HIVE_DEFAULT_PARTITION__/year=3"
     bucket.put_table(f"data/{none}/x.parquet", table(x=[9, 10], y=[1, 1]), row_group_size=1)
-    blocks = open_source(bucket.url(), bucket.options, cache)
+    blocks = Blocks.open(open_source(bucket.url(), bucket.options), cache)
     return resolve(bucket.url("data"), blocks), blocks
 
 

@@ -34,9 +34,10 @@ from clusters import Server, ServerCluster
 from rich.filesize import decimal
 
 from dataload import make_loader
-from dataload.cache.filesystem import open_source
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.setup import recovery
+from dataload.cache.origin.source import open_source
 from dataload.catalog import manifest
 from dataload.cli.commands.doctor import doctor
 from dataload.doctor import cache_dir, cluster, limits, object_store, processes, registry
@@ -520,12 +521,14 @@ def address(answers: Answers) -> Iterator[str]:
 
 def s3(address: str, **options: Any) -> Store:
     keys = {"key": "testing", "secret": "s3cret", "client_kwargs": {"region_name": "us-east-1"}}
-    return Store("s3://b/data", open_source("s3://b/data", {"endpoint_url": address, **keys, **options}, None))
+    return Store(
+        "s3://b/data", Blocks.open(open_source("s3://b/data", {"endpoint_url": address, **keys, **options}), None)
+    )
 
 
 def http(address: str, **options: Any) -> Store:
     url = f"{address}/b/data/x"
-    return Store(url, open_source(url, options, None))
+    return Store(url, Blocks.open(open_source(url, options), None))
 
 
 def test_a_store_in_order(case: Case, address: str, tmp_path: Path) -> None:
@@ -534,7 +537,7 @@ def test_a_store_in_order(case: Case, address: str, tmp_path: Path) -> None:
         assert list(found) == list(ORIGIN)
         assert all(finding.startswith("ok: ") for finding in found.values()), found
     (tmp_path / "x").write_bytes(BODY)
-    on_disk = Store(str(tmp_path / "x"), open_source(str(tmp_path / "x"), {}, None))
+    on_disk = Store(str(tmp_path / "x"), Blocks.open(open_source(str(tmp_path / "x"), {}), None))
     found = {name: finding.status for name, finding in examine(case, on_disk) if name in ORIGIN}
     assert found == dict.fromkeys(ORIGIN, "ok") | {"ETag": "warning"}
 
@@ -731,12 +734,12 @@ def test_credentials_that_are_refused(address: str, answers: Answers, code: str)
 def test_credentials_in_a_url_are_not_printed(case: Case, address: str, answers: Answers) -> None:
     answers.refuses = "AccessDenied"
     url = f"{address.replace('//', '//user:s3cret@')}/b/data/x?sig=s3cret"
-    found = dict(examine(case, Store(url, open_source(url, {}, None))))
+    found = dict(examine(case, Store(url, Blocks.open(open_source(url, {}), None))))
     assert found["credentials"].status == "problem"
     assert "s3cret" not in repr(found)
     answers.refuses, answers.ranges, answers.etag = "", False, False
     url = f"{address}/b/data/x?sig=s3cret"
-    found = dict(examine(case, Store(url, open_source(url, {}, None))))
+    found = dict(examine(case, Store(url, Blocks.open(open_source(url, {}), None))))
     assert (found["ranges"].status, found["ETag"].status) == ("problem", "warning")
     assert "s3cret" not in repr(found)
 
@@ -749,7 +752,7 @@ def test_no_credentials(address: str) -> None:
 
 def test_nothing_there(address: str) -> None:
     url = f"{address}/b/data/y"
-    assert "check bucket, prefix" in line(object_store.credentials(Store(url, open_source(url, {}, None))))
+    assert "check bucket, prefix" in line(object_store.credentials(Store(url, Blocks.open(open_source(url, {}), None))))
 
 
 def test_another_region(address: str, answers: Answers) -> None:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from nightly import NIGHTLY
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.cache.filesystem import open_source
+from dataload.cache.blocks.reader import Blocks
+from dataload.cache.origin.source import open_source
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.sources import list_objects
 from dataload.errors import ConfigError, DataError
@@ -356,7 +357,7 @@ def test_a_damaged_size_of_compressed_values_is_an_error_that_names_the_file(com
 def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.arrow"
     file.write_bytes(written(BATCHES_OF_ROWS))
-    blocks = open_source(str(file), None, None)
+    blocks = Blocks.open(open_source(str(file), None), None)
     (obj,) = list_objects(str(file), blocks)
     footer = int.from_bytes(file.read_bytes()[-10:-6], "little") + 10
     index = messages.index_of_file(obj, blocks, file.read_bytes()[-footer:])

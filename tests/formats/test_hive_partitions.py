@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dataload import make_dataset, make_loader
-from dataload.cache.blocks.reader import Object
+from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
-from dataload.cache.filesystem import open_source
+from dataload.cache.origin.source import open_source
 from dataload.catalog.manifest import Manifest, resolve
 from dataload.catalog.sources import list_objects
 from dataload.cli.app import app
@@ -32,7 +32,7 @@ def put(bucket: Any, *keys: str, **columns: Any) -> None:
 
 
 def manifest_of(bucket: Any, cache: CacheConfig, *sources: str) -> Manifest:
-    blocks = open_source(bucket.url(), bucket.options, cache)
+    blocks = Blocks.open(open_source(bucket.url(), bucket.options), cache)
     return resolve([bucket.url(source) for source in sources or ["data"]], blocks)
 
 
@@ -152,7 +152,7 @@ def test_fingerprints_cover_the_keys(bucket: Any, cache: CacheConfig) -> None:
 
 def test_without_keys_the_fingerprint_is_of_the_objects_alone(bucket: Any, cache: CacheConfig) -> None:
     put(bucket, "x", "y")
-    objects = list_objects(bucket.url("data"), open_source(bucket.url(), bucket.options, cache))
+    objects = list_objects(bucket.url("data"), Blocks.open(open_source(bucket.url(), bucket.options), cache))
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj in objects:
         digest.update(json.dumps([obj.path, obj.size, obj.version]).encode())
@@ -210,7 +210,7 @@ def test_one_key_twice_is_refused(bucket: Any, cache: CacheConfig) -> None:
 
 def test_hidden_folders_stay_hidden(bucket: Any, cache: CacheConfig) -> None:
     put(bucket, "label=cat/x", "_spark_metadata/x", "label=dog/_tmp/x", ".label=cow/x")
-    blocks = open_source(bucket.url(), bucket.options, cache)
+    blocks = Blocks.open(open_source(bucket.url(), bucket.options), cache)
     assert [obj.path for obj in list_objects(bucket.url("data"), blocks)] == [f"{bucket.name}/data/label=cat/x.parquet"]
 
 
@@ -226,7 +226,7 @@ def test_names_written_by_pyarrow(tmp_path: Any, cache: CacheConfig) -> None:
     table = pa.table({"label": labels, "a": range(5)})
     layout = pads.partitioning(pa.schema([("label", pa.string())]), flavor="hive")
     pads.write_dataset(table, tmp_path, format="parquet", partitioning=layout)
-    manifest = resolve(tmp_path, open_source(str(tmp_path), None, cache))
+    manifest = resolve(tmp_path, Blocks.open(open_source(str(tmp_path), None), cache))
     assert {dict(group.constants)["label"] for group in manifest.row_groups} == set(labels)
 
 

@@ -92,7 +92,7 @@ def _path(url: str) -> str:
     """Return the path of a URL at its origin. Raise ConfigError for an empty URL or an unknown protocol."""
     import fsspec
 
-    from dataload.cache.filesystem import split_chain
+    from dataload.cache.origin.source import split_chain
 
     _, origin_url = split_chain(url)  # without "tiercache"
     if not origin_url:

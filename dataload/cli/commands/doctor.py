@@ -114,10 +114,10 @@ def _text(check: str, finding: Finding) -> str:
 def _store(url: str, storage_options: str | None, partitioning: str) -> Store:
     from dataload.cache.blocks.reader import Blocks
     from dataload.cache.config import CacheConfig
-    from dataload.cache.filesystem import open_source
+    from dataload.cache.origin.source import open_source
     from dataload.doctor.object_store import Store
 
-    blocks = open_source(url, mapping(storage_options), CacheConfig())
+    blocks = Blocks.open(open_source(url, mapping(storage_options)), CacheConfig())
     uncached = Blocks.uncached(blocks.origin)  # bypasses the cache, also that of a tiercache:: URL
     return Store(url, uncached, partitioning_of(partitioning))
 

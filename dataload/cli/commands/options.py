@@ -159,11 +159,12 @@ def open_manifest(
     url: str, storage_options: str | None, config: CacheConfig, *, partitioning: str, quiet: bool
 ) -> tuple[Manifest, Blocks, Collection[Object]]:
     """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
-    from dataload.cache.filesystem import open_source
+    from dataload.cache.blocks.reader import Blocks
+    from dataload.cache.origin.source import open_source
     from dataload.catalog.manifest import manifest_of
     from dataload.catalog.sources import list_objects
 
-    blocks = open_source(url, mapping(storage_options), config)
+    blocks = Blocks.open(open_source(url, mapping(storage_options)), config)
     objects = list_objects(url, blocks, partitioning_of(partitioning))
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
         return manifest_of(objects, blocks, lambda _: advance(1)), blocks, objects
