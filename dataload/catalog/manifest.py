@@ -6,7 +6,8 @@ import base64
 import hashlib
 import json
 import logging
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,13 +30,13 @@ from dataload.formats.schema import flatten, holds_nulls, structs_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 11
+VERSION = 12
+UNKNOWN = -1  # nulls
+MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
 
 log = logging.getLogger(__name__)
 
-
-Nulls = tuple[tuple[str, int | None], ...]
-"""Names of columns and how many nulls they have; None: unknown."""
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class RowGroup:
         sizes: Uncompressed, encoded bytes of each of the manifest's `ragged` columns.
         constants: Names and values of the partition columns, which come from folder names, and None for each column
             that the file lacks.
-        nulls: Columns whose batches cannot hold nulls and that have some by the footer, or may have some.
     """
 
     file: Object
@@ -61,7 +61,6 @@ class RowGroup:
     bytes: int
     sizes: tuple[int, ...] = ()
     constants: Constants = ()
-    nulls: Nulls = ()
 
     @property
     def name(self) -> str:
@@ -83,6 +82,8 @@ class Manifest:
         partial: By column that some files lack, which file does. It is null there, for a caller that names the column.
         promoted: By column that files write differently, how: with types that were promoted to the schema's, or without
             it, as a member of a struct that other files have. It is null there.
+        nulls: By column whose batches cannot hold nulls, and that has or may have some: how many each row group has by
+            its footer, folder and schema, or `UNKNOWN`, int64 [row groups].
     """
 
     schema: pa.Schema
@@ -92,12 +93,16 @@ class Manifest:
     conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
     partial: Mapping[str, str] = field(default_factory=dict, hash=False)
     promoted: Mapping[str, str] = field(default_factory=dict, hash=False)
+    nulls: Mapping[str, Counts] = field(default_factory=dict, hash=False, compare=False)
 
     @cached_property
-    def block_lengths(self) -> npt.NDArray[np.int64]:
+    def block_lengths(self) -> Counts:
         """Rows of the dataset in each row group: int64 [row groups]."""
-        if self.selection is not None:
-            return self.selection.counts
+        return self.stored_lengths if self.selection is None else self.selection.counts
+
+    @cached_property
+    def stored_lengths(self) -> Counts:
+        """Rows of each row group, selected or not: int64 [row groups]."""
         return np.array([group.rows for group in self.row_groups], np.int64)
 
     @cached_property
@@ -172,8 +177,9 @@ class Manifest:
             return self
         row_groups = tuple(self.row_groups[number] for number in chosen)
         selection = None if self.selection is None else self.selection.only(chosen)
+        nulls = {name: counts[chosen] for name, counts in self.nulls.items()}
         fingerprint = _digest([self.fingerprint, chosen])
-        return replace(self, row_groups=row_groups, fingerprint=fingerprint, selection=selection)
+        return replace(self, row_groups=row_groups, fingerprint=fingerprint, selection=selection, nulls=nulls)
 
     def selected(self, selection: Selection) -> Manifest:
         """Return the manifest of the rows that both selections have, without row groups that have none of them."""
@@ -203,13 +209,11 @@ class Manifest:
         files: dict[Object, tuple[int, int, int, list[Any]]] = {}
         runs: dict[Object, int] = {}
         constants: dict[Constants, int] = {}
-        nulls: dict[Nulls, int] = {}
         for group in self.row_groups:
             run = runs.setdefault(group.footer_at.run, len(runs))
             shared = constants.setdefault(group.constants, len(constants))
             *_, groups = files.setdefault(group.file, (run, group.footer_at.number, shared, []))
-            counted = nulls.setdefault(group.nulls, len(nulls))
-            groups.append((group.number, group.rows, group.bytes, group.sizes, counted))
+            groups.append((group.number, group.rows, group.bytes, group.sizes))
         for obj in (*runs, *files):
             paths.setdefault(obj.path, len(paths))
         return json.dumps(
@@ -219,7 +223,7 @@ class Manifest:
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
                 "constants": list(constants),
-                "nulls": list(nulls),
+                "nulls": {name: _packed(counts) for name, counts in self.nulls.items()},
                 "runs": [[paths[run.path], run.version] for run in runs],
                 "conflicts": self.conflicts,
                 "partial": self.partial,
@@ -236,20 +240,29 @@ class Manifest:
         groups = []
         paths = [*known, *content["paths"]]
         runs = [Object(paths[path], 0, version) for path, version in content["runs"]]
-        constants, nulls = (
-            [tuple((name, value) for name, value in shared) for shared in content[kind]]
-            for kind in ("constants", "nulls")
-        )
+        constants = [tuple((name, value) for name, value in shared) for shared in content["constants"]]
         for path, size, version, run, position, shared, row_groups in content["files"]:
             file = Object(paths[path], size, version)
             footer_at = FooterLocation(runs[run], position)
             groups += [
-                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants[shared], nulls[counted])
-                for number, rows, size_bytes, sizes, counted in row_groups
+                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants[shared])
+                for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
         differing = {name: content[name] for name in ("conflicts", "partial", "promoted")}
-        return cls(schema, tuple(groups), content["fingerprint"], **differing)
+        nulls = {name: _unpacked(*packed) for name, packed in content["nulls"].items()}
+        return cls(schema, tuple(groups), content["fingerprint"], **differing, nulls=nulls)
+
+
+def _packed(counts: Counts) -> tuple[str, str]:
+    """Return counts as the shortest dtype that holds them, and their compressed bytes as text."""
+    kinds = np.min_scalar_type(counts.min(initial=0)), np.min_scalar_type(counts.max(initial=0))
+    kind = np.result_type(*kinds).newbyteorder("<")
+    return kind.str, base64.b64encode(zlib.compress(counts.astype(kind).tobytes())).decode()
+
+
+def _unpacked(kind: str, packed: str) -> Counts:
+    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), kind).astype(np.int64)
 
 
 def _digest(content: Any) -> str:
@@ -323,29 +336,46 @@ def _read_footers(
     if not schema.names and not partitions:
         raise DataError(f"{next(iter(objects)).name} has no columns: remove it from the dataset, or write it with some")
     ragged = [field.name for field in schema if is_ragged(field)]
-    nulls: dict[_Schema, Constants] = {}
+    lacked: dict[_Schema, Constants] = {}
     partial: dict[str, str] = {}
-    groups = []
+    groups: list[RowGroup] = []
+    counted: list[tuple[_Schema, list[int | None]]] = []
     for (obj, keys), ((own, row_groups, _), footer_at), values in zip(objects.items(), found, constants, strict=True):
-        if own not in nulls:
-            nulls[own] = tuple((name, None) for name in missing(schema, own.flat))
-            partial = {name: obj.name for name, _ in nulls[own]} | partial
-            for name, _ in nulls[own]:
+        if own not in lacked:
+            lacked[own] = tuple((name, None) for name in missing(schema, own.flat))
+            partial = {name: obj.name for name, _ in lacked[own]} | partial
+            for name, _ in lacked[own]:
                 if name in members and not own.structs.isdisjoint(structs_of(name)):
                     promoted.setdefault(name, f"missing in {obj.name}")
-        for name in dict(keys).keys() & dict(nulls[own]).keys():
+        for name in dict(keys).keys() & dict(lacked[own]).keys():
             conflicts.setdefault(
                 name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column; {NO_KEYS}"
             )
         texts = [
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if is_ragged(field)
         ]
-        for number, (rows, stored_bytes, own_sizes, counted) in enumerate(row_groups):
+        for number, (rows, stored_bytes, own_sizes, counts) in enumerate(row_groups):
             by_name = dict(zip(own.ragged, own_sizes, strict=True))
             sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
-            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + nulls[own], counted))
+            counted.append((own, counts))
+            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + lacked[own]))
     whole = pa.schema([*schema, *partitions])
-    return Manifest(whole, tuple(groups), fingerprint, conflicts=conflicts, partial=partial, promoted=promoted)
+    differing = conflicts, partial, promoted, _nulls(whole, groups, counted)
+    return Manifest(whole, tuple(groups), fingerprint, None, *differing)
+
+
+def _nulls(
+    schema: pa.Schema, groups: Sequence[RowGroup], counted: Iterable[tuple[_Schema, list[int | None]]]
+) -> dict[str, Counts]:
+    """Return the nulls of a manifest. counted: by row group, the schema of its file and the nulls by its footer."""
+    unable = {field.name for field in schema if not holds_nulls(field)}
+    nulls: defaultdict[str, Counts] = defaultdict(lambda: np.zeros(len(groups), np.int64))
+    for number, (group, (own, counts)) in enumerate(zip(groups, counted, strict=True)):
+        without_values = ((name, group.rows) for name, value in group.constants if value is None)
+        for name, count in [*zip(own.without_nulls, counts, strict=True), *without_values]:
+            if count != 0 and name in unable:
+                nulls[name][number] = UNKNOWN if count is None or count > MOST_NULLS else count
+    return dict(nulls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,7 +385,7 @@ class _Schema:
     own: pa.Schema
     flat: pa.Schema
     ragged: list[str]
-    holding_no_nulls: list[str]
+    without_nulls: list[str]
 
     @cached_property
     def structs(self) -> frozenset[str]:
@@ -373,7 +403,7 @@ class _Summarize:
 
     def __call__(
         self, footer: Footer, obj: Object
-    ) -> tuple[_Schema, list[tuple[int, int, list[int], Nulls]], Mapping[str, str]]:
+    ) -> tuple[_Schema, list[tuple[int, int, list[int], list[int | None]]], Mapping[str, str]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
             flat = flatten(footer.schema)
@@ -385,14 +415,10 @@ class _Summarize:
                 rows,
                 footer.stored_bytes(number),
                 footer.decoded_bytes(number, schema.ragged),
-                _known(schema.holding_no_nulls, footer.null_counts(number, schema.holding_no_nulls)),
+                footer.null_counts(number, schema.without_nulls),
             )
             for number, rows in enumerate(footer.lengths)
         ]
         if any(min([size, *sizes]) < 0 for _, size, sizes, _ in row_groups):
             raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
         return schema, row_groups, footer.unreadable
-
-
-def _known(names: Iterable[str], counts: Iterable[int | None]) -> Nulls:
-    return tuple((name, count) for name, count in zip(names, counts, strict=True) if count != 0)

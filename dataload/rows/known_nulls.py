@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from dataload.catalog.manifest import Manifest
+from dataload.catalog.manifest import Counts, Manifest
 from dataload.formats.arrow_types import fixed_shape
 from dataload.rows.arrow_decode import raises_for_nulls
 from dataload.runtime.text import few
@@ -29,24 +29,23 @@ def known_nulls(manifest: Manifest, columns: Sequence[str], fill_null: Any, *, n
         fill_null: The replacement of nulls.
         null_masks: Whether nulls are marked.
     """
-    if null_masks:
-        return None
-    counts, places = Counter[str](), dict[str, tuple[str, int]]()
-    for group, rows in zip(manifest.row_groups, manifest.block_lengths.tolist(), strict=True):
-        known = [*group.nulls, *((name, group.rows) for name, value in group.constants if value is None)]
-        for name, nulls in known:
-            dropped = 0 if rows == group.rows else (group.rows - rows) * _values(manifest.schema.field(name))
-            if nulls is not None and nulls > dropped:  # Those of dropped rows end no loop.
-                counts[name] += nulls - dropped
-                places.setdefault(name, (group.name, nulls - dropped))
-    ending = [name for name in columns if name in places and raises_for_nulls(manifest.schema.field(name), fill_null)]
+    schema = manifest.schema
+    found: dict[str, Counts] = {}
+    for name in () if null_masks else columns:
+        if name in manifest.nulls and raises_for_nulls(schema.field(name), fill_null):
+            # Those of rows that are dropped end no loop.
+            dropped = (manifest.stored_lengths - manifest.block_lengths) * _values(schema.field(name))
+            found[name] = np.maximum(manifest.nulls[name] - dropped, 0)
+    totals = {name: int(counts.sum()) for name, counts in found.items()}
+    ending = [name for name, total in totals.items() if total]
     if not ending:
         return None
-    where, first = places[ending[0]]
-    total = few(f"{name!r} {counts[name]:,}" for name in ending)
+    first = int(np.flatnonzero(found[ending[0]])[0])
+    total = few(f"{name!r} {totals[name]:,}" for name in ending)
     least = "" if manifest.selection is None else "at least "
-    what = f"{least}{first:,} nulls, which batches cannot hold (in all files: {least}{total})"
-    return f"{where} column {ending[0]!r} has {what}"
+    nulls = found[ending[0]][first]
+    what = f"{least}{nulls:,} nulls, which batches cannot hold (in all files: {least}{total})"
+    return f"{manifest.row_groups[first].name} column {ending[0]!r} has {what}"
 
 
 def _values(field: pa.Field) -> int:

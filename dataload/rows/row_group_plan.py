@@ -148,18 +148,17 @@ class RowGroupPlan:
 
     def zeroes_nulls(self, number: int) -> bool:
         """Return whether a row group is selected in part, and may have nulls that batches cannot hold."""
-        group = self._manifest.row_groups[number]
-        is_part = self._manifest.block_lengths[number] < group.rows
-        return bool(is_part) and any(name in self._without_nulls for name, _ in group.nulls)
+        return bool(self._zeroing[number])
 
     @cached_property
-    def _without_nulls(self) -> frozenset[str]:
-        """The columns that may have nulls, which batches cannot hold."""
-        if any(field.kind == "mask" for field in self.layout.fields):
-            return frozenset()
-        names = {name for group in self._manifest.row_groups for name, _ in group.nulls} & self._columns.keys()
-        schema, filling = self._manifest.schema, self._fill_null
-        return frozenset(name for name in names if raises_for_nulls(schema.field(name), filling))
+    def _zeroing(self) -> Array:
+        manifest = self._manifest
+        may_have = np.zeros(len(manifest.row_groups), np.bool_)
+        if not any(field.kind == "mask" for field in self.layout.fields):
+            for name in manifest.nulls.keys() & self._columns.keys():
+                if raises_for_nulls(manifest.schema.field(name), self._fill_null):
+                    may_have |= manifest.nulls[name] != 0
+        return may_have & (manifest.block_lengths < manifest.stored_lengths)
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import permutations
 from pathlib import Path
@@ -139,6 +140,18 @@ def test_a_manifest_is_small(bucket: Any, cache: CacheConfig) -> None:
     manifest = manifest_of(bucket, cache)
     assert len(manifest.to_bytes()) < 20 * len(manifest.row_groups)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_nulls_of_many_columns_add_about_a_byte_each_to_a_manifest(bucket: Any, cache: CacheConfig) -> None:
+    draw, names = np.random.default_rng(0), [f"column_{number}" for number in range(13)]
+    columns = {name: pa.array(range(20_000), pa.int32(), mask=draw.random(20_000) < 0.2) for name in names}
+    bucket.put_table("data/x.parquet", pa.table(columns), row_group_size=20)
+    manifest = manifest_of(bucket, cache)
+    again = Manifest.from_bytes(manifest.to_bytes())
+    for name in names:
+        assert again.nulls[name].tolist() == [columns[name][at : at + 20].null_count for at in range(0, 20_000, 20)]
+    without = replace(manifest, nulls={})
+    assert len(manifest.to_bytes()) < len(without.to_bytes()) + 13 * len(manifest.row_groups)
 
 
 def test_long_footers(bucket: Any, cache: CacheConfig) -> None:

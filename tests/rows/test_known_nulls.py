@@ -73,6 +73,14 @@ def test_a_filter_of_whole_row_groups_without_nulls_is_no_error(folder: str) -> 
         make_loader(folder, 4, columns=["age"], filters=[("x", ">=", 20)], cache=False)
 
 
+def test_a_column_that_a_file_or_a_folder_has_no_value_of_has_known_nulls(tmp_path: Path) -> None:
+    for key, columns in (("1", {"x": [1, 2], "y": [3, 4]}), ("__HIVE_DEFAULT_PARTITION__", {"x": [5]})):
+        (tmp_path / f"k={key}").mkdir()
+        pq.write_table(pa.table(columns), tmp_path / f"k={key}" / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet row group 0 column 'k' has 1 nulls.*'k' 1, 'y' 1\)"):
+        make_loader(str(tmp_path), 1, columns=["x", "k", "y"], cache=False)
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
