@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest slow corpora chaos format demo bench gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest slow corpora chaos format demo bench micro gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -75,6 +75,10 @@ demo: setup
 # Compare with other loaders, which have their own environment because their pins conflict with ours.
 bench: setup .venv-peers/.ready
 	$(BIN)/dataload bench $(BENCH)
+
+# Time single parts beside their floors; MICRO="-k test_tier" for a part, and any option of pytest-benchmark.
+micro: setup
+	$(BIN)/python -m pytest benchmarks/micro --timeout 0 --benchmark-columns min,median,max,rounds $(MICRO)
 
 # Measure the GPU utilization of the loader; without a GPU, check that the program runs.
 gpu: setup

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from dataload.benchmarks.accelerators import BERT, DLRM, LLAMA_8B, RESNET_50, UNET_3D, Accelerator
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
-from dataload.benchmarks.images.photos import cropped_at_random, decoded, photos
-from dataload.benchmarks.images.photos import decode_and_crop as decode_and_crop_at_random
+from dataload.benchmarks.photos import cropped_at_random, decoded, photos
+from dataload.benchmarks.photos import decode_and_crop as decode_and_crop_at_random
 from dataload.errors import ConfigError
 
 SEED = 20_26

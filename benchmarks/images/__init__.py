@@ -1,1 +1,0 @@
-"""Measurements of images: photographs to read, and the decoder of `dataload.images`."""

@@ -1,1 +1,0 @@
-"""Mixtures of datasets beside other libraries."""

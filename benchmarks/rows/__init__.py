@@ -1,1 +1,0 @@
-"""Measurements of rows of certain types."""
