@@ -34,7 +34,7 @@ def bench(
         str | None, typer.Option(help=f"Names of workloads, comma-separated; default: {USUAL['workloads']}.")
     ] = None,
     groups: Annotated[str, typer.Option(help="Megabytes of row groups, comma-separated.")] = "10",
-    systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: the usual.")] = "",
+    systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: all.")] = "",
     ranks: Annotated[
         str | None, typer.Option(help="Numbers of ranks, comma-separated, in the order of stages; default: 1,4,2.")
     ] = None,
@@ -187,10 +187,10 @@ def _read(results: Path) -> Any:
 
 
 def _entries(systems: str) -> tuple[Entry, ...]:
-    """Return the systems whose names contain one of the parts; by default the usual ones."""
+    """Return the systems whose names contain one of the parts; by default all."""
     parts = [part.lower() for part in _parts(systems)]
     if not parts:
-        return tuple(entry for entry in ENTRIES if entry.usual)
+        return ENTRIES
     exact = {entry.name.lower() for entry in ENTRIES} & set(parts)
     chosen = tuple(
         entry

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from dataload.benchmarks.origin import Behaviour, Origin
-from dataload.benchmarks.summary import ranged
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.workloads import check_names, workloads, write
 
@@ -78,7 +78,8 @@ def main(
     typer.echo(f"Seconds, medians of {rounds} processes (lowest–highest): {workload}, {size}, engine {engine}.\n")
     typer.echo("| part | seconds |\n| --- | --: |")
     for part in found[0]:
-        typer.echo(f"| {part} | {ranged([each[part] for each in found], '{:.2f}')} |")
+        seconds = [each[part] for each in found]
+        typer.echo(f"| {part} | {median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f}) |")
 
 
 def _seconds(arguments: dict[str, Any]) -> dict[str, float]:

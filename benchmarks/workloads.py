@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -12,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.benchmarks.accelerators import BERT, DLRM, LLAMA_8B, RESNET_50, UNET_3D, Accelerator
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
-from dataload.benchmarks.photos import cropped_at_random, decoded, photos
-from dataload.benchmarks.photos import decode_and_crop as decode_and_crop_at_random
+from dataload.benchmarks.photos import cropped_at_random, decode_and_crop, decoded, photos
 from dataload.errors import ConfigError
 
 SEED = 20_26
@@ -32,7 +29,6 @@ LEAST_FILES = 4
 TOKENS, VOCABULARY = 1024, 50_257
 VOLUME_BYTES = 14_660_063  # a tenth of a sample of 3D U-Net in MLPerf Storage
 FEATURES = tuple(f"f{number:02d}" for number in range(16))
-PIXELS, CROP = 256, 224
 
 Row = dict[str, Any]
 Maker = Callable[[np.random.Generator, int], pa.Table]
@@ -136,31 +132,6 @@ def text(rng: np.random.Generator, rows: int) -> pa.Table:
     return pa.table({"text": strings, "label": rng.integers(0, 1000, rows)})
 
 
-def jpeg(rng: np.random.Generator, rows: int) -> pa.Table:
-    from PIL import Image
-
-    def picture() -> bytes:
-        coarse = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8))
-        smooth = np.asarray(coarse.resize((PIXELS, PIXELS), Image.Resampling.BICUBIC), np.int16)
-        grain = rng.integers(-12, 13, smooth.shape, dtype=np.int16)
-        encoded = io.BytesIO()
-        Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(encoded, "jpeg", quality=85)
-        return encoded.getvalue()
-
-    pictures = pa.array([picture() for _ in range(rows)], pa.binary())
-    return pa.table({"image": pictures, "label": rng.integers(0, 1000, rows)})
-
-
-def decode_and_crop(row: Row) -> Row:
-    """Decode `image` to uint8 pixels of shape (CROP, CROP, 3). The centre crop makes epochs comparable."""
-    from PIL import Image
-
-    edge = (PIXELS - CROP) // 2
-    with Image.open(io.BytesIO(row["image"])) as picture:
-        pixels: npt.NDArray[np.uint8] = np.array(picture.crop((edge, edge, edge + CROP, edge + CROP)))
-    return {**row, "image": pixels}
-
-
 def _both(prepare: Callable[[Row], Row], transform: Callable[[Row], Row], row: Row) -> Row:
     return transform(prepare(row))
 
@@ -199,11 +170,10 @@ def workloads(size: str, group_megabytes: float = GROUP_MEGABYTES) -> dict[str, 
         described("tokens", tokens, LLAMA_8B, 12_000, 4 * TOKENS, 256, "zstd", 6e6),
         described("table", table, DLRM, 625_000, 80, 256, "zstd", 6e6, FEATURES),
         described("text", text, BERT, 120_000, 420, 256, "zstd", 6e6),
-        described("jpeg", jpeg, RESNET_50, 250, 50_000, 64, "none", 20e6, transform=decode_and_crop),
         described(
             *("photos", photos, RESNET_50, 1000, 80_000, 64, "none", 20e6),
             **in_threads,
-            transform=decode_and_crop_at_random,
+            transform=decode_and_crop,
         ),
         described(
             *("pixels", photos, RESNET_50, 1000, 80_000, 64, "none", 20e6),

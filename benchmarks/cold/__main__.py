@@ -9,24 +9,22 @@ the others go on.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dataload.benchmarks.cold.epoch import SYSTEMS
+from dataload.benchmarks.cold.epoch import SYSTEMS, Task
 from dataload.benchmarks.cold.first_batch import FIRST, needed
 from dataload.benchmarks.cold.measurement import measure
-from dataload.benchmarks.cold.plot import draw
 from dataload.benchmarks.cold.shapes import ONE_A_FILE, SHAPES, write
 from dataload.benchmarks.cold.table import HEADER, lines
 from dataload.benchmarks.origin import Behaviour, Origin
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
 
-# Arguments of `measure`, from the origin to the batch size.
-Setting = tuple[Origin, str, Path, Path, int, float | None, int | None, int]
 ORIGINS = {
     "near": Behaviour(latency=0.03, bytes_per_second=90e6),
     "far": Behaviour(latency=0.1, bytes_per_second=40e6),
@@ -47,7 +45,6 @@ def main(
     rounds: Annotated[int, typer.Option(help="Measurements of each system.")] = 5,
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
     output: Annotated[Path | None, typer.Option("--json", help="A file for the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="An image file for the requests in flight over time.")] = None,
 ) -> None:
     """Measure first epochs by the size of row groups. Print a line of a Markdown table for each as soon as it is known.
 
@@ -62,10 +59,15 @@ def main(
         prefix = f"cold/{kind}-{size:g}-{megabytes}"
         files = data / BUCKET / prefix
         write(kind, int(size * 1e6), megabytes * 10**6, files)
+        limit = (
+            None
+            if cache_share is None
+            else int(cache_share * sum(path.stat().st_size for path in files.glob("*.parquet")))
+        )
         for place in origin or ORIGINS:
             with Origin(data, behaviour=ORIGINS[place]) as server:
-                setting = server, prefix, files, folder.absolute(), ranks, cache_share, window, batch_size
-                found, errors = _measured(system or list(SYSTEMS), rounds, setting)
+                task = Task(server.endpoint_url, prefix, str(files), batch_size, ranks, limit, window)
+                found, errors = _measured(system or list(SYSTEMS), rounds, task, server, folder.absolute())
             failed = failed or bool(errors)
             for line in lines((kind, f"{size:g}", place), found, errors, files, ORIGINS[place].latency):
                 typer.echo(line)
@@ -76,29 +78,22 @@ def main(
             ]
             if output is not None:
                 output.write_text(json.dumps(every))
-            if plot is not None and every:
-                draw(every, plot)
     if failed:
         raise typer.Exit(1)
 
 
 def _measured(
-    names: list[str], rounds: int, setting: Setting
+    names: list[str], rounds: int, task: Task, server: Origin, folder: Path
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Measure the systems in turns. Return the figures of each run and the last error, by system.
-
-    Args:
-        names: The systems.
-        rounds: Measurements of each.
-        setting: Arguments of `measure`.
-    """
-    server, prefix, files, *_, window, batch_size = setting
+    """Measure the systems in turns. Return the figures of each run and the last error, by system."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*names, FIRST)}
     errors: dict[str, str] = {}
     for _, name in product(range(rounds), found):
         try:
-            ranges = needed(server, prefix, files, batch_size, window) if name == FIRST else None
-            run = measure("bare GETs" if name == FIRST else name, *setting, ranges)
+            if name == FIRST:
+                run = measure("bare GETs", replace(task, ranges=needed(task, server)), server, folder)
+            else:
+                run = measure(name, task, server, folder)
         except Exception as error:  # noqa: BLE001 (whatever happens, the other measurements go on)
             errors[name] = repr(error)
         else:

@@ -31,20 +31,20 @@ class Task:
 
     Attributes:
         batch_size: Rows of a batch of the loader. pyarrow makes larger ones.
-        ranges: Byte ranges (name, start, stop) that the bare GETs fetch; None: all files.
         window: Row groups that the loader shuffles together; None: its default.
+        ranges: Byte ranges (name, start, stop) that the bare GETs fetch; None: all files.
     """
 
     endpoint_url: str
     prefix: str
     files: str
-    cache_dir: str
-    rank: int
-    ranks: int
     batch_size: int
+    ranks: int = 1
     cache_bytes: int | None = None
-    ranges: list[tuple[str, int, int]] | None = None
     window: int | None = None
+    ranges: list[tuple[str, int, int]] | None = None
+    rank: int = 0
+    cache_dir: str = ""
 
 
 def _ours(task: Task) -> Iterator[int]:

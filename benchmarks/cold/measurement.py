@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,31 +25,11 @@ MOST_SECONDS = 300  # of an epoch
 HUGE_PAGES = 1 << 30  # bytes of huge pages that the machine has ready at the start: more than most systems take
 
 
-def measure(
-    system: str,
-    origin: Origin,
-    prefix: str,
-    files: Path,
-    folder: Path,
-    ranks: int,
-    cache_share: float | None,
-    window: int | None,
-    batch_size: int,
-    ranges: list[tuple[str, int, int]] | None = None,
-) -> dict[str, Any]:
-    """Run one epoch of a system with an empty cache, in `ranks` processes. Return the figures of the host.
+def measure(system: str, task: Task, origin: Origin, folder: Path) -> dict[str, Any]:
+    """Run one epoch of a system with an empty cache below `folder`, in a process for each rank.
 
-    Args:
-        system: Name of the system.
-        origin: Serves the dataset.
-        prefix: Prefix of the dataset at the origin.
-        files: The same files on disk.
-        folder: Folder for the cache.
-        ranks: Number of processes.
-        cache_share: Byte limit of the cache, as a share of the bytes of the files; None: the default limit.
-        window: Row groups that the loader shuffles together; None: its default.
-        batch_size: Rows of a batch of the loader.
-        ranges: As for `Task`.
+    Returns:
+        The figures of the host.
 
     Raises:
         RuntimeError: A process failed, or took longer than `MOST_SECONDS`.
@@ -58,14 +38,11 @@ def measure(
     server = psutil.Process(origin.pid)
     before = sum(server.cpu_times()[:2])
     call = "import sys; from dataload.benchmarks.cold.epoch import epoch; epoch(*sys.argv[1:])"
-    num_bytes = sum(path.stat().st_size for path in files.glob("*.parquet"))
-    limit = None if cache_share is None else int(cache_share * num_bytes)
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
-        place = origin.endpoint_url, prefix, str(files), cache
-        tasks = [Task(*place, rank, ranks, batch_size, limit, ranges, window) for rank in range(ranks)]
+        tasks = [replace(task, rank=rank, cache_dir=cache) for rank in range(task.ranks)]
         command = [sys.executable, "-c", call, system]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]
+        running = [subprocess.Popen([*command, json.dumps(asdict(each))], **pipes) for each in tasks]
         try:
             found, memory = _figures(system, running)
         finally:
@@ -80,7 +57,7 @@ def measure(
         "rows": sum(figures["rows"] for figures in found),
         "cpu": sum(figures["cpu"] for figures in found),
         "memory": memory,
-        "bytes": stats["get_bytes"] / num_bytes,
+        "bytes": stats["get_bytes"] / sum(path.stat().st_size for path in Path(task.files).glob("*.parquet")),
         "requests": stats["get_requests"],
         "duplicates": stats["duplicate_gets"],
         "in_flight": stats["most_gets_at_once"],

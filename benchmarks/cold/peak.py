@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from threading import Event, Thread
 from typing import Self
 
 import psutil
+
+from dataload.benchmarks.machine.usage import memory, with_children
 
 SAMPLE_SECONDS = 0.1  # between two samples
 
@@ -43,10 +43,4 @@ class PeakGrowth:
             self.num_bytes = max(self.num_bytes, self._anonymous() - self._before)
 
     def _anonymous(self) -> int:
-        total = 0
-        for process in self._processes:
-            with suppress(psutil.NoSuchProcess, OSError):  # It has exited.
-                for each in (process, *process.children(recursive=True)):
-                    lines = Path(f"/proc/{each.pid}/status").read_text().splitlines()
-                    total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-        return total
+        return sum(memory(with_children(self._processes), "status", "RssAnon:"))

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 PACKAGES = (
     *("torch", "numpy", "pyarrow", "fsspec", "s3fs", "opencv-python-headless"),
-    *("datasets", "mosaicml-streaming", "litdata", "webdataset", "spdl"),
+    *("datasets", "mosaicml-streaming", "litdata", "webdataset"),
 )
 LIST = "import importlib.metadata as m; print(*(f'{d.name}={d.version}' for d in m.distributions()))"
 

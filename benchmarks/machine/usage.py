@@ -43,13 +43,10 @@ class PeakMemory:
 
     def sample(self, processes: Iterable[psutil.Process]) -> None:
         """Take a sample."""
-        pids = list[int]()
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                pids += [process.pid, *(child.pid for child in process.children(recursive=True))]
+        pids = with_children(processes)
         gained = max(0, in_shared_memory() - self._before)
-        if sum(_memory(pids, "status", "RssAnon:", "RssShmem:")) + gained > self.num_bytes:
-            anonymous, shared = _memory(pids, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
+        if sum(memory(pids, "status", "RssAnon:", "RssShmem:")) + gained > self.num_bytes:
+            anonymous, shared = memory(pids, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
             self.num_bytes = max(self.num_bytes, anonymous + max(shared, gained))
 
 
@@ -70,7 +67,16 @@ def in_shared_memory() -> int:
     return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
 
-def _memory(pids: Iterable[int], file: str, *fields: str) -> list[int]:
+def with_children(processes: Iterable[psutil.Process]) -> list[int]:
+    """Return the pids of processes and their children."""
+    pids = list[int]()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            pids += [process.pid, *(child.pid for child in process.children(recursive=True))]
+    return pids
+
+
+def memory(pids: Iterable[int], file: str, *fields: str) -> list[int]:
     """Return the bytes of each of the fields of a file of proc(5), over all these processes."""
     total = dict.fromkeys(fields, 0)
     for pid in pids:

@@ -62,10 +62,10 @@ def origin_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Origin]]
     """Start an S3 server of the bucket in .bench."""
     running: list[Origin] = []
 
-    def started(behaviour: Behaviour | None = None, **options: Any) -> Origin:
+    def started(behaviour: Behaviour | None = None) -> Origin:
         folder = request.config.rootpath / ".bench/data"
         (folder / BUCKET).mkdir(parents=True, exist_ok=True)
-        running.append(Origin(folder, behaviour=behaviour, **options).__enter__())
+        running.append(Origin(folder, behaviour=behaviour).__enter__())
         return running[-1]
 
     yield started

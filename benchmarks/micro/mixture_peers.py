@@ -115,7 +115,9 @@ def measured(name: str, size: str, folder: Path, cache: Path) -> dict[str, float
 
         for source, each in enumerate(folders):
             (each / name).mkdir()
-            {"litdata": litdata, "mosaic": mosaic}[name].convert(workload_of(source, size), each / "parquet", each / name)
+            {"litdata": litdata, "mosaic": mosaic}[name].convert(
+                workload_of(source, size), each / "parquet", each / name
+            )
     epochs, consumer = SYSTEMS[name](folders, cache), Consumer()
     for batch in next(epochs):
         consumer.take(batch)

@@ -17,7 +17,6 @@ from dataload.samplers.sharded import ShardedSampler
 
 BLOCKS, ROWS_PER_BLOCK, BATCH = 200_000, 5_000, 256
 ROWS = BLOCKS * ROWS_PER_BLOCK
-MIXED = 1 << 20  # rows
 
 pytestmark = pytest.mark.benchmark(timer=process_time)
 shuffles = pytest.mark.parametrize("shuffle", ["block", "full"])
@@ -73,19 +72,20 @@ def test_stream(benchmark: Any, scaled: Any, of: Any, per_second: Any) -> None:
 
 @pytest.mark.parametrize("sources", [2, 3, 10, 50, 200])
 @pytest.mark.parametrize("part", ["sources alone", "rows", "seek"])
-def test_mixture(benchmark: Any, sources: int, part: str, per_second: Any, record_property: Any) -> None:
+def test_mixture(benchmark: Any, sources: int, part: str, scaled: Any, per_second: Any, record_property: Any) -> None:
     """Units are single rows, and each part of an epoch is mapped for the first time."""
+    mixed = min(1 << 20, scaled(1 << 20))
     rng = np.random.default_rng(sources)
     sizes = rng.integers(10**6, 10**9, sources).tolist()
     order = MixtureOrder([MixtureSource([size // 100] * 100, str(number)) for number, size in enumerate(sizes)])
     benchmark.group = f"mixtures: {part}"
     if part == "seek":
-        drawn = [order.draws(epoch, np.arange(MIXED))[0] for epoch in (0, 1)]
+        drawn = [order.draws(epoch, np.arange(mixed))[0] for epoch in (0, 1)]
         record_property("two epochs agree", f"{np.mean(drawn[0] == drawn[1]):.3f}")
         places = iter(rng.integers(0, order.n, 6).tolist())
         benchmark.pedantic(lambda: order.draws(1, [next(places)]), rounds=5)
         return
     mapped = order.rows if part == "rows" else order.draws
-    starts = itertools.count(MIXED, MIXED)
-    benchmark.pedantic(lambda: mapped(0, np.arange(MIXED) + next(starts)), rounds=5)
-    per_second("M rows", MIXED / 1e6)
+    starts = itertools.count(mixed, mixed)
+    benchmark.pedantic(lambda: mapped(0, np.arange(mixed) + next(starts)), rounds=5)
+    per_second("M rows", mixed / 1e6)

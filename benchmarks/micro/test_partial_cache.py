@@ -110,7 +110,8 @@ def test_two_datasets(case: str, origin_of: Any, scaled: Any, tmp_path: Path, re
         barrier = context.Barrier(1 + len(NAMES) * ranks, timeout=300)
         children = [
             context.Process(
-                target=read_in_steps, args=(barrier, batches, step, name, origin.endpoint_url, cache, rank, ranks, workers)
+                target=read_in_steps,
+                args=(barrier, batches, step, name, origin.endpoint_url, cache, rank, ranks, workers),
             )
             for name in NAMES
             for rank in range(ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,7 +21,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("folder", type=Path, help="the folder whose subfolders are the buckets")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on")
     command.add_argument("--port", type=int, default=0, help="port to listen on; 0 for a free one")
-    command.add_argument("--nice", type=int, default=0, help="niceness of the process, 0 to 19")
     command.add_argument("--content-etags", action="store_true", help="ETags that change with the content only")
     command.add_argument("--until-eof", action="store_true", help="exit when standard input is closed")
     for attribute in fields(Behaviour):
@@ -45,7 +43,6 @@ def main() -> None:
         command.error(f"{args.folder} is not a folder")
     from dataload.benchmarks.origin.server import serve
 
-    os.nice(args.nice)
     flags = {"content_etags": args.content_etags, "until_eof": args.until_eof}
     asyncio.run(serve(args.folder, behaviour, args.host, args.port, **flags))
 

@@ -29,7 +29,6 @@ class Origin:
     Args:
         folder: Folder of the buckets.
         behaviour: Latency, bandwidth and faults. Default: none.
-        nice: Niceness of the server process, 0 to 19.
         content_etags: Whether an ETag changes with the content only, as in S3. Default: with the file, which is fast.
 
     Raises:
@@ -40,12 +39,9 @@ class Origin:
             filesystem = S3FileSystem(**origin.storage_options)
     """
 
-    def __init__(
-        self, folder: str | Path, *, behaviour: Behaviour | None = None, nice: int = 0, content_etags: bool = False
-    ) -> None:
+    def __init__(self, folder: str | Path, *, behaviour: Behaviour | None = None, content_etags: bool = False) -> None:
         self.folder = Path(folder)
         self.behaviour = behaviour or Behaviour()
-        self._nice = nice
         self._content_etags = content_etags
 
     def __enter__(self) -> Self:
@@ -69,7 +65,7 @@ class Origin:
         program = [sys.executable, "-m", "dataload.benchmarks.origin", str(self.folder)]
         if self._content_etags:
             program.append("--content-etags")
-        return [*program, "--port=0", "--until-eof", f"--nice={self._nice}", *options]
+        return [*program, "--port=0", "--until-eof", *options]
 
     def _end(self) -> None:
         self._process.terminate()

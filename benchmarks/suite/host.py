@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -18,7 +19,8 @@ from typing import Any, Self
 import psutil
 
 from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, PeakMemory
-from dataload.benchmarks.suite.rank import Epoch, Task
+from dataload.benchmarks.suite.rank import Epoch
+from dataload.benchmarks.systems.base import Setting
 from dataload.runtime.child_process import as_child
 
 MASK = (1 << 64) - 1
@@ -35,7 +37,8 @@ class Host:
 
     Args:
         python: Interpreter of the system's environment.
-        task: Task of rank 0.
+        system: Name of the system.
+        setting: Setting of rank 0.
         folder: An empty folder for logs and temporary files.
         patience: Seconds until the processes are killed.
 
@@ -44,8 +47,8 @@ class Host:
             that maps many files, which then does not feed as many accelerators.
     """
 
-    def __init__(self, python: Path, task: Task, folder: Path, patience: float) -> None:
-        self._python, self._task, self._folder = python, task, folder
+    def __init__(self, python: Path, system: str, setting: Setting, folder: Path, patience: float) -> None:
+        self._python, self._system, self._setting, self._folder = python, system, setting, folder
         self._started = monotonic()
         self._until = self._started + patience
         self._ended = Event()
@@ -55,7 +58,7 @@ class Host:
 
     def __enter__(self) -> Self:
         port = _free_port()
-        for rank in range(self._task.ranks):
+        for rank in range(self._setting.ranks):
             self._processes.append(self._start(rank, port))
         self._watch = Thread(target=self._sample, daemon=True)
         self._watch.start()
@@ -93,9 +96,9 @@ class Host:
             HostError: A rank failed or the patience is over.
         """
         self._emulates = rows_per_second is not None
-        share = rows_per_second and rows_per_second / self._task.ranks
-        self._ask({"epoch": number, "rows_per_second": share})
-        ranks = [Epoch(**self._answer(rank)) for rank in range(self._task.ranks)]
+        share = rows_per_second and rows_per_second / self._setting.ranks
+        self._ask(json.dumps({"epoch": number, "rows_per_second": share}))
+        ranks = [Epoch(**self._answer(rank)) for rank in range(self._setting.ranks)]
         return Epoch(
             seconds=max(epoch.seconds for epoch in ranks),
             first_batch_seconds=max(epoch.first_batch_seconds for epoch in ranks),
@@ -119,7 +122,7 @@ class Host:
             HostError: A rank ended, or the patience is over.
         """
         for rank, process in enumerate(self._processes):
-            self._write(process, asdict(replace(self._task, rank=rank)))
+            self._write(process, pickle.dumps((self._system, replace(self._setting, rank=rank))).hex())
         for rank in range(len(self._processes)):
             self._answer(rank)
 
@@ -127,8 +130,8 @@ class Host:
         folder = str(self._folder)
         environment = {"PATH": os.environ["PATH"], "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
         environment |= {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        if self._task.ranks > 1:
-            count = str(self._task.ranks)
+        if self._setting.ranks > 1:
+            count = str(self._setting.ranks)
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOBAL_RANK": str(rank)}  # LitData: the last
             environment |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": "0"}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -147,13 +150,13 @@ class Host:
     def _log(self, rank: int) -> Path:
         return self._folder / f"log-{rank}"
 
-    def _ask(self, asked: dict[str, Any]) -> None:
+    def _ask(self, asked: str) -> None:
         for process in self._processes:
             self._write(process, asked)
 
-    def _write(self, process: psutil.Popen, value: Any) -> None:
+    def _write(self, process: psutil.Popen, line: str) -> None:
         with suppress(BrokenPipeError):  # of a process that has ended: the answer has its error
-            process.stdin.write(json.dumps(value) + "\n")
+            process.stdin.write(line + "\n")
             process.stdin.flush()
 
     def _answer(self, rank: int) -> Any:

@@ -14,9 +14,8 @@ from dataload.benchmarks.accelerators import Fed, search, utilization
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite.datasets import Dataset, Place
 from dataload.benchmarks.suite.host import NO_ANSWER, Host, HostError
-from dataload.benchmarks.suite.rank import Task
 from dataload.benchmarks.suite.results import Feed, Run
-from dataload.benchmarks.systems.base import BUCKET
+from dataload.benchmarks.systems.base import BUCKET, Setting
 from dataload.benchmarks.systems.registry import Entry
 
 EPOCHS = 10
@@ -157,26 +156,21 @@ class Measurement:
         with TemporaryDirectory(dir=self.place.folder, ignore_cleanup_errors=True) as scratch:
             cache = Path(scratch) / "cache"
             cache.mkdir()
-            with Host(python, self._task(cache, ranks), Path(scratch), patience) as host:
+            with Host(python, self.entry.name, self._setting(cache, ranks), Path(scratch), patience) as host:
                 host.wait_until_ready()
                 yield host
 
-    def _task(self, cache: Path, ranks: int) -> Task:
+    def _setting(self, cache: Path, ranks: int) -> Setting:
         dataset, bucket = self.dataset, self.place.data / BUCKET
-        return Task(
-            system=self.entry.name,
-            workload=dataset.workload.name,
-            size=self.place.size,
-            group_megabytes=dataset.group_megabytes,
+        return Setting(
+            workload=dataset.workload,
             endpoint_url=self.origin.endpoint_url,
             prefix=str((dataset.folder / "parquet").relative_to(bucket)),
             converted=str((dataset.folder / self.entry.module).relative_to(bucket)),
-            files=str(dataset.folder / "parquet"),
-            cache_dir=str(cache),
+            files=dataset.folder / "parquet",
+            cache_dir=cache,
             num_workers=self.entry.workers and max(1, self.entry.workers // ranks),
-            rank=0,
             ranks=ranks,
-            seed=0,
         )
 
 

@@ -1,18 +1,19 @@
 """One rank of a measured system, in its own process: `python -m dataload.benchmarks.suite.rank`.
 
-The first line of standard input is a Task. Each further line asks for one epoch, and one line of JSON answers it. The
-system is made in the first epoch, so that its start-up counts. The process exits when standard input ends.
+The first line of standard input has the name of a system and its Setting, pickled. Each further line asks for one
+epoch, and one line of JSON answers it. The system is made in the first epoch, so that its start-up counts. The process
+exits when standard input ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,43 +21,8 @@ from dataload.benchmarks.accelerators import Clock
 from dataload.benchmarks.machine.usage import cpu_seconds
 from dataload.benchmarks.systems.base import Setting, System
 from dataload.benchmarks.systems.registry import named
-from dataload.benchmarks.workloads import workloads
 
 IMPORTED_BY_TRAINING = ("numpy", "torch", "pyarrow")  # before the clock starts
-
-
-@dataclass(frozen=True)
-class Task:
-    """The input of a rank: a system and a workload by name, and the fields of Setting."""
-
-    system: str
-    workload: str
-    size: str
-    group_megabytes: float
-    endpoint_url: str
-    prefix: str
-    converted: str
-    files: str
-    cache_dir: str
-    num_workers: int
-    rank: int
-    ranks: int
-    seed: int
-
-    @property
-    def setting(self) -> Setting:
-        return Setting(
-            workload=workloads(self.size, self.group_megabytes)[self.workload],
-            endpoint_url=self.endpoint_url,
-            prefix=self.prefix,
-            converted=self.converted,
-            files=Path(self.files),
-            cache_dir=Path(self.cache_dir),
-            num_workers=self.num_workers,
-            rank=self.rank,
-            ranks=self.ranks,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True)
@@ -125,23 +91,22 @@ def read_epoch(system: System, setting: Setting, number: int, rows_per_second: f
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that prints of libraries are no answers
-    task = Task(**json.loads(sys.stdin.readline()))
-    for name in IMPORTED_BY_TRAINING:
+    name, setting = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+    for module in IMPORTED_BY_TRAINING:
         with suppress(ImportError):
-            import_module(name)
+            import_module(module)
 
     def answer(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
     answer("ready")
-    setting = task.setting
     line = sys.stdin.readline()
     if not line:
         return
     started = perf_counter()
     try:
-        with closing(named(task.system).load()(setting)) as system:
+        with closing(named(name).load()(setting)) as system:
             while line:
                 asked = json.loads(line)
                 epoch = read_epoch(system, setting, asked["epoch"], asked["rows_per_second"], started)

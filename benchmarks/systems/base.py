@@ -29,7 +29,6 @@ class Setting:
         rank: Rank of this process. All ranks are on one host and share `cache_dir`.
         ranks: Number of ranks.
         seed: Seed of the shuffle.
-        in_flight: Most concurrent requests of a client.
     """
 
     workload: Workload
@@ -42,7 +41,6 @@ class Setting:
     rank: int = 0
     ranks: int = 1
     seed: int = 0
-    in_flight: int = 16
 
     @property
     def batch_size(self) -> int:

@@ -15,6 +15,7 @@ from dataload.benchmarks.batches import Batch, batches_of, transformed, values
 from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET, Setting
 
+IN_FLIGHT = 16
 RANGE_BYTES = 8 << 20
 RUN_BYTES = 1 << 20  # fits into the cache of a core
 
@@ -33,7 +34,7 @@ class Saturator:
             for path in sorted(setting.files.glob("*.parquet"))
             for start in range(0, path.stat().st_size, RANGE_BYTES)
         ]
-        self._pool = ThreadPoolExecutor(setting.in_flight)
+        self._pool = ThreadPoolExecutor(IN_FLIGHT)
 
     def epoch(self, number: int) -> Iterator[int]:
         order = np.random.default_rng(number).permutation(len(self._ranges))

@@ -23,7 +23,6 @@ class Entry:
         workers: Worker processes of a host with one rank. More ranks share them; each has one at least.
         phases: "cold" for the first epoch with an empty cache, "warm" for later epochs.
         converts: Whether it needs its own format.
-        usual: Whether it is measured by default.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Entry:
     workers: int = 0
     phases: tuple[str, ...] = ("cold", "warm")
     converts: bool = False
-    usual: bool = True
 
     def load(self) -> Any:
         return getattr(self._module(), self.maker)
@@ -96,13 +94,6 @@ ENTRIES = (
     Entry(
         *("rows in memory", "torch_rows", "TorchRows", "reference", ALL),
         "torch's DataLoader over all rows in the memory of each rank",
-    ),
-    Entry(
-        *("SPDL, rows in memory", "spdl", "Spdl", "reference", ALL),
-        "a pipeline of threads over all rows in memory",
-        environment="peers",
-        workers=2,
-        usual=False,
     ),
     Entry(
         *("floor: ranged GETs", "floors", "Saturator", "floor", "none"),

@@ -940,11 +940,6 @@ def test_what_cannot_be_served(tmp_path: Path, folder: Path, monkeypatch: pytest
         pass
 
 
-def test_niceness_is_that_of_the_server(folder: Path):
-    with Origin(folder, nice=7) as origin:
-        assert psutil.Process(origin.pid).nice() == psutil.Process().nice() + 7
-
-
 def test_the_server_ends_with_its_parent(folder: Path):
     program = (
         "import sys\nfrom dataload.benchmarks.origin import Origin\n"

@@ -57,9 +57,9 @@ def test_files_in_shared_memory_are_in_use() -> None:
 def test_a_process_of_less_memory_than_before_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read `smaps_rollup` takes 20 ms of a process that maps 5 GB, which cannot map a batch meanwhile."""
     read: list[str] = []
-    memory = usage._memory
+    memory = usage.memory
     monkeypatch.setattr(
-        usage, "_memory", lambda pids, file, *fields: [read.append(file), memory(pids, file, *fields)][1]
+        usage, "memory", lambda pids, file, *fields: [read.append(file), memory(pids, file, *fields)][1]
     )
     monkeypatch.setattr(usage, "in_shared_memory", lambda: 0)
     peak, process = PeakMemory(), psutil.Process()
