@@ -77,7 +77,7 @@ def rows_of(batch: Any) -> list[Any]:
     if isinstance(batch, list):
         return batch
     values, lengths = batch
-    return np.split(np.asarray(values), np.cumsum(lengths)[:-1])
+    return np.split(np.asarray(values), np.cumsum(np.asarray(lengths))[:-1])
 
 
 SYSTEMS: dict[str, Callable[[str, str, str], Iterator[Iterator[Any]]]] = {

@@ -12,6 +12,7 @@ MICRO = Path(__file__).parents[2] / "benchmarks/micro"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", sorted(path.name for path in MICRO.glob("test_*.py")))
 def test_a_tiny_run(file: str) -> None:
     options = ["--size", "tiny", "--benchmark-disable", "-p", "no:cacheprovider"]
