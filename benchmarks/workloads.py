@@ -47,7 +47,6 @@ class Workload:
         groups_per_file: Row groups of a file.
         batch_size: Rows of a batch.
         compression: Compression of the Parquet files.
-        bytes_per_second: Bandwidth of a connection of a slow wire, for measurements of the prefetch.
         features: Columns of one dtype that become one contiguous array of shape (batch, len(features)).
         prepare: Applied to each row first. Systems that keep rows apply it once, others in every epoch.
         transform: Applied to each row in every epoch.
@@ -63,7 +62,6 @@ class Workload:
     groups_per_file: int
     batch_size: int
     compression: str
-    bytes_per_second: float
     features: tuple[str, ...] = ()
     transform: Callable[[Row], Row] | None = None
     in_threads: bool = False
@@ -164,24 +162,15 @@ def workloads(size: str, group_megabytes: float = GROUP_MEGABYTES) -> dict[str, 
         groups = max(1, min(FILE_BYTES // (group_rows * row_bytes), -(-rows // (LEAST_FILES * group_rows))))
         return Workload(name, make, accelerator, rows, group_rows, groups, *rest, **more)
 
-    in_threads: dict[str, Any] = {"in_threads": True}
+    photo = (photos, RESNET_50, 1000, 80_000, 64, "none")
     found = (
-        described("images", images, RESNET_50, 500, 100_000, 64, "none", 20e6),
-        described("tokens", tokens, LLAMA_8B, 12_000, 4 * TOKENS, 256, "zstd", 6e6),
-        described("table", table, DLRM, 625_000, 80, 256, "zstd", 6e6, FEATURES),
-        described("text", text, BERT, 120_000, 420, 256, "zstd", 6e6),
-        described(
-            *("photos", photos, RESNET_50, 1000, 80_000, 64, "none", 20e6),
-            **in_threads,
-            transform=decode_and_crop,
-        ),
-        described(
-            *("pixels", photos, RESNET_50, 1000, 80_000, 64, "none", 20e6),
-            **in_threads,
-            prepare=decoded,
-            transform=cropped_at_random,
-        ),
-        described("volumes", volumes, UNET_3D, 4, VOLUME_BYTES, 7, "none", 20e6),
+        described("images", images, RESNET_50, 500, 100_000, 64, "none"),
+        described("tokens", tokens, LLAMA_8B, 12_000, 4 * TOKENS, 256, "zstd"),
+        described("table", table, DLRM, 625_000, 80, 256, "zstd", FEATURES),
+        described("text", text, BERT, 120_000, 420, 256, "zstd"),
+        described("photos", *photo, transform=decode_and_crop, in_threads=True),
+        described("pixels", *photo, prepare=decoded, transform=cropped_at_random, in_threads=True),
+        described("volumes", volumes, UNET_3D, 4, VOLUME_BYTES, 7, "none"),
     )
     return {workload.name: workload for workload in found}
 

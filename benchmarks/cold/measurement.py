@@ -50,7 +50,7 @@ def measure(system: str, task: Task, origin: Origin, folder: Path) -> dict[str, 
                 process.kill()
                 process.communicate()
     origin_cpu = sum(server.cpu_times()[:2]) - before
-    stats, in_flight = origin.stats(), origin.gets_over_time()
+    stats = origin.stats()
     return {
         "seconds": max(figures["seconds"] for figures in found),
         "first": max(figures["first"] for figures in found),
@@ -61,9 +61,8 @@ def measure(system: str, task: Task, origin: Origin, folder: Path) -> dict[str, 
         "requests": stats["get_requests"],
         "duplicates": stats["duplicate_gets"],
         "in_flight": stats["most_gets_at_once"],
-        "busy": busy(in_flight, origin.behaviour.latency),
+        "busy": busy(origin.gets_over_time(), origin.behaviour.latency),
         "origin_cpu": origin_cpu,
-        "over_time": in_flight,
     }
 
 

@@ -39,7 +39,7 @@ def lines(
     gigabytes = sum(path.stat().st_size for path in paths) / 1e9
     row_groups = sum(pq.read_metadata(path).num_row_groups for path in paths)
     medians = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "over_time"}
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for name, runs in found.items()
         if runs
     }

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, process_time
+from time import process_time
 
 import psutil
 
@@ -48,17 +48,6 @@ class PeakMemory:
         if sum(memory(pids, "status", "RssAnon:", "RssShmem:")) + gained > self.num_bytes:
             anonymous, shared = memory(pids, "smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
             self.num_bytes = max(self.num_bytes, anonymous + max(shared, gained))
-
-
-def peak_memory(process: psutil.Popen, patience: float) -> int:
-    """Return the peak memory of a process and its children until it exits, for at most `patience` seconds."""
-    peak, until = PeakMemory(), monotonic() + patience
-    while monotonic() < until:
-        peak.sample([process])
-        with suppress(psutil.TimeoutExpired):
-            process.wait(SAMPLE_SECONDS)
-            break
-    return peak.num_bytes
 
 
 def in_shared_memory() -> int:

@@ -13,11 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_prefetch import wire_seconds
+from test_prefetch import WIRES, wire_seconds
 
 from dataload import CacheConfig, ConfigError, World, make_dataset, make_loader
-from dataload.benchmarks.origin import Behaviour, s3
-from dataload.benchmarks.origin.behaviour import S3
+from dataload.benchmarks.origin import s3
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.workloads import write
 
@@ -36,7 +35,7 @@ def exhaust(batches: Iterable[Any], pause: float = 0.0) -> None:
 def test_one_dataset(files: Any, origin_of: Any, share: float, tmp_path: Path, record_property: Any) -> None:
     """The waits are those of a step that needs the bytes at 1 / 1.2 of the network's bandwidth."""
     workload, folder = files("images")
-    truth, origin = write(workload, folder), origin_of(Behaviour(S3.latency, workload.bytes_per_second))
+    truth, origin = write(workload, folder), origin_of(WIRES["images"])
     url, limit = f"s3://{folder.relative_to(origin.folder)}", int(share * truth.decoded_bytes)
     cache = CacheConfig(str(tmp_path), limit)
     dataset = make_dataset(url, storage_options=origin.storage_options, cache=cache)

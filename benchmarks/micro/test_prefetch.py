@@ -23,6 +23,7 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.floors import RANGE_BYTES
 
 IN_FLIGHT = 16
+WIRES = {"images": Behaviour(S3.latency, 20e6), "tokens": Behaviour(S3.latency, 6e6)}  # bytes/s of a connection
 BURNT_SECONDS = 0.5  # of a step
 
 
@@ -45,7 +46,7 @@ def cold(origin: Origin, folder: Path, cache: Path) -> Any:
     return make_dataset(url, storage_options=origin.storage_options, cache=CacheConfig(str(cache)))
 
 
-@pytest.mark.parametrize("name", ["images", "tokens"])
+@pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("share", [0.8, 1.0, 1.25])
 def test_beside_a_step(
     benchmark: Any, files: Any, origin_of: Any, name: str, share: float, tmp_path: Path, record_property: Any
@@ -53,7 +54,7 @@ def test_beside_a_step(
     """The steps take `share` of the time of bare GETs."""
     benchmark.group = f"first epoch beside a step: {name}"
     workload, folder = files(name)
-    origin = origin_of(Behaviour(S3.latency, workload.bytes_per_second))
+    origin = origin_of(WIRES[name])
     wire, numbers = wire_seconds(origin, folder), itertools.count()
 
     def start() -> tuple[tuple[Any], dict[str, Any]]:
@@ -81,7 +82,7 @@ def burn() -> float:
 
 def test_beside_a_burning_step(files: Any, origin_of: Any, tmp_path: Path, record_property: Any) -> None:
     workload, folder = files("images")
-    origin = origin_of(Behaviour(S3.latency, workload.bytes_per_second))
+    origin = origin_of(WIRES["images"])
     os.setpriority(os.PRIO_PROCESS, origin.pid, 19)  # Real S3 takes no CPU time from the step.
     alone = np.median([burn() for _ in range(6)])
     loader = make_loader(cold(origin, folder, tmp_path), workload.batch_size)
