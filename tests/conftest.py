@@ -156,8 +156,9 @@ def nothing_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     s3fs.S3FileSystem.clear_instance_cache()  # Their clients have credentials and settings of this test.
-    gc.collect()
-    ours = [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
+    if left_threads(before) or processes():
+        gc.collect()  # Cycles may hold them.
+    ours = left_threads(before)
     for thread in ours:
         thread.join(200)
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
@@ -165,6 +166,11 @@ def nothing_left_behind() -> Iterator[None]:
     while (left := processes()) and time.monotonic() < until:
         time.sleep(0.05)  # Some have been told to end.
     assert not left, f"processes left behind: {left}"
+
+
+def left_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Return the threads that a test has started and that should have ended with it."""
+    return [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
 
 
 def processes() -> list[bytes]:
