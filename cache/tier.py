@@ -259,6 +259,10 @@ class Tier(Protocol):
             made: The blobs that replace them.
         """
 
+    def retract(self, keys: Iterable[BlobKey]) -> None:
+        """Remove blobs that may be wrong, on this host and where other hosts read them. Best effort."""
+        self.discard(keys, ())
+
     def stored_bytes(self, key: BlobKey) -> int:
         """Return the bytes that a cached blob takes; 0 if it is not cached."""
 

@@ -63,6 +63,10 @@ class Client:
         """Write a value."""
         self._call("set", name, name, value, large=True)
 
+    def delete(self, name: str) -> None:
+        """Delete a key."""
+        self._call("delete", name, name)
+
     def add(self, name: str, value: bytes, seconds: float) -> bool:
         """Set a key that expires after `seconds`, unless it exists. Return whether it was set."""
         return bool(self._call("set", name, name, value, nx=True, px=int(1000 * seconds)))

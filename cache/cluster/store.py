@@ -132,6 +132,10 @@ class Cluster(ForkAware):
             copy[: len(payload)] = payload
         self._later(self._write, key, sealed, len(payload), size)
 
+    def remove(self, key: BlobKey) -> None:
+        """Queue the removal of a blob, after the writes before it. Best effort."""
+        self._later(self._remove, self._name(key))
+
     @contextmanager
     def key_lease(self, key: BlobKey) -> Iterator[Callable[[], Waited] | None]:
         """Hold a lease on the key for the duration of the block, visible to other hosts.
@@ -219,6 +223,10 @@ class Cluster(ForkAware):
             with self._queue_changed:
                 self._queued_bytes -= size
                 self._queue_changed.notify_all()
+
+    def _remove(self, name: str) -> None:
+        with suppress(ClusterUnavailable):
+            self._client.delete(name)
 
     def _queue_buffer(self, size: int) -> mmap.mmap | None:
         """Return memory for a blob in the write-behind queue; None if the queue is full."""

@@ -110,6 +110,12 @@ class ClusterTier(Tier):
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
         self.local.discard(keys, made)
 
+    def retract(self, keys: Iterable[BlobKey]) -> None:
+        keys = list(keys)
+        self.local.retract(keys)
+        for key in keys:
+            self.cluster.remove(key)
+
     @property
     def notes(self) -> Notes | None:
         return self.local.notes

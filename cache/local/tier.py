@@ -209,6 +209,11 @@ class LocalTier(ForkAware, Tier):
                 if all(folder.path_of(key.digest).exists() for key in made):
                     folder.remove(key.digest for key in keys)
 
+    def retract(self, keys: Iterable[BlobKey]) -> None:
+        if (folder := self.opened()) is not None:  # whatever the health: a disk that fails may still remove files
+            with self.fallback("removing blobs", self.health.writes, folder):
+                folder.remove(key.digest for key in keys)
+
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
 

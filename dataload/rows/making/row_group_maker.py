@@ -195,11 +195,17 @@ class RowGroupMaker:
     def _pack(
         self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
     ) -> list[memoryview]:
-        where = self._manifest.row_groups[number].name
+        where, tier = self._manifest.row_groups[number].name, self._blocks.tier
         blobs = []
-        for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
-            fill = partial(row_block.pack, columns, rows, self._plan.layout, key.digest, where)
-            blobs.append(self._blocks.tier.get_or_fill(key, fill))
+        if len(keys) > 1:  # A process may have died before it found out that it had packed damaged bytes.
+            tier.retract(keys)
+        try:
+            for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
+                fill = partial(row_block.pack, columns, rows, self._plan.layout, key.digest, where)
+                blobs.append(tier.get_or_fill(key, fill))
+        except BaseException:
+            tier.retract(keys)  # The first blobs are of the same bytes as the one that cannot be made.
+            raise
         return blobs
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
