@@ -9,13 +9,16 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dataload.benchmarks.systems.registry import ENTRIES, Entry
 from dataload.errors import ConfigError, DataloadError
 from dataload.extras import check_extra
+
+if TYPE_CHECKING:
+    from dataload.benchmarks.suite.datasets import Place
 
 COMPARISON, PROGRAM = Path("docs/comparison.md"), Path("benchmarks/run.py")  # of a clone
 USUAL = {"size": "middle", "workloads": "images,tokens,table,text", "ranks": "1,4,2", "minutes": math.inf, "limit": 6.0}
@@ -73,14 +76,15 @@ def bench(
     """
     check_extra("bench", "bench")
     from dataload.benchmarks.suite import report
+    from dataload.benchmarks.suite.datasets import Place
 
     name, in_clone = "latest" if publish else "quick" if quick else "partial", PROGRAM.exists()
     if publish and not in_clone:
         raise ConfigError("--publish changes docs/comparison.md of a clone: run it there")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
     with ExitStack() as stack:
-        place = Path() if in_clone else Path(stack.enter_context(TemporaryDirectory(prefix="dataload-bench-")))
-        path = (results or place / "benchmarks/results") / name
+        base = Path() if in_clone else Path(stack.enter_context(TemporaryDirectory(prefix="dataload-bench-")))
+        path = (results or base / "benchmarks/results") / name
         if render is not None:
             found = _read(render)
         else:
@@ -89,7 +93,6 @@ def bench(
                 option: value for option, value in chosen.items() if value is not None
             }
             given: dict[str, Any] = {
-                "size": asked["size"],
                 "workloads": _named_workloads(asked["workloads"], asked["size"]),
                 "groups": _numbers("groups", groups, float),
                 "entries": _entries(systems),
@@ -97,12 +100,10 @@ def bench(
                 "rounds": rounds,
                 "origin": _origin(origin),
                 "epoch_seconds": asked["limit"],
-                "seconds": 60 * asked["minutes"],
-                "folder": (folder or place / ".bench").absolute(),
-                "converts_again": publish,
-                "peers_python": peers_python.absolute() if peers_python.exists() else None,
             }
-            found = _measured(given, path)
+            data = (folder or base / ".bench").absolute()
+            python = peers_python.absolute() if peers_python.exists() else None
+            found = _measured(Place(asked["size"], data, python, 60 * asked["minutes"], publish), given, path)
         headline, more = report.headline(found), "--results FOLDER keeps all tables, a picture and JSON"
         if results or in_clone:
             more = f"More in {path}.md, .json and .png"
@@ -114,17 +115,17 @@ def bench(
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")
 
 
-def _measured(given: dict[str, Any], path: Path) -> dict[str, Any]:
+def _measured(place: Place, given: dict[str, Any], path: Path) -> dict[str, Any]:
     """Run a suite. The JSON file at `path` has the results so far."""
     from dataload.benchmarks.machine.circumstances import circumstances
     from dataload.benchmarks.machine.hot_memory import HotMemory
     from dataload.benchmarks.suite.suite import Suite
 
-    for folder in (given["folder"], path.parent):
+    for folder in (place.folder, path.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    found = circumstances(given["peers_python"])
-    with HotMemory(given["folder"]) as memory:
-        suite = Suite(**given, memory=memory)
+    found = circumstances(place.peers_python)
+    with HotMemory(place.folder) as memory:
+        suite = Suite(place, **given, memory=memory)
         suite.run(found, lambda line: typer.echo(line, err=True), lambda partial: _save(partial, path))
     return found
 

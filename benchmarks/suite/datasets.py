@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,15 @@ class Place:
         folder: Absolute path of the data, which is kept, and of temporary files.
         peers_python: Interpreter of the peers' environment; None if it does not exist.
         seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
-        until: The same by the monotonic clock.
         converts_again: Whether to make the conversions of earlier runs again.
     """
 
     size: str
     folder: Path
     peers_python: Path | None
-    seconds: float
-    until: float
+    seconds: float = math.inf
     converts_again: bool = False
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def data(self) -> Path:
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def seconds_left(self) -> float:
-        return self.until - time.monotonic()
+        return self.started + self.seconds - time.monotonic()
 
     def python(self, entry: Entry) -> Path | None:
         """Return the interpreter of a system."""

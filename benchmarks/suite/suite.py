@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
@@ -30,7 +27,7 @@ class Suite:
     """The systems, datasets and settings of a run.
 
     Args:
-        size: Size of the workloads.
+        place: Size, folders, interpreters and time.
         workloads: Names of the workloads.
         groups: Megabytes of row groups; each makes a dataset of its own.
         entries: Systems to measure.
@@ -38,14 +35,10 @@ class Suite:
         rounds: Number of rounds.
         origin: A key of ORIGINS.
         epoch_seconds: Epochs of a run after which no further one is measured.
-        folder: Absolute path of the data, which is kept, and of temporary files.
-        peers_python: Interpreter of the peers' environment; None if it does not exist.
-        seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
         memory: Checked before each stage; None: not checked.
-        converts_again: Whether to make the conversions of earlier runs again.
     """
 
-    size: str
+    place: Place
     workloads: tuple[str, ...]
     groups: tuple[float, ...]
     entries: tuple[Entry, ...]
@@ -53,11 +46,7 @@ class Suite:
     rounds: int
     origin: str
     epoch_seconds: float
-    folder: Path
-    peers_python: Path | None
-    seconds: float = math.inf
     memory: HotMemory | None = None
-    converts_again: bool = False
 
     def run(self, results: Result, say: Callable[[str], object], keep: Callable[[Result], object]) -> None:
         """Run all measurements.
@@ -67,8 +56,7 @@ class Suite:
             say: Called with each line of progress.
             keep: Called with the results after each measurement.
         """
-        until = time.monotonic() + self.seconds
-        place = Place(self.size, self.folder, self.peers_python, self.seconds, until, self.converts_again)
+        place = self.place
         place.data.mkdir(parents=True, exist_ok=True)
         datasets = [prepare(*each, place, self.entries, say) for each in self._chosen()]
         runs: list[Run] = []
@@ -76,7 +64,7 @@ class Suite:
         written: list[float] = []
         behaviour = ORIGINS[self.origin]
         results |= {
-            "size": self.size, "origin": self.origin, "behaviour": asdict(behaviour), "ranks": self.ranks,
+            "size": place.size, "origin": self.origin, "behaviour": asdict(behaviour), "ranks": self.ranks,
             "rounds": self.rounds, "written_bytes_per_second": written,
             "datasets": {each.name: described(each) for each in datasets},
         }  # fmt: skip
@@ -118,4 +106,4 @@ class Suite:
         for name in self.workloads:
             for group in self.groups:
                 label = name if len(self.groups) == 1 else f"{name}, row groups of {group:g} MB"
-                yield label, workloads(self.size, group)[name], group
+                yield label, workloads(self.place.size, group)[name], group

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,11 @@ from dataload.benchmarks.systems.registry import named
 Result = dict[str, Any]
 
 
-def suite_of(folder: Path, *names: str, **changed: Any) -> Suite:
-    given: dict[str, Any] = {
-        "size": "tiny",
-        "workloads": ("images",),
-        "groups": (10,),
-        "entries": tuple(map(named, names)),
-        "ranks": (1,),
-        "rounds": 1,
-        "origin": "unlimited",
-        "epoch_seconds": 0.0,
-        "folder": folder,
-        "peers_python": None,
-    }
-    return Suite(**given | changed)
+def suite_of(
+    folder: Path, *names: str, ranks: tuple[int, ...] = (1,), peers_python: Path | None = None, seconds: float = inf
+) -> Suite:
+    place = datasets.Place("tiny", folder, peers_python, seconds)
+    return Suite(place, ("images",), (10,), tuple(map(named, names)), ranks, 1, "unlimited", epoch_seconds=0.0)
 
 
 def results_of(suite: Suite) -> Result:
@@ -186,5 +178,5 @@ def test_a_published_run_converts_again(tmp_path: Path) -> None:
     price = {"seconds": 1.0, "made_of": made_of(named("LitData"), parquet.with_suffix(""))}
     parquet.with_name("litdata.json").write_text(json.dumps(price))
     for again, conversions in ((False, 1), (True, 2)):
-        results_of(replace(suite, converts_again=again))
+        results_of(replace(suite, place=replace(suite.place, converts_again=again)))
         assert (tmp_path / "log").read_text().count("systems.convert") == conversions
