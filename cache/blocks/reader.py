@@ -19,7 +19,7 @@ from dataload.cache.origin.limiter import limiter_of
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Check, Span, Tier
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DamagedError
 from dataload.runtime.executor import LOOK_SECONDS, awaited, shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted, without_signature
@@ -251,6 +251,35 @@ class Blocks(ForkAware):
     def discard(self, obj: Object, number: int, made: Iterable[BlobKey]) -> None:
         """Remove a block of an object from the cache if the blobs that were made of it are cached. Best effort."""
         self.tier.discard([self._key_of(obj, number)], made)
+
+    def undamaged(self, read: Callable[[Blocks], T], obj: Object, spans: Callable[[], Iterable[Span]]) -> T:
+        """Return `read(self)`. If the bytes that it reads are damaged, fetch them once more, past the cache.
+
+        A store or a proxy may have sent zeros or a page of HTML, of the right length.
+
+        Args:
+            read: Reads the object with the given reader.
+            obj: The object.
+            spans: Returns the byte ranges [start, stop) that `read` reads. Their blocks are removed from the cache.
+
+        Raises:
+            DamagedError: They are damaged at the store, too.
+        """
+        try:
+            return read(self)
+        except DamagedError:
+            self.remove_damaged(obj, spans())
+        return read(self.past_the_cache())
+
+    def remove_damaged(self, obj: Object, spans: Iterable[Span]) -> None:
+        """Remove the blocks of these byte ranges from the cache, for all hosts. Best effort."""
+        keys = (self._key_of(obj, number) for number in self.numbers(spans))
+        self.tier.retract([key for key in keys if self.tier.stored_bytes(key)])
+
+    def past_the_cache(self) -> Blocks:
+        """Return a reader of the same objects that reads nothing from the cache."""
+        memory = MemoryTier(UNCACHED_BYTES)
+        return Blocks(self.origin, memory, self.block_bytes, page_checksums=self.page_checksums)
 
     def settle(self) -> None:
         """Wait until blobs that other hosts will read are written, or given up."""

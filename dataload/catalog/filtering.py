@@ -20,7 +20,7 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.pruning import decide
 from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError
-from dataload.formats.base import Footer
+from dataload.formats.base import RowGroupReader, read_row_group
 from dataload.formats.hive_partitions import with_constants
 from dataload.formats.null_types import has_null_type
 from dataload.runtime.executor import DaemonExecutor
@@ -169,19 +169,20 @@ class _Scan:
         stored = [name for name in self._filter.columns if name not in dict(group.constants)]
         with self._budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
             mask = None if tried is None else tried.mask(number)
-            return _matches(group, footer, stored, self._blocks, self._filter, mask)
+
+            def matches(reader: RowGroupReader) -> Mask:
+                return _matches(reader, group, self._filter, mask)
+
+            return read_row_group(footer, group.file, group.number, stored, self._blocks, HELD_BYTES, matches)
 
 
-def _matches(
-    group: RowGroup, footer: Footer, stored: Sequence[str], blocks: Blocks, chosen: Filter, tried: Mask | None
-) -> Mask:
+def _matches(reader: RowGroupReader, group: RowGroup, chosen: Filter, tried: Mask | None) -> Mask:
     """Return which of the rows of a row group that are tried match. None tries all."""
     found = np.ones(group.rows, np.bool_) if tried is None else tried.copy()
-    with footer.open_row_group(group.file, group.number, stored, blocks, HELD_BYTES) as reader:
-        first = 0
-        for table in reader.tables(BATCH_ROWS):
-            part = found[first : first + len(table)]
-            first += len(table)
-            whole = with_constants(table, group.constants, len(table), chosen.schema)
-            part[part] = chosen.mask(whole, part)
+    first = 0
+    for table in reader.tables(BATCH_ROWS):
+        part = found[first : first + len(table)]
+        first += len(table)
+        whole = with_constants(table, group.constants, len(table), chosen.schema)
+        part[part] = chosen.mask(whole, part)
     return found

@@ -69,18 +69,25 @@ def read_footers(
     Notes: each host fetches the footers once.
     """
 
-    def fetch(obj: Object) -> bytes:
+    def fetch(obj: Object) -> tuple[bytes, T]:
         if ended.is_set():  # Another run could not be read.
             raise CancelledError
-        return fetch_footer(obj, blocks)
+        return _fetched_footer(obj, blocks, lambda footer: look(footer, obj))
 
     def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
-        name = _name(run)
+        name, results = _name(run), list[T]()
         key = run_key(name, blocks)
-        blob = blocks.tier.get_or_fill(key, lambda allocate: _join(key, fetches.map(fetch, run), allocate))
+
+        def fill(allocate: Allocate) -> None:
+            fetched = fetches.map(fetch, run)
+            results.extend(result for _, result in fetched)
+            _join(key, [data for data, _ in fetched], allocate)
+
+        blob = blocks.tier.get_or_fill(key, fill)
         found = []
         for number, obj in enumerate(run):
-            found.append((look(parse_footer(_cut(blob, number), obj), obj), FooterLocation(name, number)))
+            result = results[number] if results else look(parse_footer(_cut(blob, number), obj), obj)
+            found.append((result, FooterLocation(name, number)))
             progress(obj)
         return found
 
@@ -124,7 +131,19 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
     if (footer := own.get()) is not None:
         return footer
     found = stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
-    return own.get_or_make(lambda: fetch_footer(obj, blocks)) if found is None else parse_footer(found, obj)
+    if found is not None:
+        return parse_footer(found, obj)
+    return own.get_or_make(lambda: _fetched_footer(obj, blocks, lambda _: None)[0])
+
+
+def _fetched_footer(obj: Object, blocks: Blocks, look: Callable[[Footer], T]) -> tuple[bytes, T]:
+    """Fetch a footer, and return its bytes and what `look` returns for it: a damaged one must not be cached."""
+
+    def fetch(blocks: Blocks) -> tuple[bytes, T]:
+        data = fetch_footer(obj, blocks)
+        return data, look(parse_footer(memoryview(data), obj))
+
+    return blocks.undamaged(fetch, obj, lambda: [(0, obj.size)])
 
 
 class Metadata(Generic[T]):

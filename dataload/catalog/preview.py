@@ -16,7 +16,7 @@ from dataload.catalog.footer_cache import FooterReader, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import DataError
 from dataload.formats.arrow_arrays import as_in_dataset
-from dataload.formats.base import as_data_error
+from dataload.formats.base import RowGroupReader, as_data_error, read_row_group
 from dataload.formats.schema import Field, fields_of, flatten_table, holds_nulls
 from dataload.runtime.executor import DaemonExecutor
 
@@ -128,8 +128,11 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
     rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
     if stored:
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
-        with footer.open_row_group(group.file, group.number, stored, blocks.bypassing(), capacity) as reader:
-            table = next(iter(reader.tables(len(rows))))
+
+        def first(reader: RowGroupReader) -> pa.Table:
+            return next(iter(reader.tables(len(rows))))
+
+        table = read_row_group(footer, group.file, group.number, stored, blocks.bypassing(), capacity, first)
         table = flatten_table(table.slice(0, len(rows)))
         kinds = [manifest.schema.field(name).type for name in table.column_names]
         with as_data_error(f"{group.file.name} row group {group.number} cannot be decoded"):

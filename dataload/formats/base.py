@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 SHARED_BYTES = 512 << 10  # row groups with fewer bytes are not worth a request each
 TINY_BYTES = 64 << 10  # of a row group that takes less time than handing it to another thread
 GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
+
+T = TypeVar("T")
 
 
 class RowGroupReader(Protocol):
@@ -121,6 +124,38 @@ class Footer(Protocol):
         Notes: row groups of less than `SHARED_BYTES` go through cached blocks if they have neighbours that share the
         blocks. If the cache is too small to keep blocks, they are fetched directly.
         """
+
+
+def read_row_group(
+    footer: Footer,
+    obj: Object,
+    number: int,
+    columns: Sequence[str],
+    blocks: Blocks,
+    capacity: int,
+    use: Callable[[RowGroupReader], T],
+) -> T:
+    """Return `use(reader)` of some columns of a row group. Damaged bytes are fetched once more, past the cache.
+
+    Args:
+        footer: The footer of the file.
+        obj: The file.
+        number: The row group.
+        columns: Names of the columns.
+        blocks: Reader of the file.
+        capacity: As for `Footer.open_row_group`.
+        use: Reads the columns. It is called again if their bytes are damaged.
+
+    Raises:
+        DataError: As for `Footer.open_row_group`.
+        OriginError: The origin failed.
+    """
+
+    def read(blocks: Blocks) -> T:
+        with footer.open_row_group(obj, number, columns, blocks, capacity) as reader:
+            return use(reader)
+
+    return blocks.undamaged(read, obj, lambda: chain(*footer.fetched(number, columns, capacity)))
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import FooterReader, Metadata
 from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.formats.base import RowGroupReader, read_row_group
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Array, Coded, Nested, Ragged, whole_bytes
@@ -114,20 +116,22 @@ class ValueSizes:
         return cached, whole
 
     def _sum(self, group: RowGroup, rows: int, field: Field) -> tuple[int, int]:
-        sizes = list(self._read(group, rows, field))
+        footer = self._footers.read(group.file, group.footer_at)
+
+        def measure(reader: RowGroupReader) -> list[tuple[int, int]]:
+            return [self._sizes(table, group, field) for table in reader.tables(rows)]
+
+        blocks, columns = self._uncached_blocks, [field.name]
+        sizes = read_row_group(footer, group.file, group.number, columns, blocks, HELD_BYTES, measure)
         return sum(cached for cached, _ in sizes), sum(whole for _, whole in sizes)
 
-    def _read(self, group: RowGroup, rows: int, field: Field) -> Iterator[tuple[int, int]]:
-        footer = self._footers.read(group.file, group.footer_at)
-        with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
-            for table in reader.tables(rows):
-                column = decode(table, [field], self._fill_null, group.name, self._schema)[field.name]
-                if isinstance(column, Ragged):
-                    yield (whole_bytes(column),) * 2
-                elif isinstance(column, Coded):
-                    yield int(column.values.nbytes + column.spans.nbytes), whole_bytes(column)
-                elif isinstance(column, Nested):
-                    yield (int(column.values.nbytes),) * 2
+    def _sizes(self, table: pa.Table, group: RowGroup, field: Field) -> tuple[int, int]:
+        column = decode(table, [field], self._fill_null, group.name, self._schema)[field.name]
+        if isinstance(column, Ragged):
+            return (whole_bytes(column),) * 2
+        if isinstance(column, Coded):
+            return int(column.values.nbytes + column.spans.nbytes), whole_bytes(column)
+        return (int(column.values.nbytes) if isinstance(column, Nested) else 0,) * 2
 
 
 class SizeForecast:

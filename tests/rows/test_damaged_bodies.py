@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from clusters import Server, running_server  # noqa: F401
@@ -22,6 +25,7 @@ from faulty_store import Answer, Asked, Store, faulty_store
 import dataload
 from dataload.cache.config import CacheConfig
 from dataload.cache.local import failpoints
+from dataload.cli import app
 from dataload.errors import DataError
 
 ROWS = 300_000  # of a row group: five blobs
@@ -136,3 +140,93 @@ def test_a_damaged_body_leaves_no_row_in_the_cluster(
         store.fault = lambda asked: Answer.error(403) if asked.kind == "get" else None  # the cluster has all of it
         other = opened(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url))
         np.testing.assert_array_equal(values(other), RIGHT)
+
+
+TEXTS = [f"{i}" * 200 for i in range(7)]
+
+
+def small_file(form: str, first: int = 0) -> bytes:
+    """Return a file of four small row groups, whose footer is not all of it."""
+    ids = np.arange(first, first + 4000)
+    noise = np.random.default_rng(first).random(4000)
+    table = pa.table({"id": ids, "noise": noise, "text": [TEXTS[i % 7] for i in ids]})
+    sink = io.BytesIO()
+    if form == "parquet":
+        pq.write_table(table, sink, 1000)
+    else:
+        with pa.ipc.new_file(sink, table.schema) as file:
+            file.write_table(table, 1000)
+    return sink.getvalue()
+
+
+class Once:
+    """Damage to the first body of each object from now on: zeros, but for the last bytes, `kept` of them."""
+
+    def __init__(self, kept: int = 0, times: int = 1) -> None:
+        self.kept, self.times, self.seen = kept, times, Counter[str]()
+
+    def __call__(self, asked: Asked, answer: Answer) -> Answer:
+        if asked.kind != "get":
+            return answer
+        self.seen[asked.key] += 1
+        if self.seen[asked.key] > self.times:
+            return answer
+        end = answer.body[len(answer.body) - self.kept :]
+        return replace(answer, body=end.rjust(len(answer.body), b"\0"))
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_damaged_footer_is_fetched_again_and_never_cached(cache: CacheConfig, form: str) -> None:
+    with faulty_store() as store:
+        for number in range(2):
+            store.put(f"d/{number}.{form}", small_file(form, 4000 * number))
+        store.spoil = Once(kept=10, times=100)  # The length of the footer, and the magic.
+        with pytest.raises(DataError, match=r"0\.\w+ has .* that cannot be read"):
+            opened(store, cache)
+        store.spoil = spoil = Once(kept=10)
+        found = [batch["id"] for batch in dataload.make_loader(opened(store, cache), 500, shuffle=False)]
+        assert np.concatenate(found).tolist() == list(range(8000))
+        assert len(spoil.seen) == 2
+
+
+@contextmanager
+def with_small_file(cache: CacheConfig) -> Iterator[tuple[Store, Any, Once]]:
+    """Yield a store of a file whose footer is cached, and whose next body is damaged; and its dataset."""
+    with faulty_store() as store:
+        store.put("d/0.parquet", small_file("parquet"))
+        dataset, once = opened(store, cache), Once()
+        store.spoil = once
+        yield store, dataset, once
+        assert once.seen
+
+
+def test_damaged_bytes_that_a_filter_reads_are_fetched_again(cache: CacheConfig) -> None:
+    with with_small_file(cache) as (_, dataset, _):
+        rows = dataset.filter(pc.field("text") == TEXTS[3])
+        found = [batch["id"] for batch in dataload.make_loader(rows, 500, shuffle=False)]
+        assert np.concatenate(found).tolist() == list(range(3, 4000, 7))
+
+
+def halved(row: dict[str, Any]) -> dict[str, Any]:
+    return {"half": row["noise"] / 2}
+
+
+def test_damaged_bytes_that_map_samples_are_fetched_again(cache: CacheConfig) -> None:
+    with with_small_file(cache) as (_, dataset, _):
+        mapped = dataset.map(halved)
+        assert mapped[0]["half"] == dataset[0]["noise"] / 2
+
+
+@pytest.mark.parametrize("command", ["head", "warm"])
+def test_damaged_bytes_that_a_command_reads_first_are_fetched_again(
+    cache: CacheConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """`head` reads the first rows, and `warm` samples the sizes of values."""
+    with with_small_file(cache) as (store, dataset, _):
+        words = ["--json", "--storage-options", json.dumps(store.options), "--cache-dir", str(cache.cache_dir)]
+        monkeypatch.setattr("sys.argv", ["dataload", command, "s3://bucket/d", *words])
+        with pytest.raises(SystemExit, match="0"):
+            app.main()
+        if command == "head":
+            assert [row["id"] for row in json.loads(capsys.readouterr().out)["first_rows"]] == [0, 1, 2, 3, 4]
+        assert [int(dataset[row]["id"]) for row in (0, 3999)] == [0, 3999]

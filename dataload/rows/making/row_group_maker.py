@@ -103,18 +103,12 @@ class RowGroupMaker:
             with self.opened(number, self._blocks) as columns:
                 return self.pack(number, keys, columns, life)
         except DamagedError:
-            self._discard_blocks(number)
-        # A store or a proxy may have sent zeros or a page of HTML, of the right length. Fetch past the cache.
+            # Other row groups would be made of the same bytes.
+            self._blocks.remove_damaged(self._manifest.row_groups[number].file, itertools.chain(*self.sources(number)))
         life.enter(State.PLANNED)
         life.enter(State.FETCHING)
-        with self.opened(number, Blocks.uncached(self._blocks.origin)) as columns:
+        with self.opened(number, self._blocks.past_the_cache()) as columns:
             return self.pack(number, keys, columns, life)
-
-    def _discard_blocks(self, number: int) -> None:
-        """Remove the cached bytes of a row group, of which other row groups would be made. Best effort."""
-        file = self._manifest.row_groups[number].file
-        for block in self._blocks.numbers(itertools.chain(*self.sources(number))):
-            self._blocks.discard(file, block, made=())
 
     @contextmanager
     def opened(self, number: int, blocks: Blocks) -> Iterator[Iterator[dict[str, Column]]]:
@@ -145,16 +139,24 @@ class RowGroupMaker:
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        group, blocks = self._manifest.row_groups[number], self._blocks.bypassing()
-        stored = self._plan.stored(group)
+        group = self._manifest.row_groups[number]
+        stored, held = self._plan.stored(group), self.need.held
         if not stored:
             yield self.decoded_table(pa.table({}), number, group.rows), group.rows
             return
-        with self.footer(group).open_row_group(group.file, group.number, stored, blocks, self.need.held) as reader:
-            first = 0
-            for table in reader.tables(rows):
-                yield self.decoded_table(table, number, len(table), first), len(table)
-                first += len(table)
+
+        def tables(blocks: Blocks) -> Iterator[pa.Table]:
+            with self.footer(group).open_row_group(group.file, group.number, stored, blocks, held) as reader:
+                yield from reader.tables(rows)
+
+        def begun(blocks: Blocks) -> Iterator[pa.Table]:
+            rest = tables(blocks)
+            return itertools.chain([*itertools.islice(rest, 1)], rest)
+
+        read, first = self._blocks.bypassing().undamaged, 0
+        for table in read(begun, group.file, lambda: itertools.chain(*self.sources(number))):
+            yield self.decoded_table(table, number, len(table), first), len(table)
+            first += len(table)
 
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
