@@ -13,6 +13,7 @@ from dataload.cache.health import Health
 from dataload.cache.local.setup import cache_format
 from dataload.cache.memory import MemoryTier
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span
+from dataload.errors import CorruptEntry
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class ReadOnlyTier(MemoryTier):
                 file = blob_file.path_in(self._blobs_folder, key.digest)
                 found = blob_file.open_map(file, key.digest, self._verified, span, key)
             except FileNotFoundError:
+                reads.inconclusive()
+            except CorruptEntry as error:  # It tells nothing about the disk.
+                self._health.report("reading a blob", error)
                 reads.inconclusive()
             except OSError as error:
                 self._health.report("reading a blob", error)

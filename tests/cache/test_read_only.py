@@ -154,6 +154,18 @@ def test_a_damaged_blob_of_a_read_only_cache_is_fetched_instead(
     assert any("no valid footer" in message for message in caplog.messages)
 
 
+def test_damaged_blobs_switch_no_read_only_cache_off(tmp_path: Path) -> None:
+    writable = LocalTier(tmp_path / "cache")
+    damaged = [f"x/{number}" for number in range(9)]
+    for name in ("there", *damaged):
+        put(writable, name)
+    for name in damaged:
+        os.truncate(writable.folder.path_of(key(name).digest), 1)
+    tier = ReadOnlyTier(writable.path, 1 << 20)
+    assert [tier.get(key(name)) for name in damaged] == [None] * len(damaged)
+    assert tier.get(key("there")) == data_of("there")
+
+
 def test_a_read_only_cache_goes_with_a_cluster(bucket: Any, url: str, warmed: Path, mounted: Mount) -> None:
     shutil.rmtree(min((warmed / "blobs").iterdir()))
     loader = loader_of(url, bucket, mounted(warmed), cluster="valkey://127.0.0.1:1")
