@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from dataload.runtime.executor import DaemonExecutor
@@ -131,10 +132,18 @@ def _exit_after(process: int) -> None:
     except ProcessLookupError:  # It has ended already.
         pass
     except (AttributeError, OSError):  # Linux before 5.3, or a Python that was built on one
-        parent = os.getppid()
-        while os.getppid() == parent:
+        while _runs(process):
             threading.Event().wait(LOOK_SECONDS)
     os._exit(1)
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process has not ended. One that nobody has waited for is a zombie."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def as_child(module: str, *arguments: str) -> list[str]:

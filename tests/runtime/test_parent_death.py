@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -132,3 +134,24 @@ def test_no_worker_outlives_a_killed_training_process(tmp_path: Path, method: st
 @pytest.mark.parametrize("end", ["SIGTERM", "os._exit"])
 def test_no_worker_outlives_a_training_process_that_ends_at_once(tmp_path: Path, end: str) -> None:
     assert left_of(loop, file_of(tmp_path, 64 << 10), end, multiprocessing_context="fork") == []
+
+
+WITHOUT_PIDFD = """
+import os, sys, threading
+del os.pidfd_open
+from dataload.runtime.child_process import end_with
+end_with(int(sys.argv[1]))
+threading.Event().wait(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(tiers.PATIENCE, 1), (0.1, 0)], ids=["ended", "running"])
+def test_a_process_ends_with_one_that_ended_before_it_looked(seconds: float, status: int) -> None:
+    """As on Linux before 5.3."""
+    other = subprocess.Popen(["sleep", "0"])
+    if status:
+        other.wait()
+    process = other.pid if status else os.getpid()
+    run = [sys.executable, "-c", WITHOUT_PIDFD, str(process), str(seconds)]
+    assert subprocess.run(run, timeout=tiers.PATIENCE / 2).returncode == status
+    other.wait()
