@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from itertools import islice
 from time import monotonic
@@ -17,6 +18,7 @@ from dataload.runtime.exhaustion import is_exhaustion, with_causes
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
 SEARCH_SECONDS = 10.0  # for the row that raised, before its exception goes on
+CALL_SECONDS = 1.0  # of the call that raised; after a longer one there is no search
 
 Works = Callable[[list[int]], bool]
 
@@ -32,12 +34,15 @@ def naming_rows(
         name: Names the batch.
         text_of: Returns the file, row group and row of a row number.
         works: Returns whether a batch of some of these rows can be made; None: don't search for the row that raised.
+            Nor is it searched for after a call that took long or timed out: the search would take as long, or longer.
     """
+    began = monotonic()
     try:
         yield
     except Exception as error:
         position = _position_in(error, numbers)
-        if position is None and works is not None and is_of_a_row(error):
+        is_slow = monotonic() - began > CALL_SECONDS or isinstance(error, (CancelledError, TimeoutError))
+        if position is None and works is not None and is_of_a_row(error) and not is_slow:
             with suppress(Exception):  # The first error matters more.
                 position = _first_bad(numbers, works)
         error.add_note(_note(numbers, name, position, text_of))

@@ -9,6 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,23 @@ def test_an_exception_that_no_single_row_causes_names_the_batch_only(numbers: Da
         list(make_loader(numbers, 50, shuffle=False, transform=fails_together))
     assert "batch 0 has 50 rows of the dataset: 0-49" in noted(caught.value)
     assert "the first that raises" not in noted(caught.value)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, CancelledError, LookupError])
+def test_a_function_that_was_slow_or_timed_out_is_called_once(
+    numbers: Dataset, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[int]()
+
+    def fails(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(batch["x"]))
+        raise error("no answer")
+
+    if error is LookupError:
+        monkeypatch.setattr("dataload.loader.bad_rows.CALL_SECONDS", 0.0)
+    with pytest.raises(error):
+        list(make_loader(numbers, 50, shuffle=False, transform=fails))
+    assert calls == [50]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
