@@ -105,6 +105,8 @@ def is_url(path: object) -> bool:
 def local_folder(name: str, path: Any) -> Path:
     """Return a folder to write to. `~` is the home of the user, `$NAME` a variable of the environment.
 
+    A folder whose name has a `$` is found if it exists.
+
     Args:
         name: The argument, for errors.
         path: Its value.
@@ -117,10 +119,12 @@ def local_folder(name: str, path: Any) -> Path:
         raise ConfigError(f"{name}={path!r} must be a path")
     if is_url(path):
         raise ConfigError(f"{name}={redacted(str(path))!r} is a URL: name a folder of this machine, or a mounted one")
-    expanded = os.path.expandvars(path)
-    if unset := re.search(r"\$(\w+|\{[^}]*\})", str(expanded)):
-        raise ConfigError(f"{name}={str(path)!r}: {unset[0]} is not set in the environment: name the folder in full")
     try:
-        return Path(expanded).expanduser()
+        if os.path.exists(literal := Path(path).expanduser()):  # noqa: PTH110 (Path.exists may raise)
+            return literal
+        expanded = Path(os.path.expandvars(path)).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{name}={str(path)!r}: this user has no home folder: name it in full") from error
+    if unset := re.search(r"\$(\w+|\{[^}]*\})", str(expanded)):
+        raise ConfigError(f"{name}={str(path)!r}: {unset[0]} is not set in the environment: name the folder in full")
+    return expanded

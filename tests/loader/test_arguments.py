@@ -259,6 +259,9 @@ def test_a_variable_in_the_name_of_a_folder_is_expanded(
         assert repr(make_dataset(folder, cache_dir=name)).endswith(f"; cache {scratch}/cache)")
     with pytest.raises(ConfigError, match=r"cache_dir='\$NO_SUCH/x': \$NO_SUCH is not set in the environment"):
         make_loader(str(folder), 2, cache_dir="$NO_SUCH/x")
+    for name in ("$NO_SUCH", "$SCRATCH"):
+        (scratch / name).mkdir()
+        assert repr(make_dataset(folder, cache_dir=str(scratch / name))).endswith(f"; cache {scratch}/{name})")
 
 
 def test_the_environment_names_the_default_cache(
