@@ -53,7 +53,7 @@ STALL_SECONDS = 20  # without receiving a byte
 # 128 KiB on.
 PART_BYTES = 96 << 10
 # A proxy for all hosts but that of the store, so that obstore follows no redirect to others: it would send the token of
-# a session there. Nothing can listen on port 0.
+# a session there. Nothing can listen on port 0. Subdomains of the store's host are exempt, too: no exclusion is exact.
 NOWHERE = "127.0.0.1:0"
 NOT_PARTIAL = "non-partial response"
 NO_CERTIFICATES = "No CA certificates were loaded"
