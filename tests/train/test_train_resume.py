@@ -584,6 +584,17 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
         train_with_noise(tmp_path, 2)
 
 
+@pytest.mark.parametrize("file", [STATE, TENSORS])
+def test_a_manifest_that_lacks_a_file_of_each_checkpoint_is_refused(tmp_path, file):
+    train_with_noise(tmp_path, 1)
+    listed = tmp_path / "checkpoint-000001" / manifest.MANIFEST
+    files = json.loads(listed.read_text())
+    del files[file]
+    listed.write_text(json.dumps(files))
+    with pytest.raises(ConfigError, match=f"checkpoint-000001 is damaged: manifest.json lacks {file}"):
+        train_with_noise(tmp_path, 2)
+
+
 @pytest.mark.parametrize("share", [0, 0.5, None])
 @pytest.mark.parametrize("file", [manifest.MANIFEST, STATE, TENSORS, "__0_0.distcp"])
 def test_a_damaged_checkpoint_is_named_with_an_older_one_that_is_whole(tmp_path, file, share):
@@ -668,6 +679,17 @@ def test_a_damaged_checkpoint_is_never_loaded(tmp_path, trials):
         victim.write_bytes(before)
     assert refused > 0.8 * trials
     kept.close()
+
+
+def resumed_from_several(folder):
+    train_with_noise(folder, 2)
+    train_with_noise(folder, 3, resume=[None, "auto", folder / "checkpoint-000001"][World.detect().rank])
+
+
+def test_ranks_that_resume_from_different_checkpoints_are_told(ranks, tmp_path):
+    for error in ranks(3, resumed_from_several, tmp_path):
+        assert isinstance(error, ConfigError), repr(error)
+        assert "ranks do not agree on the checkpoint to resume from: None on ranks [0]; 'checkpoint-" in str(error)
 
 
 def resumed_from_a_damaged_file_of_rank_1(folder):

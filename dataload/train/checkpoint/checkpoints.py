@@ -133,13 +133,14 @@ class Checkpoints:
                 of a folder of checkpoints, whose latest is returned.
 
         Raises:
-            ConfigError: `resume` is a path without a checkpoint, or a file of the checkpoint is damaged. The message
-                names the latest earlier checkpoint that is whole.
+            ConfigError: `resume` is a path without a checkpoint, or another one on another rank, or a file of the
+                checkpoint is damaged. The message names the latest earlier checkpoint that is whole.
             OSError: A file cannot be read.
         """
         found = own = _latest_in(self._folder)
         if resume != "auto":
             found = None if resume is None else _checkpoint_at(local_folder("resume", resume))
+        agree("the checkpoint to resume from", None if found is None else found.name)  # each verifies a part of it
         if found is None and resume not in (None, "auto"):
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
         if found is not None:
@@ -333,7 +334,7 @@ def _require_whole(path: Path) -> None:
 
 def _damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, of which each rank verifies a part; None if it is whole."""
-    found = on_each(lambda: manifest.damage(path, process_number(), process_count()))
+    found = on_each(lambda: manifest.damage(path, (STATE, TENSORS), process_number(), process_count()))
     return next((each for each in found if each is not None), None)
 
 

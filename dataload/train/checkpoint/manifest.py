@@ -66,11 +66,12 @@ def read(folder: Path) -> dict[str, Entry]:
     return files
 
 
-def damage(folder: Path, part: int, parts: int) -> str | None:
+def damage(folder: Path, needed: Iterable[str], part: int, parts: int) -> str | None:
     """Return what is wrong with the files of one part of a checkpoint, of about the size of the others; else None.
 
     Args:
         folder: The checkpoint.
+        needed: The files that each manifest names.
         part: Number of this part.
         parts: Number of parts.
 
@@ -79,6 +80,8 @@ def damage(folder: Path, part: int, parts: int) -> str | None:
     """
     try:
         files = read(folder)
+        if lacking := [name for name in needed if name not in files]:
+            return f"{MANIFEST} lacks {lacking[0]}"
         by_size = sorted(files, key=lambda name: (-files[name].size, name))
         for name in by_size[part::parts]:
             size, expected = (folder / name).stat().st_size, files[name].size
