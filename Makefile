@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest slow corpora chaos format demo bench micro gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest slow corpora chaos format options demo bench micro gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -68,6 +68,10 @@ chaos: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# After a change of the settings of a cache, or of what their docstring says.
+options: setup
+	$(BIN)/python tests/support/cache_options.py
 
 demo: setup
 	$(BIN)/dataload demo

@@ -1,20 +1,23 @@
-"""The settings of a cache."""
+"""The settings of a cache. `CacheConfig` is the only list of them."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-import bitmath
 import platformdirs
 
 from dataload.arguments import did_you_mean, local_folder
 from dataload.cache.cluster.mac import check_key
 from dataload.cache.cluster.url import ClusterUrl
+from dataload.cache.options import CacheOptions
 from dataload.errors import ConfigError
 
 POLICIES = ("pin", "lru")
@@ -24,35 +27,46 @@ DEFAULT_DIR = "DATALOAD_CACHE_DIR"  # the environment variable that names the de
 NEAR = 0.73  # "cache_size" is as near to a setting, "user" and "region" are less near
 # Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
 OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
+OF_FOLDER = {"of": "folder"}  # metadata of the settings that commands on a folder take, such as `dataload cache stats`
+SIZE = re.compile(r"(-?(?:\d+\.?\d*|\.\d+))\s*([KMGTPE]I?)?B?", re.IGNORECASE)
+UNITS: dict[str, int] = {
+    f"{prefix}{binary}": base**power
+    for binary, base in (("", 1000), ("I", 1024))
+    for power, prefix in enumerate(["", *"KMGTPE"])
+}
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     """The settings of a host's cache.
 
+    `make_dataset`, `make_loader`, `mix` and `tiercache` take each of them as an argument, commands as an option.
+
     Args:
-        cache_dir: Folder on a local disk, shared by all processes of the host; `~` and `$NAME` are expanded. Default:
-            DATALOAD_CACHE_DIR, else the user's cache folder.
-        cache_bytes: Capacity in bytes, or as text ("500GB"). Default: half of the cache's size plus the free space of
-            its disk, fixed when the cache is created.
+        cache_dir: Folder on a local disk that all processes of the host share; default: DATALOAD_CACHE_DIR, else the
+            user's cache folder. `~` and `$NAME` are expanded.
+        cache_bytes: Limit of the cache, in bytes or as text ("500GB"); default: half of the bytes that it holds and its
+            disk has free, fixed when it is created.
         block_bytes: Size of the blocks in which objects are fetched and cached, in bytes or as text.
         policy: "pin" keeps the data that running jobs use, evicts other data, oldest first, and then admits nothing
-            more. "lru" evicts the least recently used data.
+            more; "lru" evicts the least recently used data.
         consistency: When to check an object's version: once per "generation" (listing), at every "open", or never
-            again once known ("immutable").
+            again once known ("immutable", for objects that nobody overwrites: a restarted job asks for none of them).
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3 if it supports
-            all options of the s3fs filesystem; otherwise the log and `stats()` give the reason.
-        in_flight: Limit on concurrent requests to the origin. It applies to each process. `make_loader` divides it
-            equally among the ranks of a host and their background decoders. Workers, which seldom fetch, may have as
-            many as their rank.
+            all options of the s3fs filesystem. Else it uses fsspec, which takes three times the CPU time, and the log
+            and `stats()` say why.
+        in_flight: Limit on concurrent requests to the origin, for each process. `make_loader` divides it equally among
+            the ranks of a host and their background decoders. Workers, which seldom fetch, may have as many as their
+            rank. Lower it if the store answers SlowDown.
         cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,
             through which hosts share cached data. Give user and password in the URL, or in VALKEY_USERNAME and
-            VALKEY_PASSWORD. None: each host fetches its own data.
-        cluster_key: A secret of all hosts that share the cluster, from `openssl rand -hex 32`. Values that were written
-            without it are not used. Default: DATALOAD_CLUSTER_KEY, where no list of processes shows it. None: whoever
-            can write to the cluster can change the data.
-        origin_id: Name of the store in cache keys. Default: its protocol and endpoint; all regions of Amazon have one.
-            Give two addresses of one store (a VPC endpoint, a proxy) the same name to share their cached data.
+            VALKEY_PASSWORD. Without one, each host fetches its own data.
+        cluster_key: A secret of all hosts that share the cluster; default: DATALOAD_CLUSTER_KEY, where no list of
+            processes shows it. Make one by `openssl rand -hex 32`. Values that were written without it are not used.
+            Without one, whoever can write to the cluster can change the data.
+        origin_id: Name of the store in cache keys; default: its protocol and endpoint, account or host, never a
+            credential. Two addresses of one store share cached data under one name, such as a VPC endpoint and Amazon
+            itself. All regions of Amazon have one name.
         allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
             use such a folder at a time: locks and the index do not work across hosts. Blobs of any owner and mode are
             used, with one warning: many of these filesystems show the same ones for all files.
@@ -67,7 +81,7 @@ class CacheConfig:
         8388608
     """
 
-    cache_dir: str | None = None
+    cache_dir: str | os.PathLike[str] | None = field(default=None, metadata=OF_FOLDER)
     cache_bytes: int | str | None = None
     block_bytes: int | str = "4MiB"
     policy: str = "pin"
@@ -77,7 +91,7 @@ class CacheConfig:
     cluster: str | None = field(default=None, repr=False)
     cluster_key: str | None = field(default=None, repr=False)
     origin_id: str | None = None
-    allow_network_filesystem: bool = False
+    allow_network_filesystem: bool = field(default=False, metadata=OF_FOLDER)
     page_checksums: bool = True
 
     def __post_init__(self) -> None:
@@ -85,6 +99,7 @@ class CacheConfig:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
         if self.cache_dir is not None:
             local_folder("cache_dir", self.cache_dir)
+            object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
             ClusterUrl.parse(self.cluster)
@@ -126,17 +141,32 @@ class CacheConfig:
         return int(self.block_bytes)
 
 
-def chosen(cache: CacheConfig | Literal[False] | None, **options: Any) -> CacheConfig | None:
+def described() -> dict[str, str]:
+    """Return what each setting does, by name, as the docstring of `CacheConfig` says it."""
+    texts = re.split(r"^    (\w+): ", inspect.getdoc(CacheConfig) or "", flags=re.MULTILINE)
+    by_name = dict(zip(texts[1::2], texts[2::2], strict=True))
+    names = (each.name for each in fields(CacheConfig))
+    return {name: " ".join(by_name.get(name, "").partition("\n\n")[0].split()) for name in names}
+
+
+def split_options(arguments: Mapping[str, Any]) -> tuple[CacheOptions, dict[str, Any]]:
+    """Return the arguments that are settings of a cache, and the others."""
+    names = {each.name for each in fields(CacheConfig)}
+    options: Any = {name: value for name, value in arguments.items() if name in names}
+    return options, {name: value for name, value in arguments.items() if name not in names}
+
+
+def chosen(cache: CacheConfig | Literal[False] | None, options: CacheOptions) -> CacheConfig | None:
     """Return the cache that a dataset's arguments choose; None: no cache.
 
     Args:
         cache: A `CacheConfig`; False: no cache; None: the default cache, with these options.
-        **options: Arguments of `CacheConfig`. None is the same as not given.
+        options: Arguments of `CacheConfig`. None is the same as not given.
 
     Raises:
         ConfigError: `cache` is of another type or comes with options, or an option is invalid.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given: Any = {name: value for name, value in options.items() if value is not None}
     if cache is None:
         return CacheConfig(**given)
     if given:
@@ -159,15 +189,18 @@ def check_names(given: Iterable[str]) -> None:
 
 
 def parse_bytes(name: str, size: int | str) -> int:
-    """Return `size` in bytes, from a number or text such as "500GB" or "4 MiB".
+    """Return `size` in bytes, from a number or text such as "500GB", "4 MiB" or "1.5T".
 
     Raises:
         ConfigError: The size is invalid. The message names the argument.
     """
     try:
-        is_number = isinstance(size, numbers.Real) or str(size).isdecimal()
-        count = int(size) if is_number else round(bitmath.parse_string(size).bytes)
-    except (ValueError, TypeError, OverflowError):  # the last for an infinite number
+        if isinstance(size, numbers.Real):
+            count = int(size)
+        else:
+            number, unit = SIZE.fullmatch(str(size).strip()).groups(default="")  # type: ignore[union-attr]
+            count = round(Fraction(number) * UNITS[unit.upper()])
+    except (AttributeError, ValueError, OverflowError):  # no such text; not a number; infinite
         raise ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'") from None
     if count <= 0:
         raise ConfigError(f"{name}={size!r} must be at least one byte")

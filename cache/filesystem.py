@@ -5,16 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.utils import isfilelike
 
+from dataload.arguments import known_keywords
 from dataload.cache.blocks.file import BlockFile
 from dataload.cache.blocks.ranges import Range, read_ranges
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.config import CacheConfig, check_names
+from dataload.cache.config import CacheConfig, check_names, split_options
 from dataload.cache.metadata import Forget, MetadataFileSystem
+from dataload.cache.options import CacheOptions
 from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import connect
 from dataload.errors import ConfigError, ObjectChanged, OriginError
@@ -25,15 +27,23 @@ COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
 
+class FileSystemOptions(CacheOptions, total=False):
+    """Arguments of `TierCacheFileSystem` beside its own: those of a cache, and those that fsspec gets."""
+
+    asynchronous: bool
+    loop: Any
+    skip_instance_cache: bool
+    use_listings_cache: bool
+
+
 class TierCacheFileSystem(MetadataFileSystem):
     """A read-only view of another filesystem that fetches each byte once per host.
-
-    The other arguments are those of `CacheConfig`.
 
     Args:
         target_protocol: The fsspec protocol of the origin, such as "s3".
         target_options: The options of the origin's filesystem, such as {"anon": True}.
         fs: The origin's filesystem, instead of `target_protocol` and `target_options`.
+        **options: Arguments of `CacheConfig`. Others are passed on to `fsspec.AbstractFileSystem`.
 
     Raises:
         ConfigError: The settings are invalid.
@@ -59,43 +69,22 @@ class TierCacheFileSystem(MetadataFileSystem):
     protocol: ClassVar[str] = "tiercache"
     _strip_tokenize_options = ("fo",)
 
+    @known_keywords(CacheConfig, others=True)
     def __init__(
         self,
         target_protocol: str | None = None,
         target_options: dict[str, Any] | None = None,
         fs: Any = None,
-        cache_dir: str | None = None,
-        cache_bytes: int | str | None = None,
-        block_bytes: int | str = "4MiB",
-        policy: str = "pin",
-        consistency: str = "generation",
-        engine: str = "auto",
-        in_flight: int = 64,
-        cluster: str | None = None,
-        origin_id: str | None = None,
-        allow_network_filesystem: bool = False,
-        cluster_key: str | None = None,
-        **kwargs: Any,
+        **options: Unpack[FileSystemOptions],
     ) -> None:
-        check_names(kwargs)
-        self.config = CacheConfig(
-            cache_dir,
-            cache_bytes,
-            block_bytes,
-            policy,
-            consistency,
-            engine=engine,
-            in_flight=in_flight,
-            cluster=cluster,
-            cluster_key=cluster_key,
-            origin_id=origin_id,
-            allow_network_filesystem=allow_network_filesystem,
-        )
+        cache_options, for_fsspec = split_options(options)
+        check_names(for_fsspec)
+        config = CacheConfig(**cache_options)
         if (fs is None) == (target_protocol is None):
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
         if fs is None:
             fs = connect(str(target_protocol), target_options)
-        super().__init__(Blocks.open(fs, self.config), consistency, **kwargs)
+        super().__init__(Blocks.open(fs, config), **for_fsspec)
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = dict(islice(reversed(self._known.items()), PICKLED_INFOS))

@@ -27,14 +27,13 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
     """A read-only view of the names, sizes and versions of an origin's objects. It rejects all writes.
 
     Args:
-        blocks: Reads the objects.
-        consistency: When to check an object's version; see `CacheConfig`.
+        blocks: Reads the objects. Its settings say when to check an object's version.
     """
 
-    def __init__(self, blocks: Blocks, consistency: str, **kwargs: Any) -> None:
+    def __init__(self, blocks: Blocks, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.blocks = blocks
-        self._consistency = consistency
+        self._consistency = blocks.config.consistency
         self._known: dict[str, dict[str, Any]] = {}
         self._takes_infos = True  # of other processes, which may be older than `invalidate_cache`
         self._forgotten = set[str]()  # paths whose info from elsewhere may be the one that was forgotten

@@ -19,22 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# The settings that only CacheConfig takes.
-CACHE_SETTINGS = frozenset(
-    (
-        "block_bytes",
-        "policy",
-        "consistency",
-        "engine",
-        "in_flight",
-        "origin_id",
-        "allow_network_filesystem",
-        "page_checksums",
-        "cluster_key",
-    )
-)
-
-
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, least: float = 0.6) -> str:
     """Return a question that names the known name nearest to a misspelt one; `otherwise` if none is near.
 
@@ -46,31 +30,41 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, least: float =
 
 def unknown_keyword(name: str, known: Iterable[str], otherwise: str) -> ConfigError:
     """Return the error for a keyword argument that is not among the known ones."""
-    within_cache = "pass it inside cache=CacheConfig(...)"
-    return ConfigError(
-        f"{name}= is unknown: {within_cache if name in CACHE_SETTINGS else did_you_mean(name, known, otherwise)}"
-    )
+    return ConfigError(f"{name}= is unknown: {did_you_mean(name, known, otherwise)}")
 
 
-def known_keywords(*passed_on: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator of functions that makes an unknown keyword argument a ConfigError.
+def known_keywords(
+    *passed_on: Callable[..., object], others: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of functions whose `**options` are arguments of other functions or classes.
+
+    `help` and `inspect.signature` show these arguments, and an unknown keyword is a ConfigError.
 
     Args:
-        *passed_on: The functions that get the further keyword arguments of the decorated one, after a first argument.
+        *passed_on: What gets the options, such as `CacheConfig`: its arguments that have a default.
+        others: The function takes other keywords, too, and checks them itself.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = inspect.signature(function).parameters.values()
-        options = [option for each in passed_on for option in [*inspect.signature(each).parameters.values()][1:]]
-        known = {each.name for each in (*own, *options) if each.kind is not each.VAR_KEYWORD}
+        signature = inspect.signature(function)
+        own = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
+        options = {
+            name: each.replace(kind=each.KEYWORD_ONLY)
+            for option in passed_on
+            for name, each in inspect.signature(option).parameters.items()
+            if each.default is not each.empty and name not in own
+        }
+        known = own | options
+        rest = [each for each in signature.parameters.values() if others and each.kind is each.VAR_KEYWORD]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
-                if name not in known:
+                if name not in known and not others:
                     raise unknown_keyword(name, known, f"it is not an argument of {function.__name__}")
             return function(*args, **kwargs)
 
+        checked.__signature__ = signature.replace(parameters=[*known.values(), *rest])  # type: ignore[attr-defined]
         return checked
 
     return decorate

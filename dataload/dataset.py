@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import torch
 from dataload.arguments import known_keywords
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
+from dataload.cache.options import CacheOptions
 from dataload.cache.origin.source import open_source
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.locations import Location, Locator
@@ -387,7 +388,7 @@ class Dataset(MapStyle):
         return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept)
 
 
-@known_keywords()
+@known_keywords(CacheConfig)
 def make_dataset(
     source: Source,
     *,
@@ -398,9 +399,7 @@ def make_dataset(
     null_masks: bool = False,
     partitioning: Partitioning = "hive",
     cache: CacheConfig | Literal[False] | None = None,
-    cache_dir: str | None = None,
-    cache_bytes: int | str | None = None,
-    cluster: str | None = None,
+    **cache_options: Unpack[CacheOptions],
 ) -> Dataset:
     """Return the dataset at `source`.
 
@@ -421,9 +420,7 @@ def make_dataset(
         partitioning: "hive": folders named `key=value` below the source are keys. None: they are not.
         cache: The host's cache: a `CacheConfig`, or None for the default one. False: cache nothing outside this
             process's memory. Each of a loader's `num_workers` has its own memory, so each fetches every row group then.
-        cache_dir: As in `CacheConfig`; not with `cache`.
-        cache_bytes: As in `CacheConfig`; not with `cache`.
-        cluster: As in `CacheConfig`; not with `cache`.
+        **cache_options: Instead of `cache`, arguments of `CacheConfig`, such as `cache_dir` and `cache_bytes`.
 
     Raises:
         ConfigError: An argument cannot work, or the filters leave no row.
@@ -449,7 +446,7 @@ def make_dataset(
         ('dog', 2.5)
         >>> folder.cleanup()
     """
-    config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
+    config = chosen(cache, cache_options)
     if partitioning not in PARTITIONINGS:
         raise ConfigError(f"partitioning={partitioning!r} is unknown: use 'hive', or None")
     paths, columns = source_paths(source), _listed(columns)

@@ -35,7 +35,9 @@ def test_columns_on_the_command_line_are_a_list(
 ) -> None:
     pq.write_table(pa.table({"id": [1]}), tmp_path / "rows.parquet")
     monkeypatch.setattr(
-        sys, "argv", ["dataload", "head", str(tmp_path), "--columns", "[id", "--cache-dir", str(tmp_path / "c")]
+        sys,
+        "argv",
+        ["dataload", "head", str(tmp_path / "rows.parquet"), "--columns", "[id", "--cache-dir", str(tmp_path / "c")],
     )
     with pytest.raises(SystemExit) as ended:
         app.main()

@@ -80,24 +80,25 @@ class Blocks(ForkAware):
     Args:
         origin: The store of the objects.
         tier: Caches the blocks.
-        block_bytes: Size of a block; the last block of an object may be shorter.
+        config: The settings of the cache.
         bypasses_cache: Whether no blocks of row groups are cached, because no neighbours are needed in time.
-        page_checksums: As in `CacheConfig`.
+
+    Attributes:
+        block_bytes: Size of a block; the last block of an object may be shorter.
     """
 
     def __init__(
         self,
         origin: Origin,
         tier: Tier,
-        block_bytes: int,
+        config: CacheConfig,
         bypasses_cache: bool = False,
-        page_checksums: bool = True,
     ) -> None:
         self.origin = origin
         self.tier = tier
-        self.block_bytes = block_bytes
+        self.config = config
+        self.block_bytes = config.block
         self._bypasses_cache = bypasses_cache
-        self.page_checksums = page_checksums
         if isinstance(tier, ClusterTier):
             origin.took = tier.cluster.origin_took
         self.after_fork_in_child()
@@ -132,20 +133,15 @@ class Blocks(ForkAware):
             local = LocalTier(folder, config.limit, config.policy, allow_network_filesystem=network)
         tier = local if config.cluster is None else ClusterTier.of(local, config.cluster, config.cluster_key)
         limiter = limiter_of(str(folder), config.in_flight)
-        return cls(
-            Origin(filesystem, config.origin_id, config.engine, limiter),
-            tier,
-            config.block,
-            page_checksums=config.page_checksums,
-        )
+        return cls(Origin(filesystem, config.origin_id, config.engine, limiter), tier, config)
 
     @classmethod
     def uncached(cls, origin: Origin) -> Blocks:
         """Return a reader that caches `UNCACHED_BYTES` in the memory of this process, and nothing on disk."""
-        return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
+        return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig())
 
-    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int, bool, bool]]:
-        return Blocks, (self.origin, self.tier, self.block_bytes, self._bypasses_cache, self.page_checksums)
+    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, CacheConfig, bool]]:
+        return Blocks, (self.origin, self.tier, self.config, self._bypasses_cache)
 
     def key(
         self, obj: Object, what: str, group: str = "", check: Check | None = None, size: int | None = None
@@ -160,7 +156,7 @@ class Blocks(ForkAware):
 
     def bypassing(self) -> Blocks:
         """Return a reader of the same objects whose row groups cache no blocks, such as of data not needed yet."""
-        return Blocks(self.origin, self.tier, self.block_bytes, True, self.page_checksums)
+        return Blocks(self.origin, self.tier, self.config, bypasses_cache=True)
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
         """Return the bytes [start, stop) of an object, clipped to its size, without a copy if they are in one block."""
@@ -278,8 +274,7 @@ class Blocks(ForkAware):
 
     def past_the_cache(self) -> Blocks:
         """Return a reader of the same objects that reads nothing from the cache."""
-        memory = MemoryTier(UNCACHED_BYTES)
-        return Blocks(self.origin, memory, self.block_bytes, page_checksums=self.page_checksums)
+        return Blocks(self.origin, MemoryTier(UNCACHED_BYTES), self.config)
 
     def settle(self) -> None:
         """Wait until blobs that other hosts will read are written, or given up."""

@@ -14,6 +14,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsspec.utils import glob_translate
+
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
 from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
@@ -157,10 +159,13 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     root = folder = origin.path_of(split_chain(path)[1])
     infos: dict[str, Any] = {}
     unlisted: list[str] = []
-    if has_wildcard(root) and not (origin.is_local and Path(root).exists()):
+    is_glob = has_wildcard(root) and not (origin.is_local and Path(root).exists())
+    fixed = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if is_glob else root
+    _check_cache(path, fixed, root.removeprefix(fixed) if is_glob else "/**", blocks)
+    if is_glob:
         infos = origin.list(root, is_glob=True)
         if infos:
-            folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
+            folder = fixed
             unlisted = [folder, *_folders_above(folder)]
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
@@ -185,6 +190,18 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
     below = set() if folder == root else _folders_below(folder, (obj.path for obj in found))
     return found, unlisted, below
+
+
+def _check_cache(path: str, folder: str, pattern: str, blocks: Blocks) -> None:
+    """Raise ConfigError if a path names files of the cache: those that match a pattern below a folder."""
+    if not (blocks.origin.is_local and (blocks.tier.shared or blocks.tier.read_only)):
+        return
+    cache, above = blocks.config.folder, Path(folder).resolve()
+    if cache.resolve().is_relative_to(above):
+        names = (f"/{(cache.resolve() / name).relative_to(above)}" for name in ("FORMAT", "blobs/a/0"))
+        if any(re.match(glob_translate(pattern), name) and not METADATA.search(name) for name in names):
+            way = "name a folder outside of it, by cache_dir or DATALOAD_CACHE_DIR"
+            raise ConfigError(f"cache_dir {cache} lies inside the source {path}: {way}")
 
 
 def _shown(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dataload.benchmarks.run import bench
-from dataload.cli.commands.cache import cache
+from dataload.cli.commands.cache import group
 from dataload.cli.commands.demo import demo
 from dataload.cli.commands.doctor import doctor
 from dataload.cli.commands.head import head
@@ -54,7 +54,7 @@ def common(
 
 for command in (head, plan, warm, doctor, report, demo, bench):
     app.command()(command)
-app.add_typer(cache, name="cache")
+app.add_typer(group, name="cache")
 
 
 def main() -> None:

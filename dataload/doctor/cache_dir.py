@@ -27,7 +27,7 @@ def filesystem(case: Case) -> Finding:
     if kind not in preflight.LOCAL:
         message = preflight.not_local(case.folder, kind)
         advice = "name a folder on a local disk: --cache-dir /nvme/cache"
-        return (warning if case.allow_network_filesystem else problem)(message, advice)
+        return (warning if case.cache.allow_network_filesystem else problem)(message, advice)
     if kind in IN_MEMORY:
         return warning(
             f"{case.folder} is in memory ({kind}): the cache takes memory from the training and is lost at a restart",
@@ -45,11 +45,11 @@ def usable(case: Case) -> Finding:
     """Check that the folder is a cache, or is empty and writable."""
     try:
         if case.folder.exists():
-            if not case.allow_network_filesystem:
+            if not case.cache.allow_network_filesystem:
                 preflight.check_owner(case.folder)
             preflight.check(case.folder, allow_network_filesystem=True)  # `filesystem` reports the filesystem.
             if (case.folder / "FORMAT").exists() and (found := preflight.open_to_others(case.folder)):
-                return (warning if case.allow_network_filesystem else problem)(*found)
+                return (warning if case.cache.allow_network_filesystem else problem)(*found)
     except ConfigError as error:
         what, _, advice = str(error).rpartition(": ")
         return problem(what, advice)
@@ -79,7 +79,7 @@ def capacity(case: Case) -> Finding:
             f"free some space, or lower cache_bytes to {decimal(free + used)}",
         )
     message += f"; the cache may use {decimal(limit)}"
-    if case.cache_bytes is None and limit < SMALL_CACHE_BYTES:
+    if case.cache.limit is None and limit < SMALL_CACHE_BYTES:
         return problem(message, "free some space, or name a folder on a larger disk: --cache-dir /nvme/cache")
     return ok(message)
 
@@ -92,7 +92,7 @@ def size(case: Case) -> Finding:
         return ok("not checked without the URL of a dataset")
     limit = _limit(case, _used(case.folder))
     try:
-        disk = None if case.cache_bytes else case.existing
+        disk = None if case.cache.limit else case.existing
         need_of([case.reads], limit, bytes(16), 1 / case.reads[0].num_streams, disk)
     except ConfigError as error:
         what, _, advice = str(error).partition("; ")
@@ -102,7 +102,7 @@ def size(case: Case) -> Finding:
 
 def _limit(case: Case, used: int) -> int:
     """Return the limit of a cache that holds `used` bytes."""
-    return case.cache_bytes or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
+    return case.cache.limit or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
 
 
 def _used(folder: Path) -> int:

@@ -22,14 +22,10 @@ def cluster(case: Case) -> Finding:
     """Check that the servers answer, and that each takes, returns and deletes a key, as caching needs."""
     from dataload.cache.cluster.client import connect
     from dataload.cache.cluster.url import ClusterUrl
-    from dataload.errors import ConfigError
 
-    if case.cluster is None:
+    if case.cache.cluster is None:
         return ok("no cluster is configured")
-    try:
-        address = ClusterUrl.parse(case.cluster)
-    except ConfigError as error:
-        return problem("the URL of the cluster is not valid", str(error))
+    address = ClusterUrl.parse(case.cache.cluster)
     try:
         with closing(connect(address)) as client:
             _write(client)

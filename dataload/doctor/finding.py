@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dataload.cache.config import CacheConfig
 from dataload.runtime.redact import redacted
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class Case:
     """The planned run that the checks examine: arguments of `make_loader`, and paths of this machine.
 
     Args:
-        folder: The cache folder.
-        cache_bytes: Limit of the cache in bytes. None: the default limit.
+        cache: The settings of the cache.
         batch_size: Rows of a rank's batch.
         local_world_size: Ranks on this host. None: as the launcher says.
         num_workers: Worker processes of a rank.
@@ -59,14 +59,11 @@ class Case:
         row_bytes: Size of a decoded row in bytes. None: unknown.
         reads: The order of a loader and the row groups that it reads. None: unknown.
         unreadable: Why the dataset cannot be read, or "".
-        cluster: URL of the cluster. None: no cluster.
-        allow_network_filesystem: Whether `folder` may be on a network filesystem.
         mounts: Where the kernel lists the mounts.
         shared_memory: Where shared memory is mounted.
     """
 
-    folder: Path
-    cache_bytes: int | None = None
+    cache: CacheConfig
     batch_size: int = 256
     local_world_size: int | None = None
     num_workers: int = 0
@@ -75,10 +72,13 @@ class Case:
     row_bytes: int | None = None
     reads: tuple[Order, RowGroupCache] | None = None
     unreadable: str = ""
-    cluster: str | None = field(default=None, repr=False)
-    allow_network_filesystem: bool = False
     mounts: Path = Path("/proc/self/mountinfo")
     shared_memory: Path = Path("/dev/shm")  # noqa: S108 (torch's)
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder."""
+        return self.cache.folder
 
     @property
     def existing(self) -> Path:

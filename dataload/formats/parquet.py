@@ -200,7 +200,7 @@ class ParquetFooter:
             coded = [name for name in texts if _keeps_codes(self._chunks(number, [name]))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
-            arguments["page_checksum_verification"] = blocks.page_checksums
+            arguments["page_checksum_verification"] = blocks.config.page_checksums
             own = self._columns.read_with(columns)
             every = len(own) == len(self._columns.leaves)
             times = [name for name in own if name in self._long_times]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from dataload.arguments import local_folder, unknown_keyword, whole_number
+from dataload.cache.config import CacheConfig
+from dataload.cache.options import CacheOptions
 from dataload.errors import ConfigError
 from dataload.loader.transform import Transform
 from dataload.samplers.order import SHUFFLES
@@ -20,11 +23,24 @@ from dataload.world import World
 _OWN = ("dataset", "sampler", "batch_sampler")  # arguments of torch's DataLoader that the loader sets itself
 
 
+class LoaderOptions(CacheOptions, total=False):
+    """Arguments of `make_loader` beside its own: those of a cache, and those that torch's DataLoader gets."""
+
+    timeout: float
+    worker_init_fn: Callable[[int], object] | None
+    multiprocessing_context: Any
+    generator: Any
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of `make_loader`.
 
     Args:
-        arguments: All of them by name. "dataloader_kwargs" has those for `torch.utils.data.DataLoader`.
+        arguments: All of them by name. "for_torch" has those for `torch.utils.data.DataLoader`.
 
     Raises:
         ConfigError: An argument is out of range or unknown, or two of them exclude each other.
@@ -49,7 +65,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     ):
         if arguments[name] is not None and not isinstance(arguments[name], kind):
             raise ConfigError(f"{name}={arguments[name]!r} must be {expected}")
-    workers, dataloader_kwargs = arguments["num_workers"], arguments["dataloader_kwargs"]
+    workers, dataloader_kwargs = arguments["num_workers"], arguments["for_torch"]
     _check_threads(workers, arguments["num_threads"], dataloader_kwargs.get("timeout"))
     _check_places(arguments["device"], arguments["stats_dir"])
     _check_for_torch(workers, dataloader_kwargs, arguments)
@@ -94,7 +110,8 @@ def _check_for_torch(workers: int, dataloader_kwargs: Mapping[str, Any], own_nam
             raise ConfigError(f"{name}= is not an argument of make_loader, which makes its own: leave it out")
         if name not in known:
             otherwise = "it is an argument of neither make_loader nor DataLoader"
-            raise unknown_keyword(name, [*own_names, *known], otherwise)
+            of_cache = (each.name for each in fields(CacheConfig))
+            raise unknown_keyword(name, [*own_names, *of_cache, *known], otherwise)
     if dataloader_kwargs.get("generator") is not None:
         raise ConfigError(
             "generator= would not change the order, which seed= and the epoch determine: pass seed=, and draw in "

@@ -6,17 +6,17 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataload.arguments import local_folder
-from dataload.cache.config import CacheConfig
+from dataload.arguments import known_keywords, local_folder
+from dataload.cache.config import CacheConfig, split_options
 from dataload.catalog.sources import Source
 from dataload.dataset import MapStyle, make_dataset
 from dataload.errors import ConfigError, DataError
-from dataload.loader.arguments import check_arguments
+from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@known_keywords(CacheConfig, others=True)
 def make_loader(
     source: Source | MapStyle,
     batch_size: int,
@@ -57,9 +58,6 @@ def make_loader(
     columns: Sequence[str] | None = None,
     filters: Filters | None = None,
     storage_options: dict[str, Any] | None = None,
-    cache_dir: str | None = None,
-    cache_bytes: int | str | None = None,
-    cluster: str | None = None,
     cache: CacheConfig | Literal[False] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
@@ -67,7 +65,7 @@ def make_loader(
     stats_dir: str | os.PathLike[str] | None = None,
     world: World | None = None,
     mesh: DeviceMesh | None = None,
-    **dataloader_kwargs: Any,
+    **dataloader_kwargs: Unpack[LoaderOptions],
 ) -> Loader:
     """Return a loader of this rank's batches. Over all ranks, an epoch has each row exactly once.
 
@@ -109,9 +107,6 @@ def make_loader(
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.
-        cache_dir: As in `make_dataset`.
-        cache_bytes: As in `make_dataset`.
-        cluster: As in `make_dataset`.
         cache: As in `make_dataset`.
         fill_null: As in `make_dataset`.
         null_masks: As in `make_dataset`.
@@ -121,7 +116,8 @@ def make_loader(
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
         mesh: Instead of `world`, a torch DeviceMesh of the data-parallel dimensions only; see `World.from_mesh`. Ranks
             with equal coordinates get equal batches.
-        **dataloader_kwargs: Passed on to `torch.utils.data.DataLoader`. `timeout` also holds for batches of threads.
+        **dataloader_kwargs: Arguments of `CacheConfig`, as in `make_dataset`. Others are passed on to
+            `torch.utils.data.DataLoader`; `timeout` also holds for batches of threads.
 
     Raises:
         ConfigError: An argument is invalid, the cache is too small for the shuffle window, or ranks that need equal
@@ -139,12 +135,12 @@ def make_loader(
                 train_step(batch["image"], batch["label"])
         ```
     """
+    cache_options, for_torch = split_options(dataloader_kwargs)
     check_arguments(locals())
     batch_size = operator.index(batch_size)  # torch takes no other types
     here = world_of(world, mesh)
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
-    options |= {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
-    options["null_masks"] = null_masks or None
+    options |= {"null_masks": null_masks or None, "cache": cache, **cache_options}
     given = {name: value for name, value in options.items() if value is not None}
     if partitioning != "hive":
         given["partitioning"] = partitioning
@@ -174,7 +170,7 @@ def make_loader(
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
         pin_memory=pin_memory,
-        **_with_workers(dataloader_kwargs, num_workers, prefetch),
+        **_with_workers(for_torch, num_workers, prefetch),
     )
 
 

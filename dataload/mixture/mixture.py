@@ -217,7 +217,7 @@ def mix(
         batching: "mixed", or "homogeneous": all rows of a global batch are of one source, and quotas count batches.
         num_rows: Rows of an epoch, instead of `stop`.
         name_column: Name of a column to add to each batch: the number of each row's source, int64 Tensor[B].
-        **dataset_options: Arguments of `make_dataset`, for the sources that are not datasets.
+        **dataset_options: Arguments of `make_dataset` and `CacheConfig`, for the sources that are not datasets.
 
     Raises:
         ConfigError: A weight or another argument cannot work, or the sources differ in a column. No row has been read.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dataload.cache.blocks.file import FIRST_WINDOW, BlockFile
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.config import CacheConfig
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.origin import Origin
 
@@ -38,7 +39,7 @@ def file(path: str) -> BlockFile:
 
 def opened(path: str, block: int) -> BlockFile:
     origin = Origin(fsspec.filesystem("memory"))
-    return BlockFile(Blocks(origin, MemoryTier(1 << 30), block), Object.of(origin.info(path)))
+    return BlockFile(Blocks(origin, MemoryTier(1 << 30), CacheConfig(block_bytes=block)), Object.of(origin.info(path)))
 
 
 @settings(max_examples=60)

@@ -678,7 +678,7 @@ def test_names_that_libraries_pass_are_allowed(bucket: Any, tmp_path: Path) -> N
     assert (
         open_fs(
             bucket, tmp_path, **dict.fromkeys((*names, "loop", "anon", "user", "region", "cache_check"))
-        ).config.block
+        ).blocks.block_bytes
         == BLOCK
     )
 

@@ -594,7 +594,7 @@ def test_a_filter_does_not_see_rows_that_an_earlier_one_dropped(tmp_path: Path, 
     else:
         write_ipc(tmp_path / "x.arrow", table, rows=3)
     cache = CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="100MB")
-    dataset = make_dataset(tmp_path, cache=cache)
+    dataset = make_dataset(f"{tmp_path}/x.*", cache=cache)
     quotient = pc.divide(pc.scalar(4), pc.field("x")) >= 2
     number = pc.field("text").cast(pa.int64()) > 1
     for expression in (quotient, number):

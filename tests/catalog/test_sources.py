@@ -47,6 +47,56 @@ def read(source: object) -> list[int]:
     return [int(value) for batch in loader for value in batch["x"]]
 
 
+# A cache inside the source
+
+
+@pytest.mark.parametrize(
+    ("source", "cache"),
+    [
+        ("data", "data/cache"),
+        ("data/", "data/day/cache"),
+        ("data", "data"),
+        ("data/**", "data/cache"),
+        ("data/*/*", "data/cache"),
+        ("link", "data/cache"),
+        ("data", "link/cache"),
+    ],
+)
+def test_a_cache_inside_the_source_is_refused(tmp_path: Path, source: str, cache: str) -> None:
+    write(tmp_path / "data" / "day" / "0.parquet", 1)
+    (tmp_path / "link").symlink_to("data")
+    says = f"cache_dir {tmp_path / cache} lies inside the source {tmp_path}/{source}: name a folder outside of it"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        make_dataset(f"{tmp_path}/{source}", cache_dir=tmp_path / cache)
+    assert not (tmp_path / "data" / "cache").exists()
+
+
+def test_the_default_cache_inside_the_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "0.parquet", 1)
+    monkeypatch.setenv("DATALOAD_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=f"cache_dir {tmp_path}/cache lies inside the source .*DATALOAD_CACHE_DIR"):
+        make_dataset(tmp_path)
+    assert len(make_dataset(tmp_path, cache=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "cache"),
+    [
+        ("data", "cache"),
+        ("data", "data/.cache"),
+        ("data/*.parquet", "data/cache"),
+        ("data/**/*.parquet", "data/cache"),
+        ("data/0.parquet", "data/cache"),
+        ("data/day", "data/cache"),
+    ],
+)
+def test_a_cache_beside_the_files_of_the_source(tmp_path: Path, source: str, cache: str) -> None:
+    for name in ("data/0.parquet", "data/day/1.parquet"):
+        write(tmp_path / name, 1)
+    lengths = [len(list(make_loader(tmp_path / source, 1, cache_dir=tmp_path / cache))) for _ in range(2)]
+    assert lengths[0] == lengths[1] > 0
+
+
 # Symbolic links
 
 

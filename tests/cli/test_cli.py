@@ -797,12 +797,12 @@ def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
 def test_head_shows_the_progress_of_counting_nulls(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "FIRST_LINE", 0.0)
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
-    assert "counting nulls: 1 files of 1 files (100%)" in run("head", str(tmp_path)).stderr
+    assert "counting nulls: 1 files of 1 files (100%)" in run("head", str(tmp_path / "x.parquet")).stderr
 
 
 def test_head_escapes_characters_that_the_terminal_lacks(tmp_path: Path, settings: dict[str, str]) -> None:
     pq.write_table(pa.table({"pr€is": ["café ☃"]}), tmp_path / "x.parquet")
-    command = [sys.executable, "-m", "dataload", "head", str(tmp_path)]
+    command = [sys.executable, "-m", "dataload", "head", str(tmp_path / "x.parquet")]
     environment = {**os.environ, **settings, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(command, capture_output=True, encoding="latin-1", env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")

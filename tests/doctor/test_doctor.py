@@ -33,7 +33,7 @@ from attempts import fail_at_once
 from clusters import Server, ServerCluster
 from rich.filesize import decimal
 
-from dataload import make_loader
+from dataload import CacheConfig, make_loader
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.setup import recovery
@@ -76,7 +76,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
-    return Case(tmp_path / "cache", cache_bytes=10**6)
+    return Case(CacheConfig(tmp_path / "cache", 10**6))
 
 
 def test_a_machine_in_order(case: Case) -> None:
@@ -87,7 +87,7 @@ def test_a_machine_in_order(case: Case) -> None:
 
 def test_a_check_that_fails_takes_no_other_with_it(case: Case, tmp_path: Path) -> None:
     (tmp_path / "mounts").write_text("nonsense\n")
-    found = dict(examine(Case(case.folder, mounts=tmp_path / "mounts"), None))
+    found = dict(examine(Case(case.cache, mounts=tmp_path / "mounts"), None))
     assert "the check failed: list index out of range (IndexError)" in line(found["cache filesystem"])
     assert list(found) == list(MACHINE)
 
@@ -111,15 +111,18 @@ def test_each_finding_is_printed_at_once(
 def test_a_network_filesystem(case: Case, tmp_path: Path, kind: str) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"22 21 0:40 / {tmp_path} rw - {kind} server:/export rw\n")
-    found = cache_dir.filesystem(Case(case.folder, mounts=mounts))
+    found = cache_dir.filesystem(Case(case.cache, mounts=mounts))
     assert (found.status, f"a filesystem of type {kind}, " in found.what) == ("problem", True)
-    assert cache_dir.filesystem(Case(case.folder, mounts=mounts, allow_network_filesystem=True)).status == "warning"
+    assert (
+        cache_dir.filesystem(Case(replace(case.cache, allow_network_filesystem=True), mounts=mounts)).status
+        == "warning"
+    )
 
 
 def test_a_filesystem_in_memory(case: Case, tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"22 21 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
-    found = line(cache_dir.filesystem(Case(case.folder, mounts=mounts)))
+    found = line(cache_dir.filesystem(Case(case.cache, mounts=mounts)))
     assert found.startswith("warning")
     assert "in memory (tmpfs)" in found
     assert "--cache-dir /nvme/cache" in found
@@ -127,14 +130,14 @@ def test_a_filesystem_in_memory(case: Case, tmp_path: Path) -> None:
 
 def test_a_folder_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    found = cache_dir.usable(Case(tmp_path))
+    found = cache_dir.usable(Case(CacheConfig(tmp_path)))
     assert (found.status, found.advice) == ("problem", "name an empty folder")
     assert "thesis.txt" in found.what
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     for folder in ("/proc/sys/cache", "/proc/cache"):
-        assert "may not write to /proc" in line(cache_dir.usable(Case(Path(folder))))
+        assert "may not write to /proc" in line(cache_dir.usable(Case(CacheConfig(Path(folder)))))
 
 
 @pytest.fixture
@@ -149,7 +152,7 @@ def closed(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_folder_in_one_that_may_not_be_looked_into(closed: Path) -> None:
-    case = Case(closed / "cache")
+    case = Case(CacheConfig(closed / "cache"))
     assert "Permission denied" in line(cache_dir.usable(case))
     assert "name a folder of your own" in line(cache_dir.usable(case))
     assert "cannot be locked" in line(cache_dir.locks(case))
@@ -158,12 +161,12 @@ def test_a_folder_in_one_that_may_not_be_looked_into(closed: Path) -> None:
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path).free
-    assert "lower cache_bytes" in line(cache_dir.capacity(Case(tmp_path, cache_bytes=2 * free)))
-    assert cache_dir.capacity(Case(tmp_path, cache_bytes=free // 2)).status == "ok"
+    assert "lower cache_bytes" in line(cache_dir.capacity(Case(CacheConfig(tmp_path, 2 * free))))
+    assert cache_dir.capacity(Case(CacheConfig(tmp_path, free // 2))).status == "ok"
     monkeypatch.setattr(cache_dir, "SMALL_CACHE_BYTES", free // 3)  # Others write to the disk, too.
-    assert cache_dir.capacity(Case(tmp_path / "cache")).status == "ok"
+    assert cache_dir.capacity(Case(CacheConfig(tmp_path / "cache"))).status == "ok"
     monkeypatch.setattr(cache_dir, "SMALL_CACHE_BYTES", 2 * free)
-    assert "on a larger disk" in line(cache_dir.capacity(Case(tmp_path / "cache")))
+    assert "on a larger disk" in line(cache_dir.capacity(Case(CacheConfig(tmp_path / "cache"))))
 
 
 @pytest.fixture
@@ -180,9 +183,9 @@ def used(case: Case) -> None:
 @pytest.mark.usefixtures("used")
 def test_space_that_the_cache_uses_already(case: Case) -> None:
     free = shutil.disk_usage(case.existing).free
-    assert cache_dir.capacity(Case(case.folder, cache_bytes=free + 10**12 // 2)).status == "ok"
+    assert cache_dir.capacity(Case(replace(case.cache, cache_bytes=free + 10**12 // 2))).status == "ok"
     assert f"may grow by {decimal(2 * free)}" in line(
-        cache_dir.capacity(Case(case.folder, cache_bytes=2 * free + 10**12))
+        cache_dir.capacity(Case(replace(case.cache, cache_bytes=2 * free + 10**12)))
     )
 
 
@@ -197,7 +200,7 @@ def test_after_a_power_failure_the_index_is_not_opened(case: Case, monkeypatch: 
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     monkeypatch.setattr("lmdb.open", lambda *_, **__: pytest.fail("LMDB opens the index"))
     free = shutil.disk_usage(case.existing).free
-    assert cache_dir.capacity(Case(case.folder, cache_bytes=free + 10**12 // 2)).status == "ok"
+    assert cache_dir.capacity(Case(replace(case.cache, cache_bytes=free + 10**12 // 2))).status == "ok"
 
 
 @pytest.mark.usefixtures("used")
@@ -222,6 +225,7 @@ REFUSED = """
 import ctypes, struct, sys
 from pathlib import Path
 from dataload.doctor import cache_dir
+from dataload import CacheConfig
 from dataload.doctor.finding import Case
 
 # A seccomp filter: fcntl(…, F_OFD_SETLK, …) fails with EINVAL, all other system calls pass.
@@ -236,7 +240,7 @@ filter = struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(held))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
-found = cache_dir.locks(Case(Path(sys.argv[1])))
+found = cache_dir.locks(Case(CacheConfig(Path(sys.argv[1]))))
 print(found.status, found.what, found.advice)
 """
 
@@ -268,7 +272,7 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     free = status.f_bavail * status.f_frsize
 
     def found(**planned: int) -> str:
-        return line(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path, **planned)))
+        return line(limits.shared_memory(Case(CacheConfig(tmp_path), shared_memory=tmp_path, **planned)))
 
     row = free // 1000
     assert f"4 workers need {decimal(4 * 200 * 2 * row)}" in found(num_workers=4, batch_size=200, row_bytes=row)
@@ -280,7 +284,7 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert f"2 workers need {decimal(2 * 300 * 2 * row)}" in found(num_workers=1, batch_size=300, row_bytes=row)
     assert found(num_workers=1).startswith("problem"), "both ranks share this host's memory"
     assert found().startswith("ok")
-    assert "there is no" in line(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path / "none")))
+    assert "there is no" in line(limits.shared_memory(Case(CacheConfig(tmp_path), shared_memory=tmp_path / "none")))
 
 
 @pytest.fixture
@@ -300,7 +304,7 @@ def limit() -> Iterator[Callable[[int, int], None]]:
 def test_few_open_files(case: Case, limit: Callable[[int, int], None]) -> None:
     limit(resource.RLIMIT_NOFILE, 700)
     assert limits.descriptors(case).status == "ok"
-    assert "a process may open 700 files" in line(limits.descriptors(Case(case.folder, num_workers=8)))
+    assert "a process may open 700 files" in line(limits.descriptors(Case(case.cache, num_workers=8)))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +321,7 @@ def test_the_advice_respects_the_hard_limit_of_open_files(
     case: Case, monkeypatch: pytest.MonkeyPatch, hard: int, num_workers: int, advice: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (700, hard))
-    assert limits.descriptors(Case(case.folder, num_workers=num_workers)).advice.startswith(advice)
+    assert limits.descriptors(Case(case.cache, num_workers=num_workers)).advice.startswith(advice)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +335,11 @@ def test_little_locked_memory(
     case: Case, limit: Callable[[int, int], None], planned: dict[str, int], needed: str
 ) -> None:
     limit(resource.RLIMIT_MEMLOCK, 64 << 10)
-    found = line(limits.locked_memory(Case(case.folder, pin_memory=True, **planned)))
+    found = line(limits.locked_memory(Case(case.cache, pin_memory=True, **planned)))
     assert found.startswith("warning: a process may lock 65.5 kB")
     assert f"need {needed}" in found
     assert "memlock=-1" in found
-    assert limits.locked_memory(Case(case.folder, **planned)).status == "ok", "nothing is pinned"
+    assert limits.locked_memory(Case(case.cache, **planned)).status == "ok", "nothing is pinned"
 
 
 @pytest.mark.parametrize(("batch_size", "prefetch", "status"), [(100, 1, "ok"), (50, 2, "ok"), (100, 2, "warning")])
@@ -343,7 +347,7 @@ def test_batches_that_are_pinned(
     case: Case, monkeypatch: pytest.MonkeyPatch, batch_size: int, prefetch: int, status: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10**8, resource.RLIM_INFINITY))
-    planned = Case(case.folder, batch_size=batch_size, prefetch=prefetch, row_bytes=10**6, pin_memory=True)
+    planned = Case(case.cache, batch_size=batch_size, prefetch=prefetch, row_bytes=10**6, pin_memory=True)
     assert limits.locked_memory(planned).status == status
 
 
@@ -351,10 +355,10 @@ def test_few_processors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        found = line(limits.processors(Case(case.folder, num_workers=3)))
+        found = line(limits.processors(Case(case.cache, num_workers=3)))
         set_ranks(monkeypatch, 2)
-        too_many = line(limits.processors(Case(case.folder)))
-        planned = line(limits.processors(Case(case.folder, local_world_size=3)))
+        too_many = line(limits.processors(Case(case.cache)))
+        planned = line(limits.processors(Case(case.cache, local_world_size=3)))
     finally:
         os.sched_setaffinity(0, before)
     assert "1 processors for 1 ranks of 3 workers each: 4 processes -> num_workers=0, or" in found
@@ -366,9 +370,9 @@ def test_workers_that_are_forked(case: Case) -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     try:
         multiprocessing.set_start_method("fork", force=True)
-        found = line(processes.fork(Case(case.folder, num_workers=1)))
+        found = line(processes.fork(Case(case.cache, num_workers=1)))
         multiprocessing.set_start_method("forkserver", force=True)
-        assert processes.fork(Case(case.folder, num_workers=1)).advice == ""
+        assert processes.fork(Case(case.cache, num_workers=1)).advice == ""
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert found.startswith("warning: unless the program sets another start method, workers are forked")
@@ -407,18 +411,21 @@ def closed_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def with_cluster(case: Case, url: str) -> Case:
+    return replace(case, cache=replace(case.cache, cluster=url))
+
+
 def test_a_cluster_that_does_not_answer(case: Case) -> None:
     url = f"valkey://user:s3cret@127.0.0.1:{closed_port()}"
-    found = line(cluster.cluster(Case(case.folder, cluster=url)))
+    found = line(cluster.cluster(with_cluster(case, url)))
     assert "does not answer" in found
     assert "user and password" in found
     assert "s3cret" not in found
-    assert "must be valkey://host:port" in line(cluster.cluster(Case(case.folder, cluster="s3cret")))
 
 
 def test_a_cluster_that_cannot_be_written(case: Case, tmp_path: Path) -> None:
     def found(url: str) -> str:
-        return line(cluster.cluster(replace(case, cluster=url)))
+        return line(cluster.cluster(with_cluster(case, url)))
 
     with Server(tmp_path / "a") as server, Server(tmp_path / "b", "--replicaof", "127.0.0.1", str(server.port)) as copy:
         assert found(server.url).startswith(f"ok: {server.address} can be read and written")
@@ -434,9 +441,9 @@ def test_a_cluster_that_cannot_be_written(case: Case, tmp_path: Path) -> None:
 
 def test_every_node_of_a_cluster_is_written(case: Case, tmp_path: Path) -> None:
     with ServerCluster(tmp_path) as servers:
-        assert cluster.cluster(replace(case, cluster=servers.url)).status == "ok"
+        assert cluster.cluster(with_cluster(case, servers.url)).status == "ok"
         servers.servers[1].ask("CONFIG", "SET", "maxmemory", "1", "maxmemory-policy", "noeviction")
-        assert "cannot be used: " in line(cluster.cluster(replace(case, cluster=servers.url)))
+        assert "cannot be used: " in line(cluster.cluster(with_cluster(case, servers.url)))
 
 
 @dataclass

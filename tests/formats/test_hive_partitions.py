@@ -226,7 +226,8 @@ def test_names_written_by_pyarrow(tmp_path: Any, cache: CacheConfig) -> None:
     table = pa.table({"label": labels, "a": range(5)})
     layout = pads.partitioning(pa.schema([("label", pa.string())]), flavor="hive")
     pads.write_dataset(table, tmp_path, format="parquet", partitioning=layout)
-    manifest = resolve(tmp_path, Blocks.open(open_source(str(tmp_path), None), cache))
+    files = f"{tmp_path}/*/*.parquet"
+    manifest = resolve(files, Blocks.open(open_source(files, None), cache))
     assert {dict(group.constants)["label"] for group in manifest.row_groups} == set(labels)
 
 
@@ -285,7 +286,7 @@ def test_constants_are_looked_up_once_for_each_row_group(
     for name in ("a", "b"):
         (tmp_path / f"label={name}").mkdir()
         pq.write_table(pa.table({"x": [1]}), tmp_path / f"label={name}" / "0.parquet")
-    blobs, asked = make_dataset(tmp_path, cache=cache).rowstore.blobs, list[int]()
+    blobs, asked = make_dataset(f"{tmp_path}/*/*.parquet", cache=cache).rowstore.blobs, list[int]()
     constants = blobs.plan.constants
     monkeypatch.setattr(blobs.plan, "constants", lambda number: asked.append(number) or constants(number))
     names = [[blobs.plan.group_name(number), blobs.plan.qualified(number, "")] for number in (0, 1, 0)]
@@ -297,7 +298,7 @@ def test_keys_of_other_datasets_do_not_count_where_they_are_not_read(tmp_path: P
     file = tmp_path / "label=cat" / "0.parquet"
     file.parent.mkdir()
     pq.write_table(pa.table({"x": [1, 2]}), file)
-    for source, misses in ((tmp_path, 1), (file, 0)):
+    for source, misses in ((f"{tmp_path}/*/*.parquet", 1), (file, 0)):
         loader = make_loader(source, 2, columns=["x"], cache=cache)
         assert [batch["x"].tolist() for batch in loader] in ([[1, 2]], [[2, 1]])
         assert loader.stats().misses == misses

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.buffer_pool import BufferPool
+from dataload.cache.config import CacheConfig
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.origin import Origin
 from dataload.errors import DataError
@@ -30,7 +31,7 @@ CONTENT = np.random.default_rng(0).bytes(SIZE)
 def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Blocks, Object]:
     path = tmp_path_factory.mktemp("stream") / "x"
     path.write_bytes(CONTENT)
-    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 1000)
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), CacheConfig(block_bytes=1000))
     return blocks, Object.of(blocks.origin.info(str(path)))
 
 
@@ -120,7 +121,7 @@ def test_more_pieces_than_threads_from_kept_blocks(tmp_path: Path, monkeypatch: 
     """Reading a block in a thread must not wait for a thread."""
     monkeypatch.setattr(range_stream, "LARGEST_PIECE", 150)
     (tmp_path / "x").write_bytes(CONTENT)
-    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 100)
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), CacheConfig(block_bytes=100))
     obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
     blocks.read(obj, 0, SIZE)
     with opened(blocks, obj, [(0, SIZE)], SIZE) as file:
@@ -145,7 +146,7 @@ def test_ranges_beyond_the_end_of_the_object(origin: Any, room: int) -> None:
 
 
 def test_a_failed_piece_is_told_where_it_is_read(tmp_path: Path) -> None:
-    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 1000)
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), CacheConfig(block_bytes=1000))
     (tmp_path / "x").write_bytes(CONTENT)
     obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
     (tmp_path / "x").unlink()

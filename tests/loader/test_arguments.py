@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pwd
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload import CacheConfig, ConfigError, World, make_loader, mix
-from dataload.arguments import CACHE_SETTINGS
 from dataload.catalog.description import columns_text
 from dataload.dataset import make_dataset
 
@@ -60,7 +57,8 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"num_worker": 2}, r"num_worker= is unknown: did you mean 'num_workers'\?"),
         ({"persistent_worker": True}, r"did you mean 'persistent_workers'\?"),
         ({"zzz": 1}, "neither make_loader nor DataLoader"),
-        ({"in_flight": 16}, r"in_flight= is unknown: pass it inside cache=CacheConfig\(...\)"),
+        ({"in_fligth": 16}, r"in_fligth= is unknown: did you mean 'in_flight'\?"),
+        ({"in_flight": 0}, "in_flight=0 must be an integer of at least 1"),
         ({"sampler": [0]}, "sampler= is not an argument"),
         ({"batch_sampler": [[0]]}, "batch_sampler= is not an argument"),
         ({"in_order": False}, "cannot be resumed"),
@@ -96,6 +94,8 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         ({"cache_dir": "a\0b"}, "must be a path"),
         ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),
         ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
+        ({"policy": "fifo"}, "policy='fifo' is unknown: use one of pin, lru"),
+        ({"cache": CacheConfig(), "policy": "lru"}, r"policy: pass it inside cache=CacheConfig\(...\)"),
         ({"source": None}, "the source is of type NoneType: use a URL"),
         ({"source": {"a": MISSING}}, "the source is of type dict: use a URL"),
         ({"source": [MISSING, 3]}, "the source has an item of type int: use a URL"),
@@ -149,7 +149,7 @@ def test_lists_of_paths(of: Callable[..., Any], tmp_path: Path) -> None:
         ({"weights": [1, -1]}, "weight -1 of source 1"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
         ({"zzz": 1}, "zzz= is unknown: it is not an argument of mix"),
-        ({"engine": "fsspec"}, r"engine= is unknown: pass it inside cache=CacheConfig\(...\)"),
+        ({"engin": "fsspec"}, r"engin= is unknown: did you mean 'engine'\?"),
     ],
 )
 def test_an_argument_of_a_mixture_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
@@ -288,7 +288,3 @@ def test_a_user_without_a_home_is_told_how_to_name_a_cache(folder: Path, monkeyp
     with pytest.raises(ConfigError, match="has no home folder for the cache: set DATALOAD_CACHE_DIR or HOME"):
         make_dataset(folder)
     assert len(make_dataset(folder, cache=False)) == 10
-
-
-def test_the_settings_that_only_a_cache_config_takes_are_known() -> None:
-    assert {field.name for field in fields(CacheConfig)} - signature(make_loader).parameters.keys() == CACHE_SETTINGS

@@ -457,7 +457,7 @@ def test_a_plan_of_no_rows(tmp_path: Path) -> None:
 def test_row_groups_without_rows_cost_nothing(tmp_path: Path) -> None:
     for number, rows in enumerate([0, 20, 0, 20]):
         pq.write_table(images(rows), tmp_path / f"{number}.parquet")
-    dataset = make_dataset(str(tmp_path), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    dataset = make_dataset(f"{tmp_path}/*.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
     plan = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 40)
     assert plan.first_epoch == plan.first_batch
     assert plan.first_batch.requests == 2
@@ -466,7 +466,7 @@ def test_row_groups_without_rows_cost_nothing(tmp_path: Path) -> None:
 def test_the_cost_is_that_of_all_nodes(tmp_path: Path) -> None:
     """In file order each node reads the whole dataset."""
     pq.write_table(images(20), tmp_path / "x.parquet")
-    dataset = make_dataset(str(tmp_path), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    dataset = make_dataset(f"{tmp_path}/*.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
     order = order_of(dataset.manifest, shuffle=False)
     one, eight = (foretell([dataset.rowstore.blobs], order, 8, price=1000, nodes=nodes) for nodes in (1, 8))
     assert one.first_epoch_cost is not None

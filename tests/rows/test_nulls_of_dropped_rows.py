@@ -112,7 +112,7 @@ def test_the_footers_of_arrow_files_count_nulls(tmp_path: Path) -> None:
     write_feather(tmp_path)
     with pytest.raises(DataError, match=r"in all files: 'label' 20, 'flag' 20, 'when' 20\)"):
         make_loader(tmp_path, 4, cache=False)
-    found = CliRunner().invoke(app, ["head", str(tmp_path), "--json", "--cache-dir", str(tmp_path / "cache")])
+    found = CliRunner().invoke(app, ["head", str(tmp_path), "--json", "--cache-dir", str(tmp_path / ".cache")])
     nulls = {column["name"]: column["nulls"] for column in json.loads(found.stdout)["columns"]}
     # A null of a list of fixed size has nulls in its elements.
     assert nulls == {"id": 0, "part": 0, "label": 20, "flag": 20, "when": 20, "vector": None, "text": 0}
@@ -172,7 +172,9 @@ def test_a_row_group_of_several_blobs_may_have_nulls_in_dropped_rows(tmp_path: P
     rows = np.arange(150_000)
     labels = pa.array(rows, mask=rows % 1000 == 999)
     pq.write_table(pa.table({"label": labels}), tmp_path / "a.parquet", row_group_size=len(rows))
-    dataset = make_dataset(tmp_path, filters=pc.field("label").is_valid(), cache_dir=str(tmp_path / "cache"))
+    dataset = make_dataset(
+        tmp_path / "a.parquet", filters=pc.field("label").is_valid(), cache_dir=str(tmp_path / "cache")
+    )
     assert rows_of(dataset.select(np.arange(140_000, 140_020)))["label"] == [*range(140_140, 140_160)]
     assert int(sum(batch["label"].sum() for batch in make_loader(dataset, 10_000))) == pc.sum(labels).as_py()
 

@@ -7,26 +7,26 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from dataload.cli.commands.options import AllowNetworkFilesystem, CacheDir, Json, existing
+from dataload.cache.config import CacheConfig
+from dataload.cli.commands.options import Json, existing, with_cache_options
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, show_help
 from dataload.errors import ConfigError, DataloadError
 
-cache = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+group = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
 
-@cache.callback()
+@group.callback()
 def common(context: typer.Context) -> None:
     """Show, verify or evict the contents of the cache."""
     if context.invoked_subcommand is None:
         show_help(context)
 
 
-@cache.command()
-def stats(
-    cache_dir: CacheDir = None, allow_network_filesystem: AllowNetworkFilesystem = False, as_json: Json = False
-) -> None:
+@group.command()
+@with_cache_options(of_folder=True)
+def stats(*, cache: CacheConfig, as_json: Json = False) -> None:
     """Show how many blobs and bytes the cache holds."""
-    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    folder = existing(cache)
     rows = list(folder.index.rows())
     used = folder.index.used_bytes()
     limit = folder.default_limit
@@ -35,17 +35,18 @@ def stats(
     show(figures, text, as_json=as_json)
 
 
-@cache.command()
+@group.command()
+@with_cache_options(of_folder=True)
 def verify(
-    cache_dir: CacheDir = None,
-    allow_network_filesystem: AllowNetworkFilesystem = False,
+    *,
+    cache: CacheConfig,
     repair: Annotated[bool, typer.Option(help="Remove damaged blobs; they are fetched again when needed.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every cached byte. Exit with 1 if a blob is damaged."""
     from dataload.cache.local import fsck
 
-    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    folder = existing(cache)
     with progress("verifying", folder.index.used_bytes(), quiet=as_json) as advance:
         report = fsck.verify(folder, repair=repair, progress=advance)
     removed = ", removed" if repair else ""
@@ -58,12 +59,13 @@ def verify(
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
-@cache.command()
+@group.command()
+@with_cache_options(of_folder=True)
 def evict(
     url: Annotated[str | None, typer.Argument(help="Evict the blobs of this object, folder or glob.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Evict everything.")] = False,
-    cache_dir: CacheDir = None,
-    allow_network_filesystem: AllowNetworkFilesystem = False,
+    *,
+    cache: CacheConfig,
     keep_bytes: Annotated[
         str | None, typer.Option(help="With --all, keep this many bytes of the most recently used blobs.")
     ] = None,
@@ -78,7 +80,7 @@ def evict(
         raise ConfigError("evict takes either a URL or --all")
     if url is not None and keep_bytes:
         raise ConfigError("--keep-bytes goes with --all, not with a URL")
-    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    folder = existing(cache)
     path = None if url is None else _path(url)
     keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
     with progress("evicting", max(0, folder.index.used_bytes() - keep), quiet=as_json) as advance:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dataload.cli.commands.options import CacheDir, Json, config
+from dataload.cache.config import CacheConfig
+from dataload.cli.commands.options import Json
 from dataload.cli.console import FOUND_A_PROBLEM, show
 from dataload.errors import ConfigError
 from dataload.extras import check_extra
@@ -16,7 +18,9 @@ MOST_SEED = 2**32 - 1  # of scikit-learn
 
 
 def demo(
-    cache_dir: CacheDir = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the cache; default: a temporary one, or with --keep the user's.")
+    ] = None,
     keep: Annotated[bool, typer.Option(help="Keep the cache for a second run.")] = False,
     shuffled_labels: Annotated[
         bool, typer.Option(help="Train on random labels as a control: the model must not learn.")
@@ -31,7 +35,7 @@ def demo(
     """Train a model from an S3 server on this machine."""
     if rows < LEAST_ROWS and not serve:
         raise ConfigError(f"--rows={rows}: the model needs {LEAST_ROWS} rows to learn enough in three epochs")
-    folder = None if cache_dir is None else config(cache_dir).folder
+    folder = None if cache_dir is None else CacheConfig(cache_dir).folder
     check_extra("demo", "the demo")
     from dataload.demo.runner import run_demo
     from dataload.demo.serving import serve_until_interrupt

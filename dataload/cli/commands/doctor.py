@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
     NODES,
-    AllowNetworkFilesystem,
     BatchSize,
-    CacheBytes,
-    CacheDir,
-    Cluster,
     Columns,
     FillNull,
     FilterLists,
@@ -24,13 +21,13 @@ from dataload.cli.commands.options import (
     ShuffleName,
     StorageOptions,
     Window,
-    config,
     mapping,
     names,
     parsed,
     partitioning_of,
     row_groups_of,
     shuffle_of,
+    with_cache_options,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
     from dataload.samplers.order import Order
 
 
+@with_cache_options()
 def doctor(
     url: Annotated[str | None, typer.Argument(help="The dataset; default: check this machine only.")] = None,
     batch_size: BatchSize = 256,
@@ -61,10 +59,8 @@ def doctor(
     partitioning: PartitioningName = "hive",
     shuffle: ShuffleName = "block",
     window: Window = None,
-    cache_dir: CacheDir = None,
-    cache_bytes: CacheBytes = None,
-    allow_network_filesystem: AllowNetworkFilesystem = False,
-    cluster: Cluster = None,
+    *,
+    cache: CacheConfig,
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
@@ -72,15 +68,13 @@ def doctor(
     from dataload.doctor.finding import PROBLEM, Case
     from dataload.doctor.registry import examine
 
-    cache_config = config(cache_dir, cache_bytes=cache_bytes)
-    store = None if url is None else _store(url, storage_options, partitioning)
+    store = None if url is None else _store(url, storage_options, cache, partitioning)
     chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
     nodes = num_streams or _num_streams()
     order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
     reads, unreadable = _reads(store, chosen, order, quiet=as_json) if store else (None, "")
     case = Case(
-        cache_config.folder,
-        cache_config.limit,
+        cache,
         batch_size=batch_size,
         local_world_size=None if world_size is None else math.ceil(world_size / nodes),
         num_workers=num_workers,
@@ -89,8 +83,6 @@ def doctor(
         row_bytes=reads[1].row_bytes if reads else None,
         reads=reads,
         unreadable=unreadable,
-        cluster=cluster,
-        allow_network_filesystem=allow_network_filesystem,
     )
     findings = {}
     for check, finding in examine(case, store):
@@ -111,13 +103,13 @@ def _text(check: str, finding: Finding) -> str:
     return table(lines)
 
 
-def _store(url: str, storage_options: str | None, partitioning: str) -> Store:
+def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioning: str) -> Store:
     from dataload.cache.blocks.reader import Blocks
-    from dataload.cache.config import CacheConfig
     from dataload.cache.origin.source import open_source
     from dataload.doctor.object_store import Store
 
-    blocks = Blocks.open(open_source(url, mapping(storage_options)), CacheConfig())
+    of_origin = CacheConfig(engine=cache.engine, in_flight=cache.in_flight)
+    blocks = Blocks.open(open_source(url, mapping(storage_options)), of_origin)
     uncached = Blocks.uncached(blocks.origin)  # bypasses the cache, also that of a tiercache:: URL
     return Store(url, uncached, partitioning_of(partitioning))
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
+from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
-    AllowNetworkFilesystem,
-    CacheDir,
     Columns,
-    Engine,
     Json,
-    OriginId,
     PartitioningName,
     StorageOptions,
     Url,
-    config,
     names,
     open_manifest,
+    with_cache_options,
 )
 from dataload.cli.console import progress, show, table
 from dataload.runtime.text import counted
@@ -33,27 +30,22 @@ SHOWN_BYTES = 16  # of a binary value
 SHOWN_CHARACTERS = 60  # of a value in text
 
 
+@with_cache_options()
 def head(
     url: Url,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,
     columns: Columns = None,
     partitioning: PartitioningName = "hive",
-    cache_dir: CacheDir = None,
-    allow_network_filesystem: AllowNetworkFilesystem = False,
+    *,
+    cache: CacheConfig,
     storage_options: StorageOptions = None,
-    engine: Engine = "auto",
-    origin_id: OriginId = None,
     as_json: Json = False,
 ) -> None:
     """Show columns, their form in batches and nulls, and the first rows."""
     from dataload.catalog.preview import first_rows, preview_columns
 
-    cache_config = config(
-        cache_dir, allow_network_filesystem=allow_network_filesystem, engine=engine, origin_id=origin_id
-    )
-    manifest, blocks, objects = open_manifest(
-        url, storage_options, cache_config, partitioning=partitioning, quiet=as_json
-    )
+    kept = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
+    manifest, blocks, objects = open_manifest(url, storage_options, kept, partitioning=partitioning, quiet=as_json)
     chosen = manifest.select(names(columns))
     files = len({group.file for group in manifest.row_groups})
     with progress("counting nulls", files, quiet=as_json, unit="files") as advance:

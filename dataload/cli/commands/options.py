@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dataload.cache.config import OF_FOLDER, CacheConfig, described, split_options
 from dataload.cli.console import progress
 from dataload.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataload.cache.blocks.reader import Blocks, Object
-    from dataload.cache.config import CacheConfig
     from dataload.cache.local.directory import CacheFolder
     from dataload.catalog.manifest import Manifest
     from dataload.formats.hive_partitions import Partitioning
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Shuffle
 
-AllowNetworkFilesystem = Annotated[
-    bool,
-    typer.Option("--allow-network-filesystem", help="Allow a cache folder on a network filesystem."),
-]
+ANYWHERE = inspect.Parameter.KEYWORD_ONLY  # whether there is a default or not
+
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows of one rank's batch.")]
-CacheBytes = Annotated[str | None, typer.Option(help='Limit of the cache in bytes, such as "500GB".')]
-CacheDir = Annotated[
-    Path | None, typer.Option(help="Folder of the cache; default: $DATALOAD_CACHE_DIR or ~/.cache/dataload.")
-]
-Cluster = Annotated[
-    str | None, typer.Option(help="URL of the Valkey or Redis that hosts share: valkey://host:port,host:port.")
-]
 Columns = Annotated[str | None, typer.Option(help="Names of columns, comma-separated or as a JSON list; default: all.")]
-Engine = Annotated[str, typer.Option(help="The client that fetches bytes: auto, fsspec or obstore.")]
 FillNull = Annotated[
     str | None,
     typer.Option(help='The loader\'s fill_null, as JSON: 0, or {"age": 0, "name": "-"}; default: none.'),
@@ -47,7 +40,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 NullMasks = Annotated[bool, typer.Option("--null-masks", help="As for the loader: rows with masks of nulls.")]
 NODES = "Number of nodes: the loader's num_streams, unless that is a multiple of the nodes."
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
-OriginId = Annotated[str | None, typer.Option(help="Name of the store in cache keys; default: its address.")]
 Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a glob.")]
 Weights = Annotated[
     str | None,
@@ -127,36 +119,53 @@ def mapping(text: str | None) -> dict[str, Any]:
     return options
 
 
-class CacheOptions(TypedDict, total=False):
-    """Arguments of `CacheConfig` that commands take. It has their defaults."""
+def with_cache_options(*, of_folder: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of commands that replaces their argument `cache` by an option for each setting of a cache.
 
-    cache_bytes: str | None
-    allow_network_filesystem: bool
-    cluster: str | None
-    engine: str
-    origin_id: str | None
+    Args:
+        of_folder: Only the settings that say which folder it is, for commands that fetch nothing.
+    """
+    settings = [each for each in fields(CacheConfig) if not of_folder or each.metadata == OF_FOLDER]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*arguments: Any, **named: Any) -> None:
+            cache, others = split_options(named)
+            command(*arguments, cache=CacheConfig(**cache), **others)
+
+        options = [_option(each) for each in settings]
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [
+            option for each in own for option in (options if each.name == "cache" else [each.replace(kind=ANYWHERE)])
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
 
 
-def config(cache_dir: Path | None, **options: Unpack[CacheOptions]) -> CacheConfig:
-    """Return the cache configuration of these options."""
-    from dataload.cache.config import CacheConfig
+def _option(setting: Field[Any]) -> inspect.Parameter:
+    """Return the option of a setting. Its help is the first sentence of the setting's documentation."""
+    kinds: dict[Any, Any] = {"bool": bool, "int": int, "str | os.PathLike[str] | None": Path | None}
+    flag = [f"--{setting.name.replace('_', '-')}"] if setting.default is False else []
+    sentence = described()[setting.name].partition(". ")[0].replace("`", "").rstrip(".")
+    kind: Any = Annotated[kinds.get(setting.type, str | None), typer.Option(*flag, help=f"{sentence}.")]
+    return inspect.Parameter(setting.name, ANYWHERE, default=setting.default, annotation=kind)
 
-    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, **options)
 
-
-def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:
+def existing(cache: CacheConfig) -> CacheFolder:
     """Open an existing cache. Raise ConfigError if there is none."""
     from dataload.cache.local.fsck import NoCacheError, open_existing
 
-    folder = config(cache_dir).folder
     try:
-        return open_existing(folder, allow_network_filesystem=allow_network_filesystem)
+        return open_existing(cache.folder, allow_network_filesystem=cache.allow_network_filesystem)
     except NoCacheError as error:
-        raise ConfigError(f"no cache at {folder}: name its folder with --cache-dir") from error
+        raise ConfigError(f"no cache at {cache.folder}: name its folder with --cache-dir") from error
 
 
 def open_manifest(
-    url: str, storage_options: str | None, config: CacheConfig, *, partitioning: str, quiet: bool
+    url: str, storage_options: str | None, cache: CacheConfig, *, partitioning: str, quiet: bool
 ) -> tuple[Manifest, Blocks, Collection[Object]]:
     """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
     from dataload.cache.blocks.reader import Blocks
@@ -164,7 +173,7 @@ def open_manifest(
     from dataload.catalog.manifest import manifest_of
     from dataload.catalog.sources import list_objects
 
-    blocks = Blocks.open(open_source(url, mapping(storage_options)), config)
+    blocks = Blocks.open(open_source(url, mapping(storage_options)), cache)
     objects = list_objects(url, blocks, partitioning_of(partitioning))
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
         return manifest_of(objects, blocks, lambda _: advance(1)), blocks, objects
@@ -173,7 +182,7 @@ def open_manifest(
 def open_row_groups(
     url: str,
     storage_options: str | None,
-    config: CacheConfig,
+    cache: CacheConfig,
     *,
     columns: str | None,
     filters: str | None,
@@ -184,7 +193,7 @@ def open_row_groups(
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
     chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
-    manifest, blocks, _ = open_manifest(url, storage_options, config, partitioning=partitioning, quiet=quiet)
+    manifest, blocks, _ = open_manifest(url, storage_options, cache, partitioning=partitioning, quiet=quiet)
     return row_groups_of(manifest, blocks, *chosen)
 
 

@@ -10,28 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from dataload.cache.config import CacheConfig, parse_bytes
 from dataload.cli.commands.options import (
     NODES,
-    AllowNetworkFilesystem,
     BatchSize,
-    CacheBytes,
-    CacheDir,
     Columns,
-    Engine,
     FillNull,
     FilterLists,
     Json,
     NullMasks,
-    OriginId,
     PartitioningName,
     Seed,
     ShuffleName,
     StorageOptions,
     Weights,
     Window,
-    config,
     open_row_groups,
     shuffle_of,
+    with_cache_options,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, show, table
 from dataload.errors import ConfigError
@@ -54,6 +50,7 @@ def _number(value: float | None) -> float | None:
     return value
 
 
+@with_cache_options()
 def plan(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="The dataset. Several are read as a mixture.")],
     weights: Weights = None,
@@ -75,16 +72,12 @@ def plan(
     price: Annotated[
         float | None, typer.Option(callback=_number, help="Price of 1 GB from the origin, such as 0.09.")
     ] = None,
-    cache_dir: CacheDir = None,
-    cache_bytes: CacheBytes = None,
-    allow_network_filesystem: AllowNetworkFilesystem = False,
+    *,
+    cache: CacheConfig,
     storage_options: StorageOptions = None,
-    engine: Engine = "auto",
-    origin_id: OriginId = None,
     as_json: Json = False,
 ) -> None:
     """Estimate bytes, requests and time before reading a dataset."""
-    from dataload.cache.config import parse_bytes
     from dataload.planning.plan import plan as make_plan
     from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
 
@@ -97,19 +90,15 @@ def plan(
         )
     shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
-    limit = None if cache_bytes is None else parse_bytes("cache_bytes", cache_bytes)
-    # Without the limit: a cache that is opened with one evicts what exceeds it.
-    cache_config = config(
-        cache_dir, allow_network_filesystem=allow_network_filesystem, engine=engine, origin_id=origin_id
-    )
+    unlimited = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
     reads |= {"null_masks": null_masks, "partitioning": partitioning}
-    sources = [open_row_groups(url, storage_options, cache_config, **reads, quiet=as_json) for url in urls]
+    sources = [open_row_groups(url, storage_options, unlimited, **reads, quiet=as_json) for url in urls]
     options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
     order = _order(urls, sources, shares, window=window, **options)
     local_world_size = math.ceil(world_size / num_streams)
     ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
-    result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=limit)
+    result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=cache.limit)
     nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.known_nulls)]
     result = replace(result, advice=(*nulls, *result.advice))
     show(asdict(result), table(lines(result)), as_json=as_json)

@@ -7,37 +7,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
-    AllowNetworkFilesystem,
-    CacheBytes,
-    CacheDir,
-    Cluster,
     Columns,
-    Engine,
     FillNull,
     FilterLists,
     Json,
     NullMasks,
     NumStreams,
-    OriginId,
     PartitioningName,
     Seed,
     StorageOptions,
     Url,
     Window,
-    config,
     node_of,
     open_row_groups,
+    with_cache_options,
 )
 from dataload.cli.console import progress, show
 from dataload.errors import ConfigError, DataError, DataloadError
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
-    from dataload.cache.config import CacheConfig
     from dataload.rows.row_group_cache import RowGroupCache
 
 
+@with_cache_options()
 def warm(
     url: Url,
     shard: Annotated[str | None, typer.Option(help="Fetch the part of node i of n, as i/n, from 0.")] = None,
@@ -51,13 +46,9 @@ def warm(
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
     partitioning: PartitioningName = "hive",
-    cache_dir: CacheDir = None,
-    cache_bytes: CacheBytes = None,
-    allow_network_filesystem: AllowNetworkFilesystem = False,
-    cluster: Cluster = None,
+    *,
+    cache: CacheConfig,
     storage_options: StorageOptions = None,
-    engine: Engine = "auto",
-    origin_id: OriginId = None,
     as_json: Json = False,
 ) -> None:
     """Fetch a dataset, or a node's part, into the cache.
@@ -69,20 +60,12 @@ def warm(
     from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
 
     node, nodes = node_of(shard)
-    cache_config = config(
-        cache_dir,
-        cache_bytes=cache_bytes,
-        allow_network_filesystem=allow_network_filesystem,
-        cluster=cluster,
-        engine=engine,
-        origin_id=origin_id,
-    )
-    if is_read_only(cache_config.folder):
-        raise ConfigError(f"cache_dir {cache_config.folder} is read-only: warm it where it can be written")
-    _must_answer(cache_config)
+    if is_read_only(cache.folder):
+        raise ConfigError(f"cache_dir {cache.folder} is read-only: warm it where it can be written")
+    _must_answer(cache)
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
     reads |= {"null_masks": null_masks, "partitioning": partitioning}
-    blobs = open_row_groups(url, storage_options, cache_config, **reads, quiet=as_json)
+    blobs = open_row_groups(url, storage_options, cache, **reads, quiet=as_json)
     if nulls := blobs.known_nulls:
         raise DataError(f"{nulls}: {ON_THE_COMMAND_LINE}")
     manifest, blocks = blobs.manifest, blobs.blocks
@@ -108,7 +91,7 @@ def warm(
     )
     if kept < len(groups):
         raise DataloadError(f"{kept:,} of {len(groups):,} row groups are cached: {_reason(stats)}")
-    if cluster is not None:
+    if cache.cluster is not None:
         _check_cluster(stats["cluster"]["unkept"])
 
 
@@ -141,11 +124,11 @@ def _check_cluster(unkept: int) -> None:
         raise DataloadError(f"{unkept} blobs did not reach the cluster: check that it runs and has free memory")
 
 
-def _must_answer(cache_config: CacheConfig) -> None:
+def _must_answer(cache: CacheConfig) -> None:
     """Raise DataloadError before the fetch if the cluster does not answer. Training would continue without it."""
     from dataload.doctor.cluster import cluster
     from dataload.doctor.finding import OK, Case
 
-    finding = cluster(Case(cache_config.folder, cluster=cache_config.cluster))
+    finding = cluster(Case(cache))
     if finding.status != OK:
         raise DataloadError(f"nothing was fetched: {finding.what}: {finding.advice}")
