@@ -8,6 +8,7 @@ from urllib.parse import quote
 from weakref import WeakSet
 
 from dataload.cache.origin.known_s3 import read_bundle
+from dataload.cache.origin.retries import is_repeated
 from dataload.errors import OriginError
 from dataload.runtime.redact import redacted
 
@@ -63,10 +64,13 @@ def _guard(client: Any) -> None:
 
 
 def _raise_at_once(caught_exception: Exception | None = None, **_: Any) -> None:
-    """Raise the error of a server that cannot be reached: `Origin` repeats requests, and says for how long."""
+    """Raise the error of a server that cannot be reached: `Origin` repeats its requests, and says for how long.
+
+    The program's own requests, through the same filesystem, keep the retries of botocore.
+    """
     from botocore.exceptions import ConnectionError as UnreachableError  # type: ignore[import-untyped]
 
-    if isinstance(caught_exception, UnreachableError):
+    if is_repeated.get() and isinstance(caught_exception, UnreachableError):
         raise caught_exception
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from random import SystemRandom
 from typing import TypeVar
 
@@ -18,6 +19,9 @@ LEAST_ATTEMPTS = 3  # at a store that has answered, also if each takes long or w
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
 
 T = TypeVar("T")
+
+# Whether the request under way is one that `retried` repeats. fsspec's event loop runs it in the context of the caller.
+is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
 
 _random = SystemRandom()  # It draws nothing from the generators of the user, and differs in forked children.
 
@@ -40,6 +44,7 @@ def retried(
     """
     failed_at: float | None = None
     for attempt in itertools.count():
+        token = is_repeated.set(True)
         try:
             return request()
         except Exception as error:
@@ -52,6 +57,8 @@ def retried(
             if left <= 0 and not too_few:
                 raise
             retry(error)
+        finally:
+            is_repeated.reset(token)
         pause = _random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
         sleep(pause if left <= 0 else min(left, pause))
     raise AssertionError("unreachable")

@@ -445,14 +445,19 @@ def test_a_store_that_cannot_be_reached_is_tried_no_oftener_than_the_message_say
         assert store.connections == 1
 
 
-def test_uploads_of_the_program_keep_their_retries() -> None:
+@pytest.mark.parametrize(
+    "call", [("put_object", b""), ("get_object", None), ("head_object", None)], ids=lambda call: call[0]
+)
+def test_requests_of_the_program_keep_their_retries(call: tuple[str, bytes | None]) -> None:
+    """The library fsspec gives the program and the loader one filesystem."""
+    operation, body = call
     with faulty_store() as store:
         options = {**store.options, "endpoint_url": store.url.replace("http:", "https:")}
         filesystem = s3fs.S3FileSystem(**options, config_kwargs={"retries": {"total_max_attempts": 2}})
         filesystem.retries = 1  # of s3fs itself
         Origin(filesystem)
         with pytest.raises(Exception, match="SSL"):
-            filesystem.call_s3("put_object", Bucket="bucket", Key="x", Body=b"")
+            filesystem.call_s3(operation, Bucket="bucket", Key="x", **({} if body is None else {"Body": body}))
         assert store.connections == 2
 
 
