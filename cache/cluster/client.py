@@ -96,6 +96,9 @@ class Client:
             except Exception as error:  # During a failover, a client shared by threads raises arbitrary errors.
                 self._failed(command, client, breaker, error, large=large)
                 raise ClusterUnavailable from error
+            finally:
+                if large:  # Its time tells nothing about reads, for which it may have taken the attempt of a pause.
+                    self.health.reads.inconclusive()
         if breaker is not self.health.reads:
             breaker.worked()
         if not large:

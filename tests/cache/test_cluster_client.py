@@ -130,6 +130,23 @@ def test_a_write_that_takes_too_long_keeps_nobody_from_reading(
     assert one.health.state == "off", "what is small arrives, if anybody is there"
 
 
+def test_a_large_value_that_is_written_first_keeps_nobody_from_reading(
+    cluster_server: Server, clients: Clients, clock: Clock
+) -> None:
+    """It takes the one attempt of a pause, and tells nothing about reads."""
+    one = clients(cluster_server.url)
+    one.set("a", b"x")
+    cluster_server.kill()
+    with pytest.raises(ClusterUnavailable):
+        one.get("a")
+    assert one.health.state == "off"
+    cluster_server.start()
+    clock.now += 2
+    one.set("b", b"y")
+    assert one.get("b") == b"y"
+    assert one.health.state == "normal"
+
+
 def test_nodes_are_asked_all_at_once_whether_they_answer(
     cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
