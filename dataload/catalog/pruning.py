@@ -82,7 +82,9 @@ def _by_statistics(
     which a row with NaN may match. Row groups are never decided to match as a whole if floats are compared.
     """
     guarantee = _guarantee(groups[0].constants, chosen)
-    footers = footer.for_statistics(guarantee)
+    constants = dict(groups[0].constants)
+    stored = [name for name in chosen.columns if name not in constants]
+    footers = footer.for_statistics(guarantee, stored)
     floats = bool(list(_floats(chosen)))
     if footers is None or len(nans) > MOST_NANS or not _trusts_statistics(chosen.expression, floats=floats):
         yield from [None] * len(groups)
@@ -90,10 +92,8 @@ def _by_statistics(
     possible = _kept(footers, chosen.expression, chosen.schema)
     for count in range(1, len(nans) + 1):
         for some in combinations(nans, count):
-            with_nan = footer.for_statistics(reduce(and_, some, guarantee))
+            with_nan = footer.for_statistics(reduce(and_, some, guarantee), stored)
             possible |= _kept(with_nan, chosen.expression, chosen.schema)
-    constants = dict(groups[0].constants)
-    stored = [name for name in chosen.columns if name not in constants]
     proves = not floats and None not in (constants.get(name, "") for name in chosen.columns)
     failing = _kept(footers, ~chosen.expression, chosen.schema) if proves and possible else set()
     for group in groups:

@@ -89,11 +89,12 @@ class Footer(Protocol):
         Each range of the second list is one request, unless cached blocks hold it.
         """
 
-    def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment | None:
+    def for_statistics(self, guarantee: pc.Expression, columns: Collection[str]) -> pads.ParquetFileFragment | None:
         """Return the footer as a fragment of an Arrow dataset that has no data; None: it has no statistics.
 
         Args:
             guarantee: An expression that holds in all rows of the file.
+            columns: The columns of the file whose statistics are read.
         """
 
     def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:

@@ -27,7 +27,6 @@ from dataload.formats.parquet_thrift import (
     DELTA_BYTE_ARRAY,
     DELTA_LENGTH_BYTE_ARRAY,
     Chunk,
-    has_sound_statistics,
     row_groups_of,
 )
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
@@ -73,9 +72,7 @@ class ParquetFooter:
         self._unit = unit
         self._uncounted = uncounted_bytes(metadata.created_by)
         self._metadata = metadata
-        self._size = obj.size
-        self._name = obj.name
-        schema = schema.remove_metadata()
+        self._obj = obj
         columns = columns_of(schema)
         self.schema = columns.stored(schema)
         self._columns = columns if self.schema is schema else columns_of(self.schema)
@@ -95,26 +92,24 @@ class ParquetFooter:
         others = ValueError, LookupError, TypeError, OverflowError
         with as_data_error(where, *others), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
-            metadata, schema, unit = file.metadata, file.schema_arrow, None
-            if any(has_part(kind, is_ns) for kind in schema.types) and counts_microseconds(metadata):
+            metadata, schema, unit = file.metadata, file.schema_arrow.remove_metadata(), None
+            if columns_of(schema).has_ns and counts_microseconds(metadata):
                 unit = "us"
                 with pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), coerce_int96_timestamp_unit=unit) as again:
-                    schema = again.schema_arrow
+                    schema = again.schema_arrow.remove_metadata()
             return cls(data, metadata, schema, obj, unit)
 
     @cached_property
     def unreadable(self) -> dict[str, str]:
-        found = {name: f"{self._name}: {text}" for name, text in self._columns.ambiguous.items()}
-        groups = self._row_groups
-        encrypted = {leaf for chunks in groups for leaf, chunk in enumerate(chunks) if chunk.is_encrypted}
-        if encrypted:
+        found = {name: f"{self._obj.name}: {text}" for name, text in self._columns.ambiguous.items()}
+        if encrypted := {leaf for chunks in self._row_groups for leaf in chunks.encrypted}:
             for name, leaves in self._columns.leaves.items():
                 if not encrypted.isdisjoint(leaves):
-                    found[name] = f"{self._name}: column {name!r} is encrypted"
+                    found[name] = f"{self._obj.name}: column {name!r} is encrypted"
         return found
 
     def stored_bytes(self, number: int) -> int:
-        return sum(chunk.total_compressed_size for chunk in self._row_groups[number])
+        return self._row_groups[number].stored_bytes
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
         return [self._decoded(name, self._chunks(number, [name])) for name in columns]
@@ -139,8 +134,8 @@ class ParquetFooter:
 
     def _ranges(self, number: int, columns: Sequence[str], capacity: int) -> list[Span]:
         chunks = self._chunks(number, self._columns.read_with(columns))
-        with as_data_error(f"{self._name} row group {number} cannot be fetched", ValueError):
-            return ranges_of(chunks, capacity, self._uncounted, self._size)
+        with as_data_error(f"{self._obj.name} row group {number} cannot be fetched", ValueError):
+            return ranges_of(chunks, capacity, self._uncounted, self._obj.size)
 
     def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
@@ -149,30 +144,31 @@ class ParquetFooter:
         """Return whether a row group is read through cached blocks, because it is small and has neighbours."""
         return self._metadata.num_row_groups > 1 and self._is_small(number)
 
-    def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment | None:
+    def for_statistics(self, guarantee: pc.Expression, columns: Iterable[str]) -> pads.ParquetFileFragment | None:
         import pyarrow.dataset as pads  # slow, and only filters need it
 
-        if not self._has_sound_statistics:
+        if not all(map(self._has_sound_statistics, self._columns.own(columns))):
             return None  # Arrow would abort the process when it compares them.
         options = pads.ParquetReadOptions(coerce_int96_timestamp_unit=self._unit)
         return pads.ParquetFileFormat(options).make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
 
-    @cached_property
-    def _has_sound_statistics(self) -> bool:
-        return has_sound_statistics(bytes(self._data), self._metadata.schema)
+    def _has_sound_statistics(self, column: str) -> bool:
+        leaves = [(leaf, self._metadata.schema.column(leaf)) for leaf in self._columns.leaves[column]]
+        return all(chunks[leaf].has_sound_statistics(stored) for chunks in self._row_groups for leaf, stored in leaves)
 
     def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
-        chunks, counts = self._row_groups[number], list[int | None]()
-        for leaves in map(self._columns.leaves.__getitem__, self._columns.own(columns)):
-            known = [0 if leaf in self._required else chunks[leaf].null_count for leaf in leaves]
-            counts.append(None if None in known else sum(count or 0 for count in known))
-        return counts
+        known, leaves = self._row_groups[number].null_counts, self._columns.leaves
+        return [self._nulls(known, leaves[name]) for name in self._columns.own(columns)]
 
-    @cached_property
-    def _required(self) -> frozenset[int]:
-        """The leaves that have no nulls by the schema."""
-        schema = self._metadata.schema
-        return frozenset(leaf for leaf in range(len(schema)) if not schema.column(leaf).max_definition_level)
+    def _nulls(self, known: Sequence[int | None], leaves: range) -> int | None:
+        total = 0
+        for leaf in leaves:
+            count = known[leaf]
+            if count is not None:
+                total += count
+            elif self._metadata.schema.column(leaf).max_definition_level:  # The schema allows nulls.
+                return None
+        return total
 
     @contextmanager
     def open_row_group(
@@ -227,7 +223,7 @@ class ParquetFooter:
                 held = whole if chunk.has_dictionary_page else whole // rows
                 if whole > HUGE_ROW * rows and (need := 2 * held + ROW_COPIES * (whole // rows)) > most:
                     raise DataError(
-                        f"{self._name} row group {number} column {name!r}: a row takes about {need >> 20} MiB to "
+                        f"{self._obj.name} row group {number} column {name!r}: a row takes about {need >> 20} MiB to "
                         f"decode, and row groups may take {most >> 20} MiB on this host: leave it out with columns=, "
                         "or write shorter values"
                     )

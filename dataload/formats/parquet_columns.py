@@ -21,6 +21,7 @@ from dataload.formats.arrow_types import (
     number,
     storage,
 )
+from dataload.formats.int96 import is_ns
 from dataload.formats.schema import ambiguous, flat_fields, flatten
 from dataload.runtime.cached_property import cached_property
 
@@ -61,6 +62,11 @@ class ParquetColumns:
         lists = ((field.name, storage(field.type)) for field in flatten(self._schema))
         found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
         return {name: dtype for name, dtype in found if dtype is not None}
+
+    @cached_property
+    def has_ns(self) -> bool:
+        """Whether there are timestamps in ns."""
+        return any(has_part(kind, is_ns) for kind in self._schema.types)
 
     @cached_property
     def lists(self) -> frozenset[str]:
@@ -106,10 +112,10 @@ class ParquetColumns:
     def own(self, columns: Iterable[str]) -> list[str]:
         """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""
         leaves = self.leaves
-        holders = (
-            name if name in leaves else next(own for own in leaves if name.startswith(f"{own}.")) for name in columns
-        )
-        return list(dict.fromkeys(holders))
+        return list(dict.fromkeys([name if name in leaves else self._holder(name) for name in columns]))
+
+    def _holder(self, member: str) -> str:
+        return next(own for own in self.leaves if member.startswith(f"{own}."))
 
     def read_with(self, columns: Iterable[str]) -> list[str]:
         """Return the file's own columns that Arrow reads for these: all members of an extension type, or none."""

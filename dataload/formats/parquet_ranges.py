@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from dataload.cache.tier import Span
 from dataload.formats.base import joined
@@ -13,6 +14,7 @@ UNCOUNTED_BYTES = 100  # of the header of a dictionary page, at most, as Arrow a
 FIRST_COUNTED = [1, 2, 9]  # the first version of parquet-mr that counts them
 
 
+@lru_cache(16)
 def uncounted_bytes(created_by: str) -> int:
     """Return how many bytes Arrow reads after each column chunk of a writer.
 

@@ -3,14 +3,22 @@
 pyarrow tells them too, but a chunk that is encrypted, or whose statistics don't fit its column, makes it abort the
 process: its C++ raises where Python can't catch. So nothing here asks pyarrow for a chunk.
 
+A regular expression recognises chunks as writers write them, in about a microsecond. Others are read field by field.
+
 Notes: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift and
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md define what is read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import islice, takewhile
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dataload.runtime.cached_property import cached_property
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -26,96 +34,257 @@ DELTA_BINARY_PACKED, DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY = 5, 6, 7  # enco
 Wanted: TypeAlias = Mapping[int, tuple[int, Any]]
 """The fields of a struct that are read, by number: the type of each, and what is read of its parts."""
 
+Found: TypeAlias = re.Match[bytes] | dict[str, Any]
+
 NOTHING: tuple[int, Wanted] = 0, {}
 BOUNDS = (1, 2, 5, 6)  # fields of Statistics
 TEXT_BYTES, REPETITION_LEVELS, DEFINITION_LEVELS = 1, 2, 3  # fields of SizeStatistics
 LEVELS: tuple[int, Any] = LIST, (I64, {})
-CHUNKS: Wanted = {
-    2: (LIST, (I32, {})),
-    **dict.fromkeys((5, 6, 7, 9, 11), (I64, {})),
-    12: (STRUCT, {3: (I64, {})}),
+METADATA, CRYPTO_METADATA, STATISTICS, NULL_COUNT = 3, 8, 12, 3
+TOTAL_STORED = 6  # a field of RowGroup
+FIELDS = {"codes": 2, "values": 5, "whole": 6, "stored": 7, "data": 9, "dictionary": 11}  # of ColumnMetaData
+CHUNK: Wanted = {
+    METADATA: (
+        STRUCT,
+        {
+            **dict.fromkeys(FIELDS.values(), (I64, {})),
+            FIELDS["codes"]: (LIST, (I32, {})),
+            STATISTICS: (STRUCT, {NULL_COUNT: (I64, {})}),
+        },
+    ),
+    CRYPTO_METADATA: (STRUCT, {}),
 }
 ALL_STATISTICS: Wanted = {
-    1: (I32, {}),
-    12: (STRUCT, dict.fromkeys(BOUNDS, (BINARY, {}))),
-    16: (STRUCT, {TEXT_BYTES: (I64, {}), REPETITION_LEVELS: LEVELS, DEFINITION_LEVELS: LEVELS}),
+    METADATA: (
+        STRUCT,
+        {
+            1: (I32, {}),
+            STATISTICS: (STRUCT, dict.fromkeys(BOUNDS, (BINARY, {}))),
+            16: (STRUCT, {TEXT_BYTES: (I64, {}), REPETITION_LEVELS: LEVELS, DEFINITION_LEVELS: LEVELS}),
+        },
+    )
 }
+MOST_TEXT = 64  # bytes of a text in a usual chunk: a name, or a bound
 
 
-class Chunk(NamedTuple):
-    """A column chunk: the values of a leaf column in a row group.
+class Chunk:
+    """A column chunk: the values of a leaf column in a row group. Nothing but its encryption is known if it has one.
 
-    Attributes:
-        is_encrypted: Whether it is encrypted. The others may be unknown then.
-        encodings: The numbers of its encodings.
-        num_values: Values, nulls and empty lists included.
-        total_uncompressed_size: Bytes of its pages before compression.
-        total_compressed_size: Bytes in the file.
-        data_page_offset: Where its first data page begins in the file.
-        dictionary_page_offset: Where its dictionary begins; None: it has none, or its writer doesn't say.
-        null_count: Nulls; None: unknown.
+    Args:
+        found: Its fields in Thrift, by their names in `FIELDS`. Each is decoded when it is asked for.
     """
 
-    is_encrypted: bool
-    encodings: Collection[int]
-    num_values: int
-    total_uncompressed_size: int
-    total_compressed_size: int
-    data_page_offset: int
-    dictionary_page_offset: int | None
-    null_count: int | None
+    __slots__ = ("_found",)
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    @property
+    def is_encrypted(self) -> bool:
+        return isinstance(self._found, dict) and bool(self._found["encrypted"])
+
+    @property
+    def encodings(self) -> list[int]:
+        """The numbers of its encodings."""
+        codes = self._found["codes"]
+        return [_integer(code) for code in (codes if isinstance(codes, list) else _list(codes, 0, I32, {})[0])]
+
+    @property
+    def num_values(self) -> int:
+        """Values, nulls and empty lists included."""
+        return _integer(self._found["values"])
+
+    @property
+    def total_uncompressed_size(self) -> int:
+        """Bytes of its pages before compression."""
+        return _integer(self._found["whole"])
+
+    @property
+    def total_compressed_size(self) -> int:
+        """Bytes in the file."""
+        return _integer(self._found["stored"])
+
+    @property
+    def data_page_offset(self) -> int:
+        """Where its first data page begins in the file."""
+        return _integer(self._found["data"])
+
+    @property
+    def dictionary_page_offset(self) -> int | None:
+        """Where its dictionary begins; None: it has none, or its writer doesn't say."""
+        found = self._found["dictionary"]
+        return None if found is None else _integer(found)
 
     @property
     def has_dictionary_page(self) -> bool:
-        return self.dictionary_page_offset is not None
+        return self._found["dictionary"] is not None
+
+    def has_sound_statistics(self, column: pq.ColumnSchema) -> bool:
+        """Return whether its statistics fit its column, so that Arrow can read them."""
+        found = self._found
+        data, at = found["place"] if isinstance(found, dict) else (found.string, found.start())
+        fields, _ = _struct(data, at, ALL_STATISTICS)
+        return _fits(fields.get(METADATA, {}), column)
 
 
-def row_groups_of(footer: bytes) -> list[list[Chunk]]:
-    """Return the chunks of each row group of a file, by leaf column.
+class Chunks:
+    """The chunks of a row group, by leaf column.
+
+    Attributes:
+        stored_bytes: Their bytes in the file.
+        encrypted: The leaf columns whose chunks are encrypted.
+    """
+
+    def __init__(self, group: Mapping[int, Any]) -> None:
+        self._found: list[Found] = group.get(1, [])
+        self.encrypted = {leaf for leaf, found in enumerate(self._found) if type(found) is dict and found["encrypted"]}
+        self.stored_bytes = _integer(group.get(TOTAL_STORED, b"\0"))  # Old writers don't tell.
+        if not self.stored_bytes:
+            self.stored_bytes = sum(_integer(found["stored"]) for found in self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, leaf: int) -> Chunk:
+        return Chunk(self._found[leaf])
+
+    @cached_property
+    def null_counts(self) -> list[int | None]:
+        """The nulls of each chunk; None: unknown."""
+        counts = [found["nulls"] for found in self._found]
+        return [None if count is None else _integer(count) for count in counts]
+
+
+def row_groups_of(footer: bytes) -> list[Chunks]:
+    """Return the chunks of each row group of a file.
 
     Raises:
         ValueError: The bytes are no footer.
         IndexError: They are cut short.
     """
-    return [[_chunk(fields) for fields in group] for group in _column_chunks(footer, CHUNKS)]
-
-
-def _chunk(fields: Mapping[int, Any]) -> Chunk:
-    get = fields.get(3, {}).get
-    nulls = get(12, {}).get(3)
-    return Chunk(8 in fields, get(2, ()), get(5, 0), get(6, 0), get(7, 0), get(9, 0), get(11), nulls)
-
-
-def has_sound_statistics(footer: bytes, schema: pq.ParquetSchema) -> bool:
-    """Return whether the statistics of all chunks fit their columns, so that Arrow can read them."""
-    columns = [schema.column(leaf) for leaf in range(len(schema))]
-    groups = _column_chunks(footer, ALL_STATISTICS)
-    return all(
-        _fits(chunk.get(3, {}), column) for group in groups for chunk, column in zip(group, columns, strict=True)
-    )
+    group: Wanted = {1: (LIST, (STRUCT, CHUNK)), TOTAL_STORED: (I64, {})}
+    fields, _ = _struct(footer, 0, {4: (LIST, (STRUCT, group))})
+    return list(map(Chunks, fields.get(4, [])))
 
 
 def _fits(metadata: Mapping[int, Any], column: pq.ColumnSchema) -> bool:
-    kind, bounds, sizes = PHYSICAL_TYPES.index(column.physical_type), metadata.get(12, {}), metadata.get(16, {})
+    kind, bounds, sizes = PHYSICAL_TYPES.index(column.physical_type), metadata.get(STATISTICS, {}), metadata.get(16, {})
     width = column.length if kind == FIXED_LENGTH else WIDTHS[kind]
     levels = (REPETITION_LEVELS, column.max_repetition_level), (DEFINITION_LEVELS, column.max_definition_level)
     return (
-        metadata.get(1) == kind
+        1 in metadata
+        and _integer(metadata[1]) == kind
         and all(bounds.get(bound, width) >= width for bound in BOUNDS)
         and all(len(sizes.get(which) or range(most + 1)) == most + 1 for which, most in levels)
         and (TEXT_BYTES not in sizes or kind == BYTE_ARRAY)
     )
 
 
-def _column_chunks(footer: bytes, metadata: Wanted) -> list[list[dict[int, Any]]]:
-    """Return the fields of each column chunk of each row group. metadata: those of its metadata that are read."""
-    chunk = {3: (STRUCT, metadata), 8: (STRUCT, {})}
-    fields, _ = _struct(footer, 0, {4: (LIST, (STRUCT, {1: (LIST, (STRUCT, chunk))}))})
-    return [group.get(1, []) for group in fields.get(4, [])]
+@cache
+def _usual_chunk() -> re.Pattern[bytes]:
+    """Return what matches a chunk as writers write it, or one byte of another one.
+
+    The head of a field tells how far its number is from that of the field before it, and its type. So the head of one
+    that follows an optional field depends on whether that is there. Numbers grow, so what follows the last field that
+    is read may be anything.
+    """
+    number = _heads(INTEGERS) + NUMBER
+    numbers = b"(?:%b)*+\x00" % number
+    levels, structs = _items(I64, NUMBER, range(8)), _items(STRUCT, numbers, range(1, 8))
+    sizes = b"(?:%b|%b%b)*+\x00" % (number, _heads({LIST}), levels)
+    part = {b"n": NUMBER, b"t": _TEXT, b"numbers": numbers, b"levels": levels, b"structs": structs}
+    part[b"codes"], part[b"path"] = _items(I32, NUMBER, range(8)), _items(BINARY, _TEXT, range(1, 6))
+    # What Arrow writes comes first: it is faster to match than any fields.
+    part[b"bounds"] = rb"\x28%(t)b\x18%(t)b(?:[\x11\x12]{2})?\x00" % part
+    part[b"bounds"] += b"|(?:%b|%b|%b%b)*+\x00" % (number, _heads(BOOLEANS), _heads({BINARY}), _TEXT)
+    part[b"rest"] = rb"\x19%(structs)b(?:\x3c(?:\x16%(n)b\x19|\x29)%(levels)b\x19%(levels)b\x00)?\x00" % part
+    part[b"rest"] += b"|(?:%b|%b(?:%b|%b)|%b%b)*+\x00" % (
+        number,
+        _heads({LIST}),
+        levels,
+        structs,
+        _heads({STRUCT}),
+        sizes,
+    )
+    return re.compile(
+        rb"\x26%(n)b\x1c"  # an offset, and the metadata
+        rb"\x15%(n)b\x19(?P<codes>%(codes)b)\x19%(path)b\x15%(n)b"  # type, encodings, path, and codec
+        rb"\x16(?P<values>%(n)b)\x16(?P<whole>%(n)b)\x16(?P<stored>%(n)b)"
+        rb"\x26(?P<data>%(n)b)(?:\x26(?P<dictionary>%(n)b))?"
+        rb"(?P<statistics>(?(dictionary)\x1c|\x3c)"
+        rb"(?:(?:\x18%(t)b\x18%(t)b\x16|\x36)(?P<nulls>%(n)b)|(?![\x10-\x3f]))(?:%(bounds)b))?"
+        rb"(?(statistics)|(?(dictionary)(?![\x10-\x1f])|(?![\x10-\x3f])))"  # no field before or at the statistics
+        rb"(?:%(rest)b)(?:\x00|%(numbers)b)|." % part,  # and where the indexes of pages are
+        re.DOTALL,
+    )
+
+
+@cache
+def _usual_struct() -> re.Pattern[bytes]:
+    """Return what matches most structs, or one byte of another one.
+
+    They have numbers, short texts, and structs of numbers in several levels.
+    """
+    known = _heads(INTEGERS) + NUMBER + b"|" + _heads(BOOLEANS)
+    inner = b"(?:%b)*+\x00" % known
+    for _ in range(3):
+        inner = b"(?:%b|%b%b)*+\x00" % (known, _heads({STRUCT}), inner)
+    texts = _heads({BINARY}) + _TEXT
+    return re.compile(b"((?:%b|%b|%b%b)*+\x00)|." % (known, texts, _heads({STRUCT}), inner), re.DOTALL)
+
+
+def _items(kind: int, item: bytes, sizes: Iterable[int]) -> bytes:
+    """Return the expression of a list of items. The sizes are below 15."""
+    lists = (_byte(size << 4 | kind) + b"(?:%b){%d}" % (item, size) for size in sizes)
+    return b"(?:%b)" % b"|".join(lists)
+
+
+def _heads(kinds: Iterable[int]) -> bytes:
+    return b"[%b]" % b"".join(_byte(step << 4 | kind) for step in range(1, 16) for kind in kinds)
+
+
+def _byte(value: int) -> bytes:
+    return rb"\x%02x" % value
+
+
+NUMBER = rb"[\x80-\xff]*+."  # All its bytes but the last one have the highest bit.
+_TEXT = b"(?:%b)" % b"|".join(_byte(size) + b".{%d}" % size for size in range(MOST_TEXT))
+
+
+def _usual(pattern: re.Pattern[bytes], data: bytes, at: int, size: int) -> tuple[list[re.Match[bytes]], int]:
+    """Return the next matches of a pattern, up to something unusual, and where they end."""
+    found = list(islice(takewhile(_is_usual, pattern.finditer(data, at)), size))
+    return found, (found[-1].end() if found else at)
+
+
+_is_usual = attrgetter("lastindex")
+
+
+def _chunks(data: bytes, at: int, size: int) -> tuple[list[Found], int]:
+    """Return the chunks of a row group, and where they end."""
+    chunks: list[Found] = []
+    while True:
+        found, at = _usual(_usual_chunk(), data, at, size - len(chunks))
+        chunks += found
+        if len(chunks) == size:
+            return chunks, at
+        place = data, at
+        fields, at = _struct(data, at, CHUNK)
+        chunks.append({**_named(fields), "place": place})
+
+
+def _named(fields: Mapping[int, Any]) -> dict[str, Any]:
+    metadata = fields.get(METADATA, {})
+    found = {name: metadata.get(number, b"\0") for name, number in FIELDS.items()}
+    found |= {"codes": metadata.get(FIELDS["codes"], []), "dictionary": metadata.get(FIELDS["dictionary"])}
+    return {**found, "nulls": metadata.get(STATISTICS, {}).get(NULL_COUNT), "encrypted": CRYPTO_METADATA in fields}
 
 
 def _struct(data: bytes, at: int, wanted: Wanted) -> tuple[dict[int, Any], int]:
-    """Return the wanted fields of a struct by number, and where it ends. The value of bytes is their size."""
+    """Return the wanted fields of a struct by number, and where it ends.
+
+    The value of a number are its bytes, and that of bytes is their size.
+    """
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
@@ -123,18 +292,15 @@ def _struct(data: bytes, at: int, wanted: Wanted) -> tuple[dict[int, Any], int]:
         if head > 15:
             number += head >> 4
         else:
-            number, at = _varint(data, at)
-            number = _signed(number) & 0xFFFF  # Arrow's numbers have 16 bits.
+            start, at = at, _skip(data, at, I32)
+            number = _integer(data[start:at]) & 0xFFFF  # Arrow's numbers have 16 bits.
         kind = head & 15
         form, parts = wanted.get(number, NOTHING)
         if kind != form:  # A field of another type is none for Thrift's readers too.
             at = _skip(data, at, kind)
         elif kind in INTEGERS:
-            value = data[at]
-            at += 1
-            if value > 127:
-                value, at = _varint(data, at - 1)
-            found[number] = (value >> 1) ^ -(value & 1)
+            start, at = at, _skip(data, at, kind)
+            found[number] = data[start:at]
         elif number in found:
             raise ValueError(f"a struct with two fields {number}")
         elif kind == STRUCT:
@@ -152,11 +318,17 @@ def _list(data: bytes, at: int, kind: int, parts: Wanted) -> tuple[list[Any], in
     size, element, at = _list_head(data, at)
     if size and element != kind:
         raise ValueError(f"a list of Thrift's type {element}")
+    if parts is CHUNK:
+        return _chunks(data, at, size)
     values: list[Any] = []
     for _ in range(size):
-        value: Any
-        value, at = _struct(data, at, parts) if kind == STRUCT else _varint(data, at)
-        values.append(value if kind == STRUCT else _signed(value))
+        start = at
+        if kind == STRUCT:
+            value, at = _struct(data, at, parts)
+            values.append(value)
+        else:
+            at = _skip(data, at, kind)
+            values.append(data[start:at])
     return values, at
 
 
@@ -170,20 +342,28 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         size, at = _varint(data, at)
         return at + size
     if kind == STRUCT:
-        while head := data[at]:
-            at += 1
-            if head < 16:
-                at = _skip(data, at, I32)
-            at = _skip(data, at, head & 15)
-        return at + 1
+        found, at = _usual(_usual_struct(), data, at, 1)
+        return at if found else _skip_fields(data, at)
     if kind in LISTS:
         size, element, at = _list_head(data, at)
+        if element == STRUCT:
+            found, at = _usual(_usual_struct(), data, at, size)
+            size -= len(found)
         for _ in range(size):
             at = _skip(data, at, BYTE if element in BOOLEANS else element)
         return at
     if kind in FIXED_BYTES:
         return at + FIXED_BYTES[kind]
     raise ValueError(f"a field of Thrift's type {kind}")  # No part of a footer has a map.
+
+
+def _skip_fields(data: bytes, at: int) -> int:
+    while head := data[at]:
+        at += 1
+        if head < 16:
+            at = _skip(data, at, I32)
+        at = _skip(data, at, head & 15)
+    return at + 1
 
 
 def _list_head(data: bytes, at: int) -> tuple[int, int, int]:
@@ -201,5 +381,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value | byte << shift, at + 1
 
 
-def _signed(value: int) -> int:
+def _integer(data: bytes) -> int:
+    """Return the signed integer in these bytes."""
+    if len(data) == 1:
+        return _OF_ONE_BYTE[data[0]]
+    value = 0
+    for byte in reversed(data):
+        value = value << 7 | byte & 127
     return (value >> 1) ^ -(value & 1)
+
+
+_OF_ONE_BYTE = [(value >> 1) ^ -(value & 1) for value in range(128)]

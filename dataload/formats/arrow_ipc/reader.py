@@ -94,7 +94,7 @@ class ArrowFooter:
             return [*dictionaries, *spans], []
         return dictionaries, pieces(spans, self.stored_bytes(number))
 
-    def for_statistics(self, guarantee: object) -> None:  # noqa: ARG002
+    def for_statistics(self, guarantee: object, columns: object) -> None:  # noqa: ARG002
         return None
 
     def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
