@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -25,11 +24,15 @@ from dataload.runtime.redact import redacted
 CHANGES = re.compile(r"/_change_data/")
 VERSION = re.compile(r"_delta_log/(\d{20})\.")
 COMMIT = re.compile(r"_delta_log/(\d{20})\.json$")
+OTHER_CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint\.[^/]*-[^/]*\.(parquet|json)$")  # of the protocol's V2
 CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint(?:\.\d{10}\.(\d{10}))?\.parquet$")
 ICEBERG_VERSION = re.compile(r"/v?(\d+)[^/]*\.metadata\.json$")
 MOST_BYTES = 64 << 20  # of a table's log that are read, the newest first
 DELETES = ("total-delete-files", "total-position-deletes", "total-equality-deletes")
 COPY = 'such as by spark.table("t").write.parquet(copy), and name the copy'
+
+DELTA = "a Delta", "write a checkpoint of the classic form by deltalake, DeltaTable(url).create_checkpoint()"
+ICEBERG = "an Iceberg", "copy the rows that pyiceberg reads, table.scan().to_arrow()"
 
 KINDS = ("add", "remove", "metaData")  # of the actions of a commit
 
@@ -51,7 +54,7 @@ def check_delta(folder: str, log: Mapping[str, Object], listed: Collection[str],
     """Raise ConfigError if a Delta table deletes rows of listed files, or gives their columns other names.
 
     A list of an older version, of which the newest one has removed files, may have all rows: that is logged. So is a
-    log that cannot be read as a whole.
+    log of which commits are missing, or that is too large to be read as a whole. One that cannot be read is an error.
 
     Args:
         folder: Path of the table.
@@ -60,14 +63,14 @@ def check_delta(folder: str, log: Mapping[str, Object], listed: Collection[str],
         read: Returns the bytes of objects; None for one that cannot be read.
     """
     objects, is_whole = _since_checkpoint(log)
-    found = [_commit(folder, obj, data) for obj, data in zip(objects, read(objects), strict=True)]
-    commits = [commit for commit in found if commit is not None]
+    if not is_whole and (others := sorted(filter(OTHER_CHECKPOINT.search, log))):
+        raise _unreadable(others[-1], *DELTA)
+    commits = [_commit(folder, obj, data) for obj, data in zip(objects, read(objects), strict=True)]
     for name, stored in next((commit.renamed for commit in commits if commit.renamed is not None), ()):
         raise ConfigError(
             f"{redacted(folder)} is a Delta table with column mapping: its files call the column {name!r} {stored!r}: "
             f"copy it to plain Parquet, {COPY}"
         )
-    is_whole = is_whole and len(commits) == len(found)
     if not is_whole:
         logger.warning(
             "%s is a Delta table whose log can be read in part only, so files with deleted rows may go unnoticed: copy "
@@ -116,14 +119,22 @@ def check_iceberg(folder: str, metadata: Mapping[str, Object], listed: Collectio
 
 
 def _has_deletes(metadata: Object, read: Read) -> bool:
-    """Return whether the current snapshot of an Iceberg table has delete files. False if that is unknown."""
-    with suppress(ValueError, AttributeError, TypeError, KeyError):
+    """Return whether the current snapshot of an Iceberg table has delete files."""
+    try:
         [data] = read([metadata])
         table = json.loads(data or b"")
-        current = table["current-snapshot-id"]
+        current = table.get("current-snapshot-id")  # None: the table is empty
         summaries = [each.get("summary", {}) for each in table.get("snapshots", ()) if each["snapshot-id"] == current]
         return any(int(summary.get(name, 0)) for summary in summaries for name in DELETES)
-    return False
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        raise _unreadable(metadata.path, *ICEBERG) from error
+
+
+def _unreadable(path: str, table: str, way_out: str) -> ConfigError:
+    return ConfigError(
+        f"{redacted(path)} cannot be read, so rows that {table} table deleted may go unnoticed: {way_out}, or copy the "
+        f"table to plain Parquet, {COPY}"
+    )
 
 
 class _Commit(NamedTuple):
@@ -157,14 +168,15 @@ def _since_checkpoint(log: Mapping[str, Object]) -> tuple[list[Object], bool]:
     return kept, len(kept) == len(needed) and len(newest) == max(versions, default=checkpoint) - checkpoint
 
 
-def _commit(folder: str, obj: Object, data: bytes | None) -> _Commit | None:
-    """Return what a commit or a checkpoint says; None if that cannot be understood."""
+def _commit(folder: str, obj: Object, data: bytes | None) -> _Commit:
+    """Return what a commit or a checkpoint says."""
     if data is None:
-        return None
-    # pyarrow raises OSError for damaged pages.
-    with suppress(ValueError, TypeError, AttributeError, LookupError, OSError, RecursionError, pa.ArrowException):
+        raise _unreadable(obj.path, *DELTA)
+    try:
         return _of_checkpoint(folder, data) if obj.path.endswith(".parquet") else _of_commit(folder, data)
-    return None
+    # pyarrow raises OSError for damaged pages.
+    except (ValueError, TypeError, AttributeError, LookupError, OSError, RecursionError, pa.ArrowException) as error:
+        raise _unreadable(obj.path, *DELTA) from error
 
 
 def _of_commit(folder: str, data: bytes) -> _Commit:

@@ -507,7 +507,7 @@ def test_an_older_version_of_a_table_is_read_after_rows_of_its_files_are_deleted
 
 
 @pytest.mark.parametrize("unread", ["v2", "damaged", "gap", "large"])
-def test_a_log_that_is_read_in_part_is_a_warning_that_names_the_table(
+def test_a_log_that_is_not_read_as_a_whole_is_told(
     tmp_path: Path, unread: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write(tmp_path / "0.parquet", 1)
@@ -531,6 +531,11 @@ def test_a_log_that_is_read_in_part_is_a_warning_that_names_the_table(
         (log / f"{1:020}.json").unlink()
     else:
         monkeypatch.setattr("dataload.catalog.table_logs.MOST_BYTES", checkpoint.stat().st_size - 1)
+    if unread in ("v2", "damaged"):
+        [name] = log.glob("*.checkpoint.*")
+        with pytest.raises(ConfigError, match=rf"^{name} cannot be read, .*: write a checkpoint of the classic form"):
+            make_dataset([data], cache=False)
+        return
     assert read([data]) == [1]
     [record] = caplog.records
     assert record.getMessage().startswith(f"{tmp_path} is a Delta table whose log can be read in part only")
@@ -574,31 +579,42 @@ def test_listed_files_of_an_iceberg_table_with_delete_files_are_refused(tmp_path
         make_dataset([data], cache=False)
     version(10, 0)
     assert read([data]) == [1]
+    newest = tmp_path / "t" / "metadata" / "00011-a.metadata.json"
+    newest.write_text('{"current-snapshot-id": 1, "snap')
+    with pytest.raises(ConfigError, match=rf"^{newest} cannot be read, so rows that an Iceberg table deleted may go"):
+        make_dataset([data], cache=False)
+
+
+DELTA_COMMITS = [
+    b"{",
+    b"[]",
+    b'{"add": 3}',
+    b"\xff",
+    b'{"metaData": {"schemaString": "{"}}',
+    b'{"add": {"path": [3], "deletionVector": {}}}',
+    b'{"add": {"path": 3, "deletionVector": {"storageType": "u"}}}',
+    b'{"metaData": {"schemaString": "{\\"fields\\": [3]}"}}',
+    b'{"metaData": {"schemaString": "{\\"fields\\": 3}"}}',
+]
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("name", "content"),
     [
-        b"",
-        b"{",
-        b"[]",
-        b'{"add": 3}',
-        b"\xff",
-        b'{"metaData": {"schemaString": "{"}}',
-        b'{"add": {"path": [3], "deletionVector": {}}}',
-        b'{"add": {"path": 3, "deletionVector": {"storageType": "u"}}}',
-        b'{"metaData": {"schemaString": "{\\"fields\\": [3]}"}}',
-        b'{"metaData": {"schemaString": "{\\"fields\\": 3}"}}',
+        *((f"_delta_log/{0:020}.json", content) for content in DELTA_COMMITS),
+        *((f"_delta_log/{0:020}.checkpoint.parquet", content) for content in (b"", b"PAR1")),
+        *(("metadata/v1.metadata.json", content) for content in (b"", b"{", b"[]", b'{"snapshots": [3]}')),
     ],
 )
-def test_a_log_that_cannot_be_understood_refuses_no_file(tmp_path: Path, content: bytes) -> None:
+def test_a_log_that_cannot_be_understood_is_an_error_that_names_it(tmp_path: Path, name: str, content: bytes) -> None:
     data = write(tmp_path / "0.parquet", 1)
-    for name in (f"_delta_log/{0:020}.json", f"_delta_log/{0:020}.checkpoint.parquet", "metadata/v1.metadata.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
     assert read([data]) == [1]
-    (tmp_path / f"_delta_log/{0:020}.checkpoint.parquet").unlink()
-    assert read([data]) == [1]
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path / name} cannot be read, so rows that an? \w+ table deleted may"
+    ):
+        make_dataset([data], cache=False)
 
 
 def test_a_list_of_many_files_is_checked_by_few_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
