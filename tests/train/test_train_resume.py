@@ -492,6 +492,19 @@ def test_the_last_ones_are_kept(tmp_path, keep):
         Checkpoints(tmp_path, 0)
 
 
+def test_files_are_hashed_as_they_are_written_and_not_read_back(tmp_path):
+    def bytes_read():
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    run = Checkpoints(tmp_path, 1)
+    before = bytes_read()
+    run.save({"model": {"x": torch.zeros(8 << 20)}}, {})
+    assert bytes_read() - before < 8 << 20
+    run.close()
+    assert sum(file.stat().st_size for file in (tmp_path / "checkpoint-000001").iterdir()) > 32 << 20
+    assert manifest.damage(tmp_path / "checkpoint-000001", 0, 1) is None
+
+
 def test_what_was_half_written_or_half_removed_is_swept_away(tmp_path):
     train_with_noise(tmp_path, 3)
     (tmp_path / "checkpoint-000003").rename(tmp_path / ".checkpoint-000003")
@@ -980,16 +993,18 @@ def test_a_second_run_in_a_live_folder_is_refused(tmp_path, monkeypatch):
     assert {"checkpoint-000001", "checkpoint-000002"} <= set(names(tmp_path))
 
 
-def hold(folder, pipe):
+def hold(folder, host, pipe):
+    socket.gethostname = lambda: host
     Checkpoints(folder, 1)
     pipe.send(os.getpid())
     signal.pause()
 
 
-def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("host", "seconds"), [(socket.gethostname(), checkpoints.SECONDS), ("elsewhere", 0)])
+def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, monkeypatch, caplog, host, seconds):
+    """It waits longer for one on another host: on NFS, the lock of a dead node ends with its lease."""
     ours, theirs = multiprocessing.Pipe()
-    fork = multiprocessing.get_context("fork")
-    holder = fork.Process(target=hold, args=(tmp_path, theirs))
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path, host, theirs))
     holder.start()
     pid = ours.recv()
     waits = []
@@ -999,34 +1014,12 @@ def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, 
         holder.kill()
         holder.join()
 
+    monkeypatch.setattr(checkpoints, "SECONDS", seconds)
     monkeypatch.setattr(checkpoints, "sleep", end)
     train_with_noise(tmp_path, 1)
     assert len(waits) == 1
-    assert f"process {pid} on host {socket.gethostname()}: waiting for its end" in caplog.text
+    assert f"process {pid} on host {host}: waiting for its end" in caplog.text
     assert names(tmp_path) == ["checkpoint-000001"]
-
-
-def hold_elsewhere(folder, pipe):
-    socket.gethostname = lambda: "elsewhere"
-    hold(folder, pipe)
-
-
-def test_a_run_waits_longer_for_one_on_another_host(tmp_path, monkeypatch, caplog):
-    """On NFS, the lock of a dead node ends with its lease."""
-    ours, theirs = multiprocessing.Pipe()
-    fork = multiprocessing.get_context("fork")
-    holder = fork.Process(target=hold_elsewhere, args=(tmp_path, theirs))
-    holder.start()
-    pid = ours.recv()
-
-    def end(seconds):
-        holder.kill()
-        holder.join()
-
-    monkeypatch.setattr(checkpoints, "SECONDS", 0)
-    monkeypatch.setattr(checkpoints, "sleep", end)
-    train_with_noise(tmp_path, 1)
-    assert f"process {pid} on host elsewhere: waiting for its end" in caplog.text
 
 
 def test_children_do_not_hold_the_folder_of_their_parent(tmp_path):

@@ -27,7 +27,7 @@ from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -167,11 +167,12 @@ class Checkpoints:
         self._latest += 1
         unfinished = self._folder / f".{_name(self._latest)}-{self._run}"
         try:
+            writer = _Writer(unfinished)
             with _dcp_errors():
-                metadata = dcp_save(tensors(states), storage_writer=_Writer(unfinished))
+                metadata = dcp_save(tensors(states), storage_writer=writer)
             needed = tensor_layout.files_of(metadata)
-            own = [name for name in needed if name.startswith(f"__{process_number()}_")]
-            files = {k: v for each in on_each(lambda: manifest.entries(unfinished, own)) for k, v in each.items()}
+            written = {k: v for each in on_each(lambda: writer.written) for k, v in each.items()}
+            files = {name: written[name] for name in needed}
             if problem := last_objections(lambda: on_first(lambda: _incomplete(unfinished, needed, files)))[0]:
                 raise ConfigError(problem)
             content = {"parts": map_leaves(states, to_meta), "earlier": self._earlier, **rest}
@@ -262,7 +263,16 @@ def _learning_rates(optimizer: Any) -> list[float]:
 
 
 class _Writer(FileSystemWriter):
-    """A DCP writer that raises the error of the filesystem, in whose place torch.save raises one of its own format."""
+    """A DCP writer that raises the error of the filesystem, in whose place torch.save raises one of its own format.
+
+    Attributes:
+        written: The files that it has written, by name: hashed on their way, so that none is read back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _HashingFileSystem()
+        self.written = self.fs.written
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -272,6 +282,18 @@ class _Writer(FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise cause or error from None
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, manifest.Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = manifest.HashedStream(stream)
+            yield hashed
+        self.written[Path(path).name] = hashed.entry
 
 
 class _Reader(FileSystemReader):

@@ -27,6 +27,32 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     return {name: _entry(folder / name) for name in names}
 
 
+class HashedStream:
+    """A stream to which a file is written from its beginning to its end.
+
+    Args:
+        stream: Gets the bytes.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._size, self._digest = 0, xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._size += memoryview(data).nbytes
+        count: int = self._stream.write(data)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def entry(self) -> Entry:
+        """The entry of what was written."""
+        return Entry(self._size, self._digest.hexdigest())
+
+
 def _entry(file: Path) -> Entry:
     size, digest, piece = 0, xxhash.xxh3_64(), memoryview(bytearray(PIECE))
     with file.open("rb", buffering=0) as opened:
