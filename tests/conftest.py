@@ -186,3 +186,12 @@ def lives_on(thread: threading.Thread) -> bool:
     """Return whether a thread may outlive a test: pools end with their dataset or with the process."""
     pools = ("dataload-blocks", "dataload-decode", "dataload-load", "dataload-map")
     return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name
+
+
+@pytest.fixture
+def no_aws_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hide the AWS settings of the machine: variables, files and the service of an instance."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

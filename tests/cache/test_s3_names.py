@@ -57,11 +57,7 @@ PATHS += ["", "plain/*", "plain/part-[12].parquet", "hive/*/*.parquet", "hive/**
 PATHS += ["spark/*", "marked/*", "odd/*", "many/*", "nothing/*", "plain/part-?.parquet", "ü%41/*", "both/", "hive/*"]
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("no_aws_settings")
 
 
 def through_s3fs(options: dict[str, Any]) -> Origin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,7 +18,7 @@ from faulty_store import Answer, Asked, Store, faulty_store
 import dataload
 from dataload.errors import ConfigError, OriginError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_aws_settings")]
 ROWS = 400
 ODD_NAMES = ("a b", "ü", "a+b", "a%20b", "a=b&c", "./d")
 
@@ -132,14 +131,6 @@ CASES = {
     **{f"the option {name}": Case(options={name: "x"}, error="which s3fs calls")
        for name in ("region", "aws_access_key_id", "aws_secret_access_key", "endpoint")},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 def fill(store: Store, folder: str) -> None:

@@ -127,14 +127,9 @@ def several(files: list[str], cache: str, board: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("board", BOARDS)
-def test_several_loaders_of_a_job_are_not_taken_for_each_other(
-    files: list[str], tmp_path: Path, ranks: Ranks, board: str
-) -> None:
-    assert ranks(2, several, files, str(tmp_path / "cache"), board) == [1400, 1400]
+def of_a_set(files: list[str], cache: str, board: str) -> int:
+    """Loaders that are made in another order on each rank."""
 
-
-def of_a_set(files: list[str], board: str, cache: str) -> int:
     def epochs(rank: int) -> int:
         in_any_order = files[:2] if rank else files[1::-1]
         loaders = {file: make_loader(file, 10, cache_dir=cache) for file in in_any_order}
@@ -145,10 +140,11 @@ def of_a_set(files: list[str], board: str, cache: str) -> int:
 
 
 @pytest.mark.parametrize("board", BOARDS)
-def test_loaders_made_in_another_order_on_each_rank_are_not_taken_for_each_other(
-    files: list[str], tmp_path: Path, ranks: Ranks, board: str
+@pytest.mark.parametrize(("program", "rows"), [(several, 1400), (of_a_set, 200)])
+def test_several_loaders_of_a_job_are_not_taken_for_each_other(
+    files: list[str], tmp_path: Path, ranks: Ranks, board: str, program: Callable[..., int], rows: int
 ) -> None:
-    assert ranks(2, of_a_set, files, board, str(tmp_path / "cache")) == [200, 200]
+    assert ranks(2, program, files, str(tmp_path / "cache"), board) == [rows, rows]
 
 
 def two_of_a_line(files: list[str]) -> None:
