@@ -575,19 +575,23 @@ def test_a_mistake_of_ours_is_not_the_origins(fs: TierCacheFileSystem, bucket: A
 
 
 class Held:
-    """An engine that begins requests, and goes on with them when they are released."""
+    """An engine that begins requests, and goes on with them when they are released.
+
+    Attributes:
+        starts: Where the requests begin. A released one that fails in passing is repeated, and is no other one.
+    """
 
     def __init__(
         self, fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch, begins: Callable[[int], object]
     ) -> None:
-        self.starts: list[int] = []
+        self.starts: set[int] = set()
         self._release = threading.Event()
         self._fs = fs
         engine = fs.blocks.origin.engine
         parts = engine.parts
 
         def held(path: str, start: int, *rest: Any) -> Any:
-            self.starts.append(start)
+            self.starts.add(start)
             begins(start)
             self._release.wait(200)
             return parts(path, start, *rest)

@@ -502,7 +502,7 @@ def test_files_are_hashed_as_they_are_written_and_not_read_back(tmp_path):
     assert bytes_read() - before < 8 << 20
     run.close()
     assert sum(file.stat().st_size for file in (tmp_path / "checkpoint-000001").iterdir()) > 32 << 20
-    assert manifest.damage(tmp_path / "checkpoint-000001", 0, 1) is None
+    assert manifest.damage(tmp_path / "checkpoint-000001", (TENSORS, STATE), 0, 1) is None
 
 
 def test_what_was_half_written_or_half_removed_is_swept_away(tmp_path):
