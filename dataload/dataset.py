@@ -33,6 +33,7 @@ from dataload.mapping.stage import Stage, fingerprint_of, order_key_of
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted
@@ -215,7 +216,7 @@ class Dataset(MapStyle):
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
         selected = None if self.stored_selection is None else partial(SelectedRows, self.stored_selection)
-        self.rowstore = RowStore(self.cached_row_groups(), 2 * self.window, selected)
+        self.rowstore = RowStore(RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
 
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
@@ -370,7 +371,7 @@ class Dataset(MapStyle):
         """
         from dataload.mapping.probe import stage_of
 
-        (own,) = self.rowstore.blobs.by_dataset
+        (own,) = self.rowstore.row_groups.caches
         stage = stage_of(
             function,
             own,

@@ -71,7 +71,7 @@ class Capacity:
         sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups
         order = sampler.order
         caches: dict[str, list[tuple[Order, RowGroupCache]]] = {}
-        for each, blobs in zip(order.orders, rowstore.blobs.by_dataset, strict=True):
+        for each, blobs in zip(order.orders, rowstore.row_groups.caches, strict=True):
             if blobs.shared:
                 caches.setdefault(blobs.tier.location, []).append((each, blobs))
         needs: list[tuple[Tier, Need]] = []
@@ -178,8 +178,8 @@ def check_workers(dataset: MapStyle, workers: int, rows: int) -> None:
         rows: Rows of all batches that the workers of this host hold.
     """
     check_shared_memory(dataset.rowstore.row_bytes * rows)
-    blobs = dataset.rowstore.blobs
-    if workers > 1 and not blobs.shared and not any(each.tier.read_only for each in blobs.by_dataset):
+    row_groups = dataset.rowstore.row_groups
+    if workers > 1 and not row_groups.shared and not any(cache.tier.read_only for cache in row_groups.caches):
         log.warning(
             "without a cache, each of the %d workers fetches and decodes every row group: give the loader a cache, or "
             "use num_threads instead of num_workers",

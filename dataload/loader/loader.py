@@ -345,7 +345,7 @@ def _from_workers(
 def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> LoaderStats:
     stages = [stage for each in loader.dataset.datasets for stage in each.stages]
     in_use = {
-        "no_cache": not loader.dataset.rowstore.blobs.shared,
+        "no_cache": not loader.dataset.rowstore.row_groups.shared,
         "part": loader._capacity.further > 0,  # noqa: SLF001 (of this module)
         "collate_fn": loader.maker.has_collate_fn,
         "num_workers": bool(loader.num_workers),
@@ -356,7 +356,7 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
     }
     return LoaderStats(
         epoch,
-        memory_bytes=loader.dataset.rowstore.blobs.memory.limit,
+        memory_bytes=loader.dataset.rowstore.row_groups.memory.limit,
         rank=loader.rank_sampler.rank,
         world_size=loader.rank_sampler.num_replicas,
         settings=[name for name, is_used in in_use.items() if is_used],

@@ -112,9 +112,9 @@ def lookahead_of(
         # Workers open row groups only when they need them: half of the region is for those that they are reading.
         ahead, further = max(1, min(ahead, further) // 2), 0
     # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
-    useful = not has_workers or rowstore.blobs.shared
+    useful = not has_workers or rowstore.row_groups.shared
     prefetch = rowstore.prefetch if useful else lambda _: None
-    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.is_transient)
+    return Lookahead(needs, prefetch, ahead, further, rowstore.is_transient)
 
 
 def needs_of(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:

@@ -90,7 +90,7 @@ def share_host(maker: BatchMaker, dataset: MapStyle, ranks: int, num_workers: in
         num_workers: Worker processes of each rank. They open row groups if the user has a function for batches.
     """
     processes = 1 if maker.only_gathers else 1 + num_workers
-    dataset.rowstore.blobs.memory.share(maker, ranks, processes)
+    dataset.rowstore.row_groups.memory.share(maker, ranks, processes)
     for each in dataset.datasets:
         if each.blocks.origin.limiter is not None:
             each.blocks.origin.limiter.share(maker, FETCHING_PROCESSES_PER_RANK * ranks)

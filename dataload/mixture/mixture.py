@@ -21,7 +21,8 @@ from dataload.catalog.sources import Source
 from dataload.dataset import Dataset, MapStyle, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
-from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
+from dataload.mixture.selected_rows import MixedSelectedRows
+from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.text import counted, few
@@ -172,9 +173,9 @@ class Mixture(MapStyle):
         caches = [each.cached_row_groups(self.schema.names) for each in self._datasets]
         selected, selections = None, [each.stored_selection for each in self._datasets]
         if any(selection is not None for selection in selections):
-            first_stored = np.cumsum([0, *(int(blobs.plan.row_starts[-1]) for blobs in caches)])
+            first_stored = np.cumsum([0, *(int(cache.plan.row_starts[-1]) for cache in caches)])
             selected = partial(MixedSelectedRows, selections, self._first_rows, first_stored)
-        return RowStore(MixedRowGroups(caches), 2 * sum(each.window for each in self._datasets), selected, by_use=True)
+        return RowStore(RowGroups(caches), 2 * sum(each.window for each in self._datasets), selected, by_use=True)
 
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""

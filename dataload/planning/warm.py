@@ -16,13 +16,13 @@ from dataload.runtime.executor import DaemonExecutor, awaited
 AHEAD = 64  # row groups queued
 
 
-def warm(blobs: RowGroups, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
+def warm(row_groups: RowGroups, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
     """Cache the decoded records of these row groups, also in the cluster. Return how many of them this host caches.
 
     The function stops once the cache is full or fails. After an interruption, the next call skips cached row groups.
 
     Args:
-        blobs: The decoded row groups, of one dataset or of a mixture.
+        row_groups: The decoded row groups.
         groups: Numbers of the row groups.
         progress: Called with each row group that is cached.
 
@@ -35,9 +35,10 @@ def warm(blobs: RowGroups, groups: Iterable[int], progress: Callable[[int], obje
     cached = 0
 
     def make(group: int) -> bool:
+        cache, number = row_groups.of(group)
         with waiting_for_space():
-            is_cached = not stopped.is_set() and blobs.make(group)
-        if not is_cached and not blobs.caches_everything:
+            is_cached = not stopped.is_set() and cache.make(number)
+        if not is_cached and not cache.caches_everything:
             stopped.set()
         return is_cached
 
@@ -57,6 +58,6 @@ def warm(blobs: RowGroups, groups: Iterable[int], progress: Callable[[int], obje
         settle(0)
     finally:
         stopped.set()
-    for each in blobs.by_dataset:
-        each.blocks.settle()  # Blobs for the cluster are queued, and a program that ends would lose them.
+    for cache in row_groups.caches:
+        cache.blocks.settle()  # Blobs for the cluster are queued, and a program that ends would lose them.
     return cached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -23,12 +23,12 @@ from dataload.formats.schema import Layout
 from dataload.rows import row_block
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.known_nulls import known_nulls
-from dataload.rows.making.bunches import Made, Member, bunched_bytes, make_together
+from dataload.rows.making.bunches import bunched_bytes
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
 from dataload.rows.making.shared_blocks import SharedBlocks
 from dataload.rows.row_block import Blob
-from dataload.rows.row_group_life import Lives, RowGroupLife, State
+from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.cached_property import cached_property
@@ -42,7 +42,7 @@ FETCHED_COPIES = 2  # of a blob from the cluster, in memory: its parts are joine
 
 
 class RowGroupCache(SizeForecast):
-    """The chosen columns of a dataset's row groups, as blobs of records in the cache. See `RowGroups`.
+    """The chosen columns of a dataset's row groups, as blobs of records in the cache. Any thread may call it.
 
     Args:
         manifest: The dataset.
@@ -102,20 +102,35 @@ class RowGroupCache(SizeForecast):
         self.memory.use(state["rank"])
 
     def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
+        """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
+
+        Args:
+            number: The row group.
+            life: Its life in this process, which can be cancelled while it is planned.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+            ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
+        """
         return self._made_once(number, self.keys(number), None, life)
 
     def bunched_bytes(self, number: int) -> int:
+        """Return the bytes that a row group takes in a bunch; 0: `load` makes it."""
         return 0 if number in self._unkept else bunched_bytes(self, number)
 
-    def load_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
-        for member in make_together([Member(self, number, life) for number, life in lives.items()], late):
-            yield member.number, member.made
-
     def find(self, number: int) -> list[memoryview] | None:
+        """Return the blobs of a row group, or None if this host has not cached them."""
         with doing("disk"):
             return self.get_all(self.keys(number))
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
+        """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+        """
         keys = self.keys(number)
         with next_turn():
             if self.get_all(keys, (0, 0)) is None:
@@ -129,13 +144,16 @@ class RowGroupCache(SizeForecast):
         return known_nulls(self.manifest, self._columns, self._fill_null, null_masks=self._null_masks)
 
     def touch(self) -> None:
+        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
         row_groups = range(len(self.manifest.row_groups))
         self.blocks.tier.touch(key for number in row_groups for key in self.keys(number))
 
     def is_transient(self, number: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
         return self.blocks.tier.is_transient(self.keys(number))
 
     def describe(self, number: int) -> str:
+        """Name a row group and count the requests in flight, for the log."""
         name, limiter = redacted(self.manifest.row_groups[number].name), self.blocks.origin.limiter
         return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
 
@@ -147,14 +165,12 @@ class RowGroupCache(SizeForecast):
         return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
 
     @property
-    def by_dataset(self) -> tuple[RowGroupCache, ...]:
-        return (self,)
-
-    @property
     def memory(self) -> RowGroupMemory:
+        """The memory in which row groups are made."""
         return self.maker.memory
 
     def reservation(self, number: int) -> int:
+        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
         return max(1, self.maker.reservation(number))
 
     @property
@@ -164,6 +180,7 @@ class RowGroupCache(SizeForecast):
 
     @property
     def shared(self) -> bool:
+        """Whether other processes can read the cached blobs."""
         return self.blocks.tier.shared
 
     @cached_property

@@ -1,115 +1,72 @@
-"""The interface of the cached row groups behind a row store: those of one dataset, or of several in a mixture."""
+"""A list of row groups, of one dataset or of several: what a row store reads, and a scheduler loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
 
-from dataload.formats.schema import Layout
+import numpy as np
+
 from dataload.rows.columns import Array
-from dataload.rows.making.row_group_memory import RowGroupMemory
-from dataload.rows.row_group_life import Lives, RowGroupLife
-
-if TYPE_CHECKING:
-    from dataload.rows.making.bunches import Made
-    from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
+from dataload.rows.row_group_cache import RowGroupCache
 
 
-class BlobPlan(Protocol):
-    """The blobs of row groups. See `RowGroupPlan`."""
+class RowGroups:
+    """The row groups of one or several datasets with one layout, numbered one dataset after the other.
 
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def group_starts(self) -> Array: ...
-
-    @property
-    def row_starts(self) -> Array: ...
-
-    @property
-    def most_of_a_group(self) -> int: ...
-
-
-class RowGroups(Protocol):
-    """Row groups by number, as blobs of records in the cache. Any thread may call it.
+    Args:
+        caches: The cached row groups of each dataset.
 
     Attributes:
-        plan: Layout, numbers and first rows of the blobs.
-        by_dataset: The row groups of each dataset.
-        memory: The memory in which row groups are made.
+        caches: As above.
+        memory: The memory in which all of them are made.
+        layout: Layout of a record.
+        group_starts: Number of each row group's first blob, int64 [groups + 1].
+        row_starts: Number of each blob's first row, int64 [blobs + 1].
+        most_of_a_group: Blobs of the row group that has most.
         is_mapped: Whether a function of the user makes rows.
-        shared: Whether other processes can read the cached blobs.
-        caches_everything: Whether every blob is still cached: the cache is neither full nor failing.
-        num_bytes: Estimate of the bytes of the blobs of all row groups.
-        row_bytes: Estimate of the mean bytes of a row in batches, at least 1.
     """
 
-    @property
-    def plan(self) -> BlobPlan: ...
+    def __init__(self, caches: Sequence[RowGroupCache]) -> None:
+        self.caches = tuple(caches)
+        plans = [cache.plan for cache in caches]
+        self.layout = plans[0].layout
+        self.group_starts = _joined([plan.group_starts for plan in plans])
+        self.row_starts = _joined([plan.row_starts for plan in plans])
+        self.most_of_a_group = max(plan.most_of_a_group for plan in plans)
+        self.is_mapped = any(cache.is_mapped for cache in caches)
+        self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
+        self.memory = caches[0].memory
+        if len(caches) > 1:
+            self.memory = RowGroupMemory(MemoryNeed.of_all(cache.maker.need for cache in caches), self.memory.rank)
+            for cache in caches:
+                cache.maker.share(self.memory)
+
+    def __reduce__(self) -> tuple[type[RowGroups], tuple[tuple[RowGroupCache, ...]]]:
+        return RowGroups, (self.caches,)
+
+    def of(self, number: int) -> tuple[RowGroupCache, int]:
+        """Return the dataset of a row group, and the row group's number in it."""
+        source = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return self.caches[source], number - int(self._firsts[source])
 
     @property
-    def by_dataset(self) -> tuple[RowGroupCache, ...]: ...
+    def shared(self) -> bool:
+        """Whether other processes can read the cached blobs."""
+        return all(cache.shared for cache in self.caches)
 
     @property
-    def memory(self) -> RowGroupMemory: ...
+    def num_bytes(self) -> int:
+        """Estimate of the bytes of the blobs of all row groups."""
+        return sum(cache.num_bytes for cache in self.caches)
 
     @property
-    def is_mapped(self) -> bool: ...
+    def row_bytes(self) -> int:
+        """Estimate of the mean bytes of a row in batches, at least 1."""
+        return max(cache.row_bytes for cache in self.caches)
 
-    @property
-    def shared(self) -> bool: ...
 
-    @property
-    def caches_everything(self) -> bool: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def row_bytes(self) -> int: ...
-
-    def find(self, number: int) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if this host has not cached them."""
-
-    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
-        """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
-
-        Args:
-            number: The row group.
-            life: Its life in this process, which can be cancelled while it is planned.
-
-        Raises:
-            OriginError: The origin does not answer, or the file does not exist.
-            DataError: The row group cannot be decoded.
-            ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
-        """
-
-    def bunched_bytes(self, number: int) -> int:
-        """Return the bytes that a row group takes in `load_together`; 0: `load` makes it."""
-
-    def load_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
-        """Yield row groups with their blobs, their error, or None: `load` makes these. See `make_together`."""
-
-    def make(self, number: int, life: RowGroupLife | None = None) -> bool:
-        """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
-
-        Raises:
-            OriginError: The origin does not answer, or the file does not exist.
-            DataError: The row group cannot be decoded.
-        """
-
-    def reservation(self, number: int) -> int:
-        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
-
-    def touch(self) -> None:
-        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
-
-    def is_transient(self, number: int) -> bool:
-        """Return whether a row group is cached only in the transient region, or not at all."""
-
-    def bytes_of(self, number: int) -> int:
-        """Return an estimate of the bytes of a row group's blobs."""
-
-    def describe(self, number: int) -> str:
-        """Name a row group and count the requests in flight, for the log."""
+def _joined(starts: Sequence[Array]) -> Array:
+    """Return the starts of the parts of several wholes, one whole after the other. Each has its end as the last one."""
+    ends = np.cumsum([0, *(each[-1] for each in starts)])
+    return np.append(np.concatenate([each[:-1] + end for each, end in zip(starts, ends[:-1], strict=True)]), ends[-1])

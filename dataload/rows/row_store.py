@@ -64,7 +64,7 @@ class RowStore(ForkAware):
     """The chosen columns of a dataset, by row number.
 
     Args:
-        blobs: The cached row groups.
+        row_groups: The row groups.
         capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
             row groups are requested and finished in the order of need.
         selected: Returns the rows that the dataset has of its row groups, given how many of these are open, picklable;
@@ -75,7 +75,7 @@ class RowStore(ForkAware):
     Attributes:
         capacity: As above; `serve` sets it.
         further: How many row groups that do not stay in the cache may be prefetched besides.
-        blobs: As above.
+        row_groups: As above.
         scheduler: Makes row groups available.
 
     Notes:
@@ -85,7 +85,7 @@ class RowStore(ForkAware):
 
     def __init__(
         self,
-        blobs: RowGroups,
+        row_groups: RowGroups,
         capacity: int,
         selected: Callable[[int], Selected] | None = None,
         *,
@@ -95,11 +95,11 @@ class RowStore(ForkAware):
         self._drawn_on = capacity // 2
         self.further = 0
         self._served = Largest()
-        self.blobs = blobs
-        plan = blobs.plan
-        self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
-        self._blob_index = IntervalIndex(plan.row_starts)
-        tier = blobs.by_dataset[0].tier
+        self.row_groups = row_groups
+        starts = row_groups.group_starts
+        self._group_of_blob = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        self._blob_index = IntervalIndex(row_groups.row_starts)
+        tier = row_groups.caches[0].tier
         on_disk = tier.shared or tier.read_only
         self._place = f"the cache {tier.location}: its disk failed, or a file in it was cut short" if on_disk else ""
         self._make_selected = selected
@@ -112,11 +112,11 @@ class RowStore(ForkAware):
         self._mutex = threading.Lock()
         self._open: OpenRowGroups | None = None
         self._selected = None if self._make_selected is None else self._make_selected(self.capacity)
-        self.scheduler = RowGroupScheduler(self.blobs)
+        self.scheduler = RowGroupScheduler(self.row_groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(RowStore, by_use=self._by_use)
-        return make, (self.blobs, self.capacity, self._make_selected), {"_drawn_on": self._drawn_on}
+        return make, (self.row_groups, self.capacity, self._make_selected), {"_drawn_on": self._drawn_on}
 
     def serve(self, loader: object, drawn_on: int, ahead: int, further: int = 0) -> tuple[int, int]:
         """Set the capacity for a loader, as long as it lives. With several loaders, the largest needs apply.
@@ -130,7 +130,7 @@ class RowStore(ForkAware):
         Returns:
             `ahead` and `further`, as far as this process may map so many files.
         """
-        most = max(1, max_maps() // (PREFETCHED_PART * self.blobs.plan.most_of_a_group))
+        most = max(1, max_maps() // (PREFETCHED_PART * self.row_groups.most_of_a_group))
         ahead, further = min(ahead, most), min(further, most)
         self._drawn_on, self.further, self.capacity = self._served.of(loader, drawn_on, further, drawn_on + ahead)
         if self._selected is not None:
@@ -140,12 +140,12 @@ class RowStore(ForkAware):
     @property
     def layout(self) -> Layout:
         """Layout of a record."""
-        return self.blobs.plan.layout
+        return self.row_groups.layout
 
     @property
     def row_bytes(self) -> int:
         """Estimate of the mean bytes of a row in batches, at least 1."""
-        return self.blobs.row_bytes
+        return self.row_groups.row_bytes
 
     def gather(
         self,
@@ -214,7 +214,13 @@ class RowStore(ForkAware):
 
     def size_of(self, group: int) -> int:
         """Return the bytes of a row group's records: exact once this process has loaded it, an estimate before."""
-        return self.scheduler.sizes.get(group) or self.blobs.bytes_of(group)
+        cache, number = self.row_groups.of(group)
+        return self.scheduler.sizes.get(group) or cache.bytes_of(number)
+
+    def is_transient(self, group: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
+        cache, number = self.row_groups.of(group)
+        return cache.is_transient(number)
 
     def forget(self) -> None:
         """Cancel the loads that have not reserved memory yet, unless another thread holds the lock.
@@ -265,8 +271,8 @@ class RowStore(ForkAware):
         if self._open is not None and self._open.capacity >= max(self.capacity, count):
             self._open.keep_at_most(max(most_open, count), needed)
             return self._open  # without a look at the limit of maps, which is a file
-        plan = self.blobs.plan
-        most = max_maps() // (MAPS_PER_BLOB * plan.most_of_a_group)
+        row_groups = self.row_groups
+        most = max_maps() // (MAPS_PER_BLOB * row_groups.most_of_a_group)
         if count > most:
             raise ConfigError(
                 f"a gather from {count} row groups takes more maps of files than the {max_maps()} that a process may "
@@ -274,7 +280,8 @@ class RowStore(ForkAware):
             )
         capacity = max(min(self.capacity, most), count)
         if self._open is None or self._open.capacity < capacity:
-            self._open = OpenRowGroups(capacity, plan.group_starts, plan.row_starts, plan.layout)
+            starts = row_groups.group_starts, row_groups.row_starts
+            self._open = OpenRowGroups(capacity, *starts, row_groups.layout)
             print_fatal_frames()
         self._open.keep_at_most(max(min(most_open, most), count), needed)
         return self._open

@@ -16,7 +16,7 @@ from dataload.errors import ConfigError
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.making.bunch_queue import BunchQueue, Loading
-from dataload.rows.making.bunches import Made
+from dataload.rows.making.bunches import Made, load_together
 from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
@@ -46,7 +46,7 @@ class RowGroupScheduler:
     One process of the host makes it, and the others wait.
 
     Args:
-        blobs: The cached row groups.
+        row_groups: The row groups.
 
     Attributes:
         ledger: The accounts of the row groups.
@@ -58,11 +58,11 @@ class RowGroupScheduler:
         One thread at a time may call `start`, `request`, `opened` and `cancel`. Any thread may call the others.
     """
 
-    def __init__(self, blobs: RowGroups) -> None:
-        self._blobs = blobs
+    def __init__(self, row_groups: RowGroups) -> None:
+        self._row_groups = row_groups
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        self._bunches = BunchQueue(blobs, self._threads)
+        self._bunches = BunchQueue(row_groups, self._threads)
         self._mutex = threading.Lock()  # guards the memory of uncached row groups
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
@@ -76,10 +76,12 @@ class RowGroupScheduler:
         """Prepare for prefetches: keep the cached row groups. A background process makes those of a large dataset."""
         if not self._started:
             self._started = True
-            self._threads.submit(self._blobs.touch)
-            is_long = self._blobs.is_mapped or self._blobs.num_bytes >= BACKGROUND_BYTES
-            if self._blobs.shared and is_long:
-                self.decoder, self._demand = BackgroundDecoder(self._blobs), DemandSignal()
+            row_groups = self._row_groups
+            for cache in row_groups.caches:
+                self._threads.submit(cache.touch)
+            is_long = row_groups.is_mapped or row_groups.num_bytes >= BACKGROUND_BYTES
+            if row_groups.shared and is_long:
+                self.decoder, self._demand = BackgroundDecoder(row_groups), DemandSignal()
 
     def request(
         self, group: int, most: int, *, awaited: bool = False, counted: bool = True, own_thread: bool = False
@@ -138,7 +140,8 @@ class RowGroupScheduler:
                 # As in `awaited`, the wait is cut into short ones, so that Ctrl-C interrupts it.
                 while not wait(first, LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
                     if (now := perf_counter()) >= log_at:
-                        _log_wait(self._blobs.describe(group), life.state, now - since)
+                        cache, number = self._row_groups.of(group)
+                        _log_wait(cache.describe(number), life.state, now - since)
                         log_at = now + LOG_SECONDS
             waited(since, life.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
@@ -173,7 +176,7 @@ class RowGroupScheduler:
             return
         first, life = next(iter(lives.items()))
         with charged_to(life.account):
-            found = self._blobs.find(first)
+            found = self._find(first)
         if found is not None:
             life.hit()
             yield first, found
@@ -182,7 +185,7 @@ class RowGroupScheduler:
         allowed = {group: life for group, life in lives.items() if self._reserve_uncached(group, life)}
         yield from ((group, ReservationCancelled()) for group in lives.keys() - allowed.keys())
         if allowed:
-            yield from self._blobs.load_together(allowed, late)
+            yield from load_together(self._row_groups, allowed, late)
         self._spent.add(**timeline.seconds(since, perf_counter()))
 
     def _load_alone(self, group: int, life: RowGroupLife) -> None:
@@ -196,7 +199,7 @@ class RowGroupScheduler:
     def _run(self, group: int, life: RowGroupLife) -> None:
         try:
             with life.charged(), next_turn():
-                found = self._blobs.find(group)
+                found = self._find(group)
                 if found is None:
                     found = self._made(group, life)
                 else:
@@ -210,7 +213,7 @@ class RowGroupScheduler:
         uncached = 0
         if not isinstance(found, BaseException):
             self.sizes[group] = sum(map(len, found))
-            if self._blobs.shared and not life.is_hit:
+            if self._row_groups.shared and not life.is_hit:
                 uncached = sum(len(content) for content in found if not is_file_map(content))
                 self.is_cached = not uncached
         life.uncached_bytes = uncached
@@ -224,8 +227,8 @@ class RowGroupScheduler:
         with self._mutex:
             if self.is_cached or life.awaited:
                 return True
-            held, size = sum(other.uncached_bytes for other in self._lives.copy().values()), self._blobs.bytes_of(group)
-            if held and held + size > self._blobs.memory.held.total:
+            held, size = sum(other.uncached_bytes for other in self._lives.copy().values()), self._bytes_of(group)
+            if held and held + size > self._row_groups.memory.held.total:
                 return False
             life.uncached_bytes = size
             return True
@@ -237,19 +240,28 @@ class RowGroupScheduler:
         if self.decoder is not None and self._is_for_decoder:
             self.decoder.begin()
             self.decoder.make(group, self._demand, life.account)
-            if (contents := self._blobs.find(group)) is not None:
+            if (contents := self._find(group)) is not None:
                 life.enter(State.CACHED)
                 return contents
-        contents = self._blobs.load(group, life)
+        cache, number = self._row_groups.of(group)
+        contents = cache.load(number, life)
         self._spent.add(**life.timeline.seconds(since, perf_counter()))
         return contents
+
+    def _find(self, group: int) -> list[memoryview] | None:
+        cache, number = self._row_groups.of(group)
+        return cache.find(number)
+
+    def _bytes_of(self, group: int) -> int:
+        cache, number = self._row_groups.of(group)
+        return cache.bytes_of(number)
 
     @property
     def _is_for_decoder(self) -> bool:
         """Whether the background decoder makes the next row group, if it can."""
         # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
         # user may hold the interpreter lock, and the other process has one of its own.
-        is_useful = self._blobs.is_mapped or not self._demand.mostly_waiting
+        is_useful = self._row_groups.is_mapped or not self._demand.mostly_waiting
         return self.decoder is not None and (self.decoder.started or is_useful)
 
 

@@ -163,7 +163,7 @@ def test_an_epoch_fetches_what_the_cache_has_no_room_for(
     rows = 4000 if workers else 1000  # a file's last page is nothing beside them
     url = dataset_of([[rows] * 60])
     whole = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(str(tmp_path / "x"), "1GB"))
-    decoded = sum(sum(whole.rowstore.blobs.sizes_on_disk(number)) for number in range(60))
+    decoded = sum(sum(whole.rowstore.row_groups.caches[0].sizes_on_disk(number)) for number in range(60))
     cache = CacheConfig(str(tmp_path / "cache"), int(share * decoded))
     dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
     given = {"num_workers": workers, "transform": _as_it_is} if workers else {}
@@ -186,7 +186,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     """The region is full of row groups when the first batch of an epoch is ready."""
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)
     url = dataset_of([[1000] * 60])
-    decoded = make_dataset(url, storage_options=bucket.options, cache=False).rowstore.blobs.num_bytes
+    decoded = make_dataset(url, storage_options=bucket.options, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), decoded * 3 // 4)
     dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
     loader = make_loader(dataset, 100, window=2)
@@ -195,7 +195,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     asked: list[int] = []
     monkeypatch.setattr(dataset.rowstore, "prefetch", asked.extend)
     needs = [group for _, group in loader.sampler.needs_from(1, 0)]
-    passing = [group for group in needs if dataset.rowstore.blobs.is_transient(group)]
+    passing = [group for group in needs if dataset.rowstore.is_transient(group)]
     assert 10 < len(passing) < 30
     batches = iter(loader)
     next(batches)

@@ -584,7 +584,7 @@ def test_warm_what_comes_first(at_bucket: Run, dataset_of: Callable[..., str], b
     assert done.returncode == 0, done.stderr
     dataset = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(cache))
     needed = list(make_loader(dataset, 10, seed=7, window=2).sampler.blocks_from(3, 0))
-    kept = [group for group in range(4) if dataset.rowstore.blobs.find(group) is not None]
+    kept = [group for group in range(4) if dataset.rowstore.row_groups.caches[0].find(group) is not None]
     assert kept == sorted(needed[:2])
     assert json.loads(done.stdout)["rows"] == sum(dataset.row_groups[group].rows for group in kept)
 

@@ -286,7 +286,7 @@ def test_constants_are_looked_up_once_for_each_row_group(
     for name in ("a", "b"):
         (tmp_path / f"label={name}").mkdir()
         pq.write_table(pa.table({"x": [1]}), tmp_path / f"label={name}" / "0.parquet")
-    blobs, asked = make_dataset(f"{tmp_path}/*/*.parquet", cache=cache).rowstore.blobs, list[int]()
+    blobs, asked = make_dataset(f"{tmp_path}/*/*.parquet", cache=cache).rowstore.row_groups.caches[0], list[int]()
     constants = blobs.plan.constants
     monkeypatch.setattr(blobs.plan, "constants", lambda number: asked.append(number) or constants(number))
     names = [[blobs.plan.group_name(number), blobs.plan.qualified(number, "")] for number in (0, 1, 0)]

@@ -171,9 +171,9 @@ def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
         40 * sum(len(f"{'hello world ' * number}{number}") for number in range(100)) + 40 * 8 * 100 + 2 * 40_000
     )  # shared values
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), size // 2))
-    assert dataset.rowstore.blobs.num_bytes != pytest.approx(size, rel=0.01)  # by the footers
+    assert dataset.rowstore.row_groups.num_bytes != pytest.approx(size, rel=0.01)  # by the footers
     loader = make_loader(dataset, 100, window=2)
-    assert dataset.rowstore.blobs.num_bytes == pytest.approx(size, rel=0.01)
+    assert dataset.rowstore.row_groups.num_bytes == pytest.approx(size, rel=0.01)
     assert size / 10 <= dataset.blocks.tier.division().region <= size / 9
     for _ in range(2):
         assert sum(len(batch["text"]) for batch in loader) == 40_000
@@ -202,7 +202,7 @@ def test_sizes_in_the_error_of_a_small_cache_work_as_printed(shuffle: str, is_te
     assert len(sizes) == 1 + (shuffle == "block")
     make_loader(url, 32, cache=CacheConfig(str(tmp_path / "enough"), sizes[0]), **options)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "whole"), sizes[-1]))
-    assert warm(dataset.rowstore.blobs, range(len(dataset.row_groups))) == len(dataset.row_groups)
+    assert warm(dataset.rowstore.row_groups, range(len(dataset.row_groups))) == len(dataset.row_groups)
 
 
 def test_a_restored_epoch_whose_windows_exceed_the_cache_says_how_to_begin_another(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_restored_epoch_whose_windows_exceed_the_cache_says_how_to_begin_anoth
     pq.write_table(pa.table({"x": noise.random(2000)}), url, row_group_size=100)
     saved = make_loader(url, 10, window=8, cache=False)
     saved.load_state_dict({**saved.state_dict(), "cursor": 50})
-    cache = CacheConfig(str(tmp_path / "cache"), 3 * saved.dataset.rowstore.blobs.bytes_of(0))
+    cache = CacheConfig(str(tmp_path / "cache"), 3 * saved.dataset.rowstore.row_groups.caches[0].bytes_of(0))
     with pytest.raises(ConfigError, match=r"lower window$"):
         make_loader(url, 10, window=8, cache=cache)
     loader = make_loader(url, 10, window=1, cache=cache)
@@ -226,7 +226,7 @@ def test_a_restored_epoch_whose_windows_exceed_the_cache_says_how_to_begin_anoth
 def test_the_transient_region_grows_where_that_is_negligible(groups: int, further: int, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(groups * 10)}), tmp_path / "x.parquet", row_group_size=10)
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
-    blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
+    blobs, sizes = dataset.rowstore.row_groups.caches[0], [group.rows for group in dataset.row_groups]
     order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
     group_bytes = blobs.num_bytes // groups
 
@@ -290,10 +290,10 @@ def test_values_are_measured_if_their_codes_might_fit_and_they_might_not(
 def test_measured_sizes_are_shared_by_all_choices_of_columns(tmp_path: Path) -> None:
     url, _ = texts(tmp_path, 6)
     cache = CacheConfig(str(tmp_path / "cache"))
-    make_dataset(url, cache=cache).rowstore.blobs.measure()
+    make_dataset(url, cache=cache).rowstore.row_groups.caches[0].measure()
     dataset = make_dataset(url, columns=["text"], cache=cache)
     before = dataset.blocks.stats()["requests_origin"]
-    dataset.rowstore.blobs.measure()
+    dataset.rowstore.row_groups.caches[0].measure()
     assert dataset.blocks.stats()["requests_origin"] == before
 
 
@@ -303,7 +303,7 @@ def test_cached_rows_can_be_read_when_the_origin_is_down_and_sizes_cannot_be_mea
     url, size = texts(tmp_path, 6)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
     for group in range(len(dataset.row_groups)):
-        dataset.rowstore.blobs.make(group)
+        dataset.rowstore.row_groups.caches[0].make(group)
 
     def down(*_: Any) -> None:
         raise OriginError("no server answers")
@@ -333,15 +333,17 @@ def test_large_values_are_not_mistaken_for_codes(tmp_path: Path) -> None:
         values = [noise.bytes(size) for _ in range(rows)]
         pq.write_table(pa.table({"image": pa.array(values, pa.binary())}), tmp_path / "x.parquet")
         dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
-        assert dataset.rowstore.blobs.value_sizes.coded == []
-        assert dataset.rowstore.blobs.num_bytes == pytest.approx(rows * (size + 10), rel=0.05)
+        assert dataset.rowstore.row_groups.caches[0].value_sizes.coded == []
+        assert dataset.rowstore.row_groups.num_bytes == pytest.approx(rows * (size + 10), rel=0.05)
 
 
 def test_values_of_dictionaries_in_arrow_files_are_measured_too(tmp_path: Path) -> None:
     values = pa.array([f"{'hello world ' * (number % 100)}" for number in range(3000)]).dictionary_encode()
     with pa.ipc.new_file(tmp_path / "x.arrow", pa.schema([("text", values.type)])) as writer:
         writer.write_table(pa.table({"text": values}))
-    blobs = make_dataset(str(tmp_path / "x.arrow"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs = make_dataset(
+        str(tmp_path / "x.arrow"), cache=CacheConfig(str(tmp_path / "cache"))
+    ).rowstore.row_groups.caches[0]
     assert blobs.value_sizes.coded == ["text"]
     blobs.measure()
     distinct = values.dictionary.to_pylist()
@@ -355,7 +357,9 @@ def test_values_with_nulls_are_measured(kind: pa.DataType, tmp_path: Path) -> No
     values = pa.array([None if number % 2 else b"x" * 1100 for number in range(3000)])
     texts = values.cast(pa.string()).dictionary_encode() if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({"text": texts.cast(kind)}), tmp_path / "x.parquet")
-    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs = make_dataset(
+        str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))
+    ).rowstore.row_groups.caches[0]
     blobs.measure()
     assert blobs.value_sizes.coded == ["text"]
     assert blobs.row_bytes == pytest.approx(550 + 8, rel=0.01)
@@ -373,6 +377,8 @@ def test_the_doctor_estimates_with_values_too(bucket: Any) -> None:
 
 def test_a_dataset_without_row_groups_has_no_samples(tmp_path: Path) -> None:
     pq.ParquetWriter(tmp_path / "x.parquet", pa.schema([("text", pa.string())])).close()
-    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs = make_dataset(
+        str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))
+    ).rowstore.row_groups.caches[0]
     blobs.measure()
     assert (blobs.value_sizes.coded, blobs.num_bytes) == ([], 0)

@@ -524,7 +524,7 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
     rows = np.array([FIRST[name] for name in NAMES])
 
     def late(self: RowGroupCache, number: int, life: Any = None) -> Any:
-        if self is store.blobs.by_dataset[NAMES.index(last)]:
+        if self is store.row_groups.caches[NAMES.index(last)]:
             assert others.wait(200)
         return load(self, number, life)
 
@@ -551,7 +551,7 @@ def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Calla
     """The cache holds half of all rows. Each source would fit into it by itself."""
     urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
     options = {"storage_options": bucket.options}
-    decoded = mix(urls, cache=False, **options).rowstore.blobs.num_bytes
+    decoded = mix(urls, cache=False, **options).rowstore.row_groups.num_bytes
     mixture = mix(urls, cache=CacheConfig(str(tmp_path / "cache"), decoded // 2), name_column="source", **options)
     total = sum({group.file.path: group.file.size for group in mixture.row_groups}.values())
     loader = make_loader(mixture, 100, window=2, world=World(0, 1))
@@ -561,7 +561,7 @@ def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Calla
         bucket.server.reset()
         assert sorted(stream_of(loader)) == every
         fetched.append(bucket.server.stats()["get_bytes"] / total)
-    region = max(blobs.tier.division().region for blobs in mixture.rowstore.blobs.by_dataset) / decoded
+    region = max(blobs.tier.division().region for blobs in mixture.rowstore.row_groups.caches) / decoded
     assert 0 < region < 0.3
     assert 0.3 < np.mean(fetched[1:]) <= 1.02 * (0.5 + region) + 1 / 60
     assert all(dataset.blocks.stats()["refused"] == 0 for dataset in mixture.datasets)
@@ -572,7 +572,7 @@ def test_a_cache_that_is_too_small_for_all_sources_together(
 ) -> None:
     urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
     options = {"storage_options": bucket.options}
-    whole = mix(urls, cache=False, **options).rowstore.blobs
+    whole = mix(urls, cache=False, **options).rowstore.row_groups
     limit = whole.num_bytes * 10 // 60
     cache = CacheConfig(str(tmp_path / "cache"), limit)
     for url in urls.values():
@@ -600,16 +600,17 @@ def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
     make_loader(mixture, 16, world=World(0, 4))
 
     def free() -> set[bool]:
-        blobs = mixture.rowstore.blobs
-        return {blobs.memory.held.fits(blobs.reservation(group)) for group in range(len(mixture.row_groups))}
+        row_groups = mixture.rowstore.row_groups
+        sizes = {cache.reservation(number) for cache, number in map(row_groups.of, range(len(mixture.row_groups)))}
+        return set(map(row_groups.memory.held.fits, sizes))
 
-    for first in mixture.rowstore.blobs.by_dataset:
+    for first in mixture.rowstore.row_groups.caches:
         assert free() == {True}
         with first.memory.held.reserve(sys.maxsize):
             assert free() == {False}
     child = os.fork()
     if not child:  # The budgets of a forked child are new, and one again.
-        with mixture.rowstore.blobs.memory.held.reserve(sys.maxsize):
+        with mixture.rowstore.row_groups.memory.held.reserve(sys.maxsize):
             os._exit(7 if free() == {False} else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
@@ -617,21 +618,21 @@ def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
 def test_loads_of_all_sources_use_that_budget(sources: Sources) -> None:
     mixture = mix(sources())
     list(make_loader(mixture, 16, world=World(0, 1)))
-    blobs = mixture.rowstore.blobs
-    assert {id(each.memory) for each in blobs.by_dataset} == {id(blobs.memory)}
+    row_groups = mixture.rowstore.row_groups
+    assert {id(cache.memory) for cache in row_groups.caches} == {id(row_groups.memory)}
 
 
 def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:
     mixture = mix(sources())
-    blobs = mixture.rowstore.blobs
-    decoder = BackgroundDecoder(blobs)
+    decoder = BackgroundDecoder(mixture.rowstore.row_groups)
     make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
     assert decoder._process.ready.wait(200)
     try:
         for group in [number for number, group in enumerate(mixture.row_groups) if group.rows]:
             assert make_in_background(decoder, group)
-            assert blobs.find(group) is not None
+            cache, own = mixture.rowstore.row_groups.of(group)
+            assert cache.find(own) is not None
     finally:
         decoder.end()
 
@@ -645,9 +646,10 @@ def test_row_groups_of_all_sources_are_fetched_in_one_order(sources: Sources, mo
         return []
 
     monkeypatch.setattr(RowGroupCache, "_made_once", made)
-    blobs = mix(sources()).rowstore.blobs
+    row_groups = mix(sources()).rowstore.row_groups
     for group in (0, 1, 5, 2, 6, 0):  # of the sources a, a, b, a, c, a
-        blobs.make(group)
+        cache, number = row_groups.of(group)
+        cache.make(number)
     assert turns == sorted({*turns})
     assert len(turns) == 6
 

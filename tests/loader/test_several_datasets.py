@@ -49,7 +49,7 @@ def test_two_datasets_that_fit_singly_but_not_together(
 ) -> None:
     """Origin bytes of an epoch of both, counted at the server: at most 1.02 times those that cannot stay."""
     urls = [dataset_of([[500] * 60], name) for name in "ab"]
-    decoded = make_dataset(urls[0], storage_options=bucket.options, cache=False).rowstore.blobs.num_bytes
+    decoded = make_dataset(urls[0], storage_options=bucket.options, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), int(SHARE * decoded))
     datasets = [make_dataset(url, storage_options=bucket.options, cache=cache) for url in urls]
     size = sum(group.bytes for group in datasets[0].row_groups)
@@ -70,7 +70,7 @@ def test_two_datasets_that_fit_singly_but_not_together(
 
 def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     urls = [dataset_of([[1000] * 20], name) for name in "ab"]
-    decoded = make_dataset(urls[0], storage_options=bucket.options, cache=False).rowstore.blobs.num_bytes
+    decoded = make_dataset(urls[0], storage_options=bucket.options, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), int(SHARE * decoded))
     first, second = (make_loader(url, 100, storage_options=bucket.options, cache=cache, window=1) for url in urls)
     assert first._capacity.ahead() == (first._capacity._drawn_on, 2)
@@ -83,7 +83,7 @@ def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[...
 
 def test_row_groups_for_workers_take_half_of_the_region(file: str, tmp_path: Path) -> None:
     """Workers open row groups as they need them, so the other half is for those that they are reading."""
-    decoded = make_dataset(file, cache=False).rowstore.blobs.num_bytes
+    decoded = make_dataset(file, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), decoded // 2)
     loader = make_loader(file, 10, window=3, cache=cache, num_workers=2, transform=as_it_is)
     ahead, further = loader._capacity.ahead()
@@ -103,7 +103,7 @@ def file(tmp_path: Path) -> str:
 
 def test_two_filters_of_a_dataset_share_their_row_groups(file: str, tmp_path: Path) -> None:
     """Both filters leave rows in all row groups. The cache has space for these once."""
-    decoded = make_dataset(file, cache=False).rowstore.blobs.num_bytes
+    decoded = make_dataset(file, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), int(1.3 * decoded))
     for shuffle in ("full", "block"):
         mixture = mix([make_dataset(file, filters=[("kind", "=", kind)], cache=cache) for kind in (0, 1)])
@@ -118,7 +118,7 @@ def test_two_filters_of_a_dataset_share_their_row_groups(file: str, tmp_path: Pa
 
 
 def test_two_loaders_over_one_dataset_count_it_once(file: str, tmp_path: Path) -> None:
-    decoded = make_dataset(file, cache=False).rowstore.blobs.num_bytes
+    decoded = make_dataset(file, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), int(1.3 * decoded))
     loaders = [make_loader(file, 100, seed=seed, window=1, cache=cache) for seed in (0, 1)]
     tier = loaders[0].dataset.blocks.tier

@@ -154,15 +154,15 @@ def test_the_order_of_rows_does_not_depend_on_the_function(file: Path) -> None:
 
 def test_the_ranks_of_a_host_share_its_cores(file: Path) -> None:
     mapped = make_dataset(file, cache=False).map(plus, columns=["id"])
-    mapped.rowstore.blobs.memory.use(RankShare(1 << 30, 5))
-    assert mapped.rowstore.blobs.maker._calls == 5
+    mapped.rowstore.row_groups.memory.use(RankShare(1 << 30, 5))
+    assert mapped.rowstore.row_groups.caches[0].maker._calls == 5
 
 
 def test_a_mixture_of_maps_can_be_warmed(file: Path, tmp_path: Path) -> None:
     dataset = make_dataset(file, columns=["id"], cache=CacheConfig(str(tmp_path / "cache")))
-    blobs = mix([dataset.map(plus), dataset.map(times)]).rowstore.blobs
-    assert warm(blobs, range(2 * len(dataset.row_groups))) == 2 * len(dataset.row_groups)
-    assert blobs.caches_everything
+    row_groups = mix([dataset.map(plus), dataset.map(times)]).rowstore.row_groups
+    assert warm(row_groups, range(2 * len(dataset.row_groups))) == 2 * len(dataset.row_groups)
+    assert all(cache.caches_everything for cache in row_groups.caches)
 
 
 def plus(batch: dict[str, Any]) -> dict[str, Any]:
@@ -324,19 +324,19 @@ def test_a_new_file_does_not_map_rows_of_others_again(tmp_path: Path, cache: Cac
 
 def test_source_and_result_share_one_budget(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = dataset.map(lambda batch: wide(batch, 1)).map(lambda batch: wide(batch, 2))
-    maker, blob = mapped.rowstore.blobs.maker, GROUP * 501 * 8
+    maker, blob = mapped.rowstore.row_groups.caches[0].maker, GROUP * 501 * 8
     maker.memory.use(RankShare(100 << 20, 2))
     of_chunks = 3 * blob  # the first result, and both as source and result of the second map
-    least = dataset.rowstore.blobs.maker.decoding_bytes(0) + 2 * 3 * blob + of_chunks
+    least = dataset.rowstore.row_groups.caches[0].maker.decoding_bytes(0) + 2 * 3 * blob + of_chunks
     assert least <= maker.decoding_bytes(0) < least + blob
     monkeypatch.setattr(row_groups, "CHUNK_BYTES", 1000)
     assert maker.decoding_bytes(0) < least - of_chunks + blob
-    assert maker.reservation(0) == dataset.rowstore.blobs.maker.reservation(0)
+    assert maker.reservation(0) == dataset.rowstore.row_groups.caches[0].maker.reservation(0)
     assert maker._source.maker.memory is maker._source.maker._source.maker.memory is maker.memory
 
 
 def test_each_decoder_thread_has_memory_for_source_and_result(dataset: Dataset) -> None:
-    maker = dataset.map(plus).map(plus).rowstore.blobs.maker
+    maker = dataset.map(plus).map(plus).rowstore.row_groups.caches[0].maker
     maker.memory.use(RankShare(64 << 30, 3))
     a_row_group = 3 * 3 * row_group_plan.BLOB_BYTES + 2 * 2 * row_groups.CHUNK_BYTES
     assert maker.memory.decoding.total == 3 * a_row_group
@@ -350,7 +350,7 @@ def test_results_of_a_function_are_not_decompressed(tmp_path: Path, monkeypatch:
         path = tmp_path / f"{compression}.arrow"
         with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as file:
             file.write_table(table)
-        blobs = make_dataset(path, cache=False).map(plus).rowstore.blobs
+        blobs = make_dataset(path, cache=False).map(plus).rowstore.row_groups.caches[0]
         of_blobs = blobs.plan.blob_sizes(0)
         sizes[compression] = blobs.maker.decompressed_bytes(0, of_blobs), max(of_blobs)
     assert sizes["zstd"][0] == sizes["zstd"][1]
@@ -368,7 +368,7 @@ def test_the_chunks_of_a_row_group_are_mapped_in_threads(dataset: Dataset, monke
         return plus(batch)
 
     mapped = dataset.map(wait_for_another_call, version=1)
-    mapped.rowstore.blobs.memory.use(RankShare(1 << 30, 2))
+    mapped.rowstore.row_groups.memory.use(RankShare(1 << 30, 2))
     is_sample[0] = False
     assert mapped[3]["id"] == 3 + SHIFT
 
@@ -382,10 +382,10 @@ def test_small_row_groups_are_mapped_at_the_same_time(dataset: Dataset, monkeypa
             together.wait(tiers.PATIENCE)
         return plus(batch)
 
-    blobs = dataset.map(wait_for_other_calls, version=1).rowstore.blobs
-    blobs.memory.use(RankShare(64 << 20, 5))
+    row_groups = dataset.map(wait_for_other_calls, version=1).rowstore.row_groups
+    row_groups.memory.use(RankShare(64 << 20, 5))
     is_sample[0] = False
-    assert warm(blobs, range(ROWS // GROUP)) == ROWS // GROUP
+    assert warm(row_groups, range(ROWS // GROUP)) == ROWS // GROUP
 
 
 def run_rank(rank: int, file: Path, cache: CacheConfig, told: Path, out: Any) -> None:
@@ -557,7 +557,7 @@ def test_a_resumed_loader_goes_on_at_the_next_row(dataset: Dataset) -> None:
 
 
 def test_the_cached_rows_of_the_files_are_used(dataset: Dataset, file: Path) -> None:
-    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
+    warm(dataset.rowstore.row_groups, range(len(dataset.row_groups)))
     file.write_bytes(b"")  # The versions were pinned; nothing may be fetched.
     assert ids(dataset.map(plus, columns=["id"])) == [n + 1 for n in range(ROWS)]
 
@@ -565,14 +565,14 @@ def test_the_cached_rows_of_the_files_are_used(dataset: Dataset, file: Path) -> 
 def test_the_sample_of_a_second_map_calls_the_first_for_few_rows(tmp_path: Path, cache: CacheConfig) -> None:
     pq.write_table(pa.table({"id": range(4 * 4096)}), tmp_path / "x.parquet", row_group_size=4096)
     dataset = make_dataset(tmp_path / "x.parquet", cache=cache)
-    warm(dataset.rowstore.blobs, range(4))
+    warm(dataset.rowstore.row_groups, range(4))
     function = Told(tmp_path / "told")
     mapped = dataset.map(function, version=1)
     function.forget()
     mapped.map(times, version=1)
     assert sum(function.counts().values()) == 4 * 32
     function.forget()
-    warm(mapped.rowstore.blobs, range(4))
+    warm(mapped.rowstore.row_groups, range(4))
     function.forget()
     assert mapped.map(times, version=2)[3]["id"] == 6
     assert not function.counts()
@@ -586,7 +586,7 @@ def test_the_default_device_of_torch_is_not_that_of_a_batch(dataset: Dataset) ->
 def test_a_python_call_warms(dataset: Dataset, tmp_path: Path) -> None:
     function = Told(tmp_path / "told")
     mapped = dataset.map(function, version="1")
-    assert warm(mapped.rowstore.blobs, range(len(mapped.row_groups))) == len(mapped.row_groups)
+    assert warm(mapped.rowstore.row_groups, range(len(mapped.row_groups))) == len(mapped.row_groups)
     function.forget()
     assert trained(mapped) == list(range(ROWS))
     assert not function.counts()
@@ -594,7 +594,7 @@ def test_a_python_call_warms(dataset: Dataset, tmp_path: Path) -> None:
 
 def test_the_plan_forecasts_the_bytes_of_mapped_rows(dataset: Dataset) -> None:
     mapped = dataset.map(every_form)
-    blobs = mapped.rowstore.blobs
+    blobs = mapped.rowstore.row_groups.caches[0]
     forecast = plan([blobs], order_of(mapped.manifest), 16)
     assert forecast.is_estimate
     exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in load(blobs, number))
@@ -825,7 +825,7 @@ def test_a_function_that_no_other_process_can_get(dataset: Dataset, caplog: pyte
         dataset.map(locked, version=1, processes=1)
     mapped = dataset.map(locked, version=1)
     assert trained(mapped) == list(range(ROWS))
-    decoder = BackgroundDecoder(mapped.rowstore.blobs)
+    decoder = BackgroundDecoder(mapped.rowstore.row_groups)
     caplog.clear()
     for _ in range(MAX_FAILURES):
         decoder.begin()

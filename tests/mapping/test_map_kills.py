@@ -93,7 +93,7 @@ def test_a_kill_of_the_trainer(file: Path, cache: CacheConfig, tmp_path: Path, s
 @pytest.mark.parametrize("step", EACH_STEP)
 def test_a_kill_of_the_background_decoder(file: Path, cache: CacheConfig, tmp_path: Path, step: str) -> None:
     dataset = mapped(file, cache, Fatal(step, tmp_path / "killed"))
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     decoder.begin()
     process = decoder._process
     assert process.ready.wait(200)

@@ -95,7 +95,7 @@ def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, 
     _, _, _, batch, window = DATASETS[name]
     dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=cache, columns=columns)
     order = order_of(dataset.manifest, window=window)
-    return foretell([dataset.rowstore.blobs], order, batch, **options), dataset
+    return foretell([dataset.rowstore.row_groups.caches[0]], order, batch, **options), dataset
 
 
 def counted(origin: Origin) -> Fetched:
@@ -130,7 +130,7 @@ def epochs(origin: Origin, dataset: Any, name: str, count: int) -> list[Fetched]
 
 
 def decoded(dataset: Any) -> int:
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     return sum(len(blob) for group in range(len(dataset.row_groups)) for blob in blobs.find(group))
 
 
@@ -141,7 +141,7 @@ def test_the_epochs_of_a_mixture_are_foretold(origin: Origin, weights: Any, tmp_
     options = {"storage_options": origin.storage_options, "cache": CacheConfig(str(tmp_path / "cache"), "1GB")}
     datasets = [make_dataset(url, **options) for url in urls]
     order = order_of_mixture([dataset.manifest for dataset in datasets], weights, window=3)
-    found = foretell([dataset.rowstore.blobs for dataset in datasets], order, 64)
+    found = foretell([dataset.rowstore.row_groups.caches[0] for dataset in datasets], order, 64)
     assert found.row_groups == 40
     assert found.rows == sum(map(len, datasets))
     loader = make_loader(mix(datasets, weights), 64, window=3, shuffle=True)
@@ -177,7 +177,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]
-    costs = Costs([dataset.rowstore.blobs])
+    costs = Costs([dataset.rowstore.row_groups.caches[0]])
     reader = Reader(costs, order_of(dataset.manifest, window=window), limit)
     expected = list(islice(reader.epochs(batch), 4))
     assert epochs(origin, dataset, name, 4) == expected
@@ -200,10 +200,12 @@ def test_other_orders_are_foretold(
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)
     monkeypatch.setattr(scheduler, "LOADERS", 1)
     _, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"))
-    limit = int(part * dataset.rowstore.blobs.num_bytes)
+    limit = int(part * dataset.rowstore.row_groups.num_bytes)
     _, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "b"), limit))
     batch = DATASETS["images"][3]
-    found = foretell([dataset.rowstore.blobs], order_of(dataset.manifest, shuffle=shuffle, window=2), batch)
+    found = foretell(
+        [dataset.rowstore.row_groups.caches[0]], order_of(dataset.manifest, shuffle=shuffle, window=2), batch
+    )
     assert found.trade is None
     assert (found.held_bytes == found.decoded_bytes) == (shuffle == "full")
     loader = make_loader(dataset, batch, shuffle=shuffle, window=2)
@@ -227,7 +229,10 @@ def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, 
     )
     whole, half = (
         foretell(
-            [dataset.rowstore.blobs], order_of(dataset.manifest, window=window, num_streams=nodes), 2 * batch, price=1.0
+            [dataset.rowstore.row_groups.caches[0]],
+            order_of(dataset.manifest, window=window, num_streams=nodes),
+            2 * batch,
+            price=1.0,
         )
         for nodes in (1, 2)
     )
@@ -253,7 +258,7 @@ def test_of_many_row_groups_it_happens_by_and_large(origin: Origin, name: str, t
     A later epoch of "tiny" fetches up to 3 of 300 row groups, because most of them stay open: each is a third of that.
     """
     _, dataset = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
-    limit = dataset.rowstore.blobs.num_bytes // 2
+    limit = dataset.rowstore.row_groups.num_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "b"), limit))
     first, *later = epochs(origin, dataset, name, 4)
     assert found.first_epoch is not None
@@ -321,7 +326,7 @@ def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
     with Origin(tmp_path / "origin") as running:
         cache = CacheConfig(str(tmp_path / "c"), "1GB")
         dataset = make_dataset("s3://bucket/wide", storage_options=running.storage_options, cache=cache)
-        found = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 8)
+        found = foretell([dataset.rowstore.row_groups.caches[0]], order_of(dataset.manifest), 8)
         assert counted(running) == found.footers
         assert found.footers.requests == 2
 
@@ -341,8 +346,8 @@ def test_seconds_are_those_of_requests_and_bytes(origin: Origin, tmp_path: Path)
 
 def test_what_is_held_at_a_time_is_decoded(origin: Origin, tmp_path: Path) -> None:
     found, dataset = planned(origin, "captions", CacheConfig(str(tmp_path / "a"), "1GB"))
-    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
-    sizes = [sum(map(len, dataset.rowstore.blobs.find(group))) for group in range(30)]
+    warm(dataset.rowstore.row_groups, range(len(dataset.row_groups)))
+    sizes = [sum(map(len, dataset.rowstore.row_groups.caches[0].find(group))) for group in range(30)]
     assert found.held_bytes == pytest.approx(4 * np.mean(sizes), rel=0.05)
     assert found.held_bytes > 10 * found.stored_bytes
 
@@ -351,7 +356,7 @@ def test_what_is_in_use_at_a_time_is_that_of_a_node(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": range(8000)}), tmp_path / "x.parquet", row_group_size=100)
     dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
     one, four = (
-        foretell([dataset.rowstore.blobs], order_of(dataset.manifest, window=8, num_streams=streams), 8)
+        foretell([dataset.rowstore.row_groups.caches[0]], order_of(dataset.manifest, window=8, num_streams=streams), 8)
         for streams in (1, 4)
     )
     sizes = sorted(group.bytes for group in dataset.row_groups)
@@ -442,7 +447,7 @@ def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -
     found = {}
     for window in (dataset.window, 32, 2):
         order = order_of(dataset.manifest, window=window)
-        plan = foretell([dataset.rowstore.blobs], order, 256)
+        plan = foretell([dataset.rowstore.row_groups.caches[0]], order, 256)
         found[window] = any("is the default" in line for line in plan.advice)
     assert found == {29: False, 32: False, 2: True}
 
@@ -450,7 +455,7 @@ def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -
 def test_a_plan_of_no_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    plan = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 256)
+    plan = foretell([dataset.rowstore.row_groups.caches[0]], order_of(dataset.manifest), 256)
     assert said(plan)["first batch"] == "none: there are no rows"
 
 
@@ -458,7 +463,7 @@ def test_row_groups_without_rows_cost_nothing(tmp_path: Path) -> None:
     for number, rows in enumerate([0, 20, 0, 20]):
         pq.write_table(images(rows), tmp_path / f"{number}.parquet")
     dataset = make_dataset(f"{tmp_path}/*.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    plan = foretell([dataset.rowstore.blobs], order_of(dataset.manifest), 40)
+    plan = foretell([dataset.rowstore.row_groups.caches[0]], order_of(dataset.manifest), 40)
     assert plan.first_epoch == plan.first_batch
     assert plan.first_batch.requests == 2
 
@@ -468,7 +473,9 @@ def test_the_cost_is_that_of_all_nodes(tmp_path: Path) -> None:
     pq.write_table(images(20), tmp_path / "x.parquet")
     dataset = make_dataset(f"{tmp_path}/*.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
     order = order_of(dataset.manifest, shuffle=False)
-    one, eight = (foretell([dataset.rowstore.blobs], order, 8, price=1000, nodes=nodes) for nodes in (1, 8))
+    one, eight = (
+        foretell([dataset.rowstore.row_groups.caches[0]], order, 8, price=1000, nodes=nodes) for nodes in (1, 8)
+    )
     assert one.first_epoch_cost is not None
     assert (eight.nodes, eight.first_epoch_cost) == (8, pytest.approx(8 * one.first_epoch_cost))
 
@@ -485,7 +492,7 @@ def test_columns_that_are_left_out_are_not_fetched(origin: Origin, tmp_path: Pat
     found, dataset = planned(origin, "images", CacheConfig(str(tmp_path), "1GB"), columns=["label"])
     whole, _ = planned(origin, "images", CacheConfig(str(tmp_path), "1GB"))
     counted(origin)
-    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
+    warm(dataset.rowstore.row_groups, range(len(dataset.row_groups)))
     assert counted(origin) == found.first_epoch
     assert found.first_epoch.bytes < 0.01 * whole.first_epoch.bytes
 
@@ -494,10 +501,11 @@ def test_warming_makes_as_many_row_groups_at_once_as_training_has_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(pa.table({"x": range(2 * IN_FLIGHT)}), tmp_path / "x.parquet", row_group_size=2)
-    blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB")).rowstore.blobs
-    together, make = threading.Barrier(IN_FLIGHT, timeout=200), blobs.make
-    monkeypatch.setattr(blobs, "make", lambda group: [together.wait(), make(group)][1])
-    assert warm(blobs, range(IN_FLIGHT)) == IN_FLIGHT
+    dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    [cache] = dataset.rowstore.row_groups.caches
+    together, make = threading.Barrier(IN_FLIGHT, timeout=200), cache.make
+    monkeypatch.setattr(cache, "make", lambda group: [together.wait(), make(group)][1])
+    assert warm(dataset.rowstore.row_groups, range(IN_FLIGHT)) == IN_FLIGHT
 
 
 def test_ctrl_c_interrupts_the_wait_for_a_row_group_to_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +519,7 @@ def test_ctrl_c_interrupts_the_wait_for_a_row_group_to_warm(tmp_path: Path, monk
     pq.write_table(pa.table({"x": range(30)}), tmp_path / "x.parquet", row_group_size=10)
     dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
     monkeypatch.setattr("dataload.planning.warm.DaemonExecutor", Threads)
-    assert warm(dataset.rowstore.blobs, range(3)) == 3
+    assert warm(dataset.rowstore.row_groups, range(3)) == 3
 
 
 def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
@@ -524,10 +532,10 @@ def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
     with Origin(tmp_path / "origin") as running:
         url, options = "s3://bucket/arrow", running.storage_options
         dataset = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-        blobs = dataset.rowstore.blobs
-        found = foretell([blobs], order_of(dataset.manifest), 8)
+        row_groups = dataset.rowstore.row_groups
+        found = foretell(row_groups.caches, order_of(dataset.manifest), 8)
         counted(running)
-        warm(blobs, range(3))
+        warm(row_groups, range(3))
         assert counted(running) == found.first_epoch
         again = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "d"), "1GB"))
         assert again.manifest == dataset.manifest
@@ -539,7 +547,7 @@ def test_a_path_that_is_not_utf_8_has_a_plan(tmp_path: Path) -> None:
     with path.open("wb") as file:
         pq.write_table(pa.table({"id": range(100)}), file, row_group_size=10)
     dataset = make_dataset(path, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     found = foretell([blobs], order_of(dataset.manifest), 10)
     assert found.first_epoch is not None
     assert found.first_epoch.bytes == path.stat().st_size
@@ -548,7 +556,7 @@ def test_a_path_that_is_not_utf_8_has_a_plan(tmp_path: Path) -> None:
 def test_a_plan_of_some_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(10_000)}), tmp_path / "x.parquet", row_group_size=1000)
     few = make_dataset(tmp_path / "x.parquet", cache=False).filter([["x", "<", 1100]])
-    plan = foretell([few.rowstore.blobs], order := order_of(few.manifest), 64)
+    plan = foretell([few.rowstore.row_groups.caches[0]], order := order_of(few.manifest), 64)
     assert plan.rows == plan.epoch_rows == 1100
     assert plan.trade == weigh_window(order.window, [1000, 100], [group.bytes for group in few.row_groups], 64)
     assert "epoch" not in dict(lines(plan))
@@ -557,7 +565,7 @@ def test_a_plan_of_some_rows(tmp_path: Path) -> None:
 def test_a_plan_weighs_the_window_that_streams_shuffle(tmp_path: Path) -> None:
     """Each stream has one row group at least, so eight streams mix eight, whatever the window."""
     pq.write_table(pa.table({"x": range(1000)}), tmp_path / "x.parquet", row_group_size=10)
-    blobs = make_dataset(tmp_path, cache=False).rowstore.blobs
+    blobs = make_dataset(tmp_path, cache=False).rowstore.row_groups.caches[0]
 
     def trade(window: int, num_streams: int) -> Any:
         return foretell([blobs], order_of(blobs.manifest, window=window, num_streams=num_streams), 8).trade

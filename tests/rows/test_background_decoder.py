@@ -32,6 +32,7 @@ from dataload.formats import parquet
 from dataload.rows import scheduler
 from dataload.rows.background_decoder import client, worker
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
+from dataload.rows.row_groups import RowGroups
 from dataload.runtime.child_process import start_process
 from dataload.runtime.counters import Counters
 
@@ -43,7 +44,7 @@ def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> 
 
 @pytest.fixture
 def decoder(dataset: Any) -> Iterator[BackgroundDecoder]:
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
     assert decoder._process.ready.wait(200)
@@ -64,7 +65,7 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_caches_row_groups_for_this_process(decoder: BackgroundDecoder, dataset: Any, not_here: None) -> None:
     assert decoder.make(3, DemandSignal(), account := Counters())
     assert make_in_background(decoder, 3)
-    assert [len(blob) > 0 for blob in load(dataset.rowstore.blobs, 3)] == [True]
+    assert [len(blob) > 0 for blob in load(dataset.rowstore.row_groups.caches[0], 3)] == [True]
     assert account.snapshot()["requests_origin"] >= 1
 
 
@@ -88,7 +89,7 @@ def test_an_error_of_the_process_is_raised_by_the_caller(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, not_here: None
 ) -> None:
     dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)
     assert decoder._process.ready.wait(200)
     for found in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]:
@@ -106,7 +107,7 @@ def test_after_an_error_that_only_the_process_has_the_caller_decodes(
     pq.write_table(table_of(0, 10), tmp_path / "x.parquet", row_group_size=5)
     options = {"owner": os.getpid(), "panics": panics}
     dataset = make_dataset(f"scarce://{tmp_path}/x.parquet", storage_options=options, cache=cache)
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)
     assert decoder._process.ready.wait(200)
     assert not make_in_background(decoder, 1)
@@ -136,7 +137,7 @@ def test_a_kill_is_noticed_while_others_hold_its_socket(dataset: Any, monkeypatc
 
     monkeypatch.setattr(client, "start_process", start)
     monkeypatch.setattr(client, "SELDOM_SECONDS", 0.01)
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)  # starts it
     process = decoder._process
     try:
@@ -199,9 +200,8 @@ def test_requests_to_a_stopped_process_never_block(decoder: BackgroundDecoder) -
 
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
     demand = DemandSignal()
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     with demand.waiting(), blobs.memory.held.reserve(sys.maxsize):
-        assert decoder._blobs is blobs
         assert make_in_background(decoder, 10, demand)
 
 
@@ -223,7 +223,7 @@ def test_row_groups_that_the_cache_has_no_space_for_pause_the_decoder(
 ) -> None:
     cache = CacheConfig(str(tmp_path / "small"), 4000)
     dataset = make_dataset(dataset_of([[50] * 4]), storage_options=bucket.options, cache=cache)
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)
     assert decoder._process.ready.wait(200)
     cached = [make_in_background(decoder, group) for group in range(4)]
@@ -247,7 +247,7 @@ def test_an_error_that_cannot_be_pickled_is_dropped() -> None:
 
 def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     seen = set()
     while True:
         make_in_background(decoder, 0)
@@ -400,9 +400,8 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
     def fails(_: Any) -> Any:
         raise TypeError("cannot pickle a session")
 
-    blobs = dataset.rowstore.blobs
-    monkeypatch.setattr(type(blobs), "__reduce__", fails)
-    decoder = BackgroundDecoder(blobs)
+    monkeypatch.setattr(RowGroups, "__reduce__", fails)
+    decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     for _ in range(MAX_FAILURES):
         assert not make_in_background(decoder, 0)
         assert decoder._process is not None
@@ -419,9 +418,9 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
 
 
 def test_it_is_optional_where_no_thread_can_start(dataset: Any) -> None:
-    decoder, before = BackgroundDecoder(dataset.rowstore.blobs), psutil.Process().children()
+    decoder, before = BackgroundDecoder(dataset.rowstore.row_groups), psutil.Process().children()
     with no_more_threads():
         assert not make_in_background(decoder, 0)
     assert not make_in_background(decoder, 0)
     assert psutil.Process().children() == before  # the process that was started for the thread has ended
-    assert dataset.rowstore.blobs.make(0)
+    assert dataset.rowstore.row_groups.caches[0].make(0)

@@ -30,13 +30,15 @@ from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
 from dataload.formats.schema import Layout, fields_of
-from dataload.rows import row_block, row_group_cache
+from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.background_decoder.worker import Done, _Worker
 from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_group_memory
-from dataload.rows.making.bunches import Made
+from dataload.rows.making.bunches import Made, load_together
 from dataload.rows.making.row_group_memory import RankShare
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import Lives, RowGroupLife, State
+from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.turns import in_turn
@@ -139,8 +141,13 @@ def lives_of(dataset: Dataset) -> dict[int, RowGroupLife]:
     return {number: RowGroupLife() for number in range(len(dataset.row_groups))}
 
 
-def made_together(blobs: Any, lives: Lives) -> dict[int, Made]:
-    return dict(blobs.load_together(lives, lambda: None))
+def made_together(row_groups: Any, lives: Lives) -> dict[int, Made]:
+    return dict(loads_of(row_groups, lives))
+
+
+def loads_of(row_groups: RowGroups | RowGroupCache, lives: Lives) -> Iterator[tuple[int, Made]]:
+    listed = row_groups if isinstance(row_groups, RowGroups) else RowGroups([row_groups])
+    return load_together(listed, lives, lambda: None)
 
 
 def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
@@ -149,7 +156,7 @@ def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
     pq.write_table(pa.table(columns), folder / "013.parquet")
     dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache")))
     lives = lives_of(dataset)
-    found = made_together(dataset.rowstore.blobs, lives)
+    found = made_together(dataset.rowstore.row_groups, lives)
     assert len(found) == FILES
     assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
     assert isinstance(error := found[13], DataError)
@@ -163,14 +170,14 @@ def test_a_file_that_is_gone_concerns_one_row_group(tmp_path: Path, write: Any) 
     folder = write("numbers")
     dataset = opened(folder, tmp_path / "cache")
     (folder / "013.parquet").unlink()
-    found = made_together(dataset.rowstore.blobs, lives_of(dataset))
+    found = made_together(dataset.rowstore.row_groups, lives_of(dataset))
     assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
     assert "013.parquet" in str(found[13])
 
 
 def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, write: Any) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
-    blobs, held, done = dataset.rowstore.blobs, threading.Event(), threading.Event()
+    blobs, held, done = dataset.rowstore.row_groups.caches[0], threading.Event(), threading.Event()
 
     def hold() -> None:
         with blobs.tier.key_lock(blobs.lock_key(5)) as wait_for_other:
@@ -234,7 +241,7 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
         sources.append({id(member.blobs) for member in members})
         return together(members, late)
 
-    monkeypatch.setattr("dataload.mixture.row_groups.make_together", noting)
+    monkeypatch.setattr(bunches, "make_together", noting)
     folders = [write(*kinds, folder=name) for name in names]
 
     def rows(cache: str) -> Any:
@@ -254,7 +261,7 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
 def test_each_dataset_of_a_bunch_counts_its_own_misses(tmp_path: Path, write: Any) -> None:
     datasets = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
     before = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
-    found = made_together(mix(datasets).rowstore.blobs, {number: RowGroupLife() for number in range(2 * FILES)})
+    found = made_together(mix(datasets).rowstore.row_groups, {number: RowGroupLife() for number in range(2 * FILES)})
     assert len(found) == 2 * FILES
     counted = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
     assert [after - base for after, base in zip(counted, before, strict=True)] == [FILES, FILES]
@@ -265,7 +272,7 @@ def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, 
     for file in (tmp_path / "b").iterdir():
         file.unlink()
     lives = {number: RowGroupLife() for number in reversed(range(2 * FILES))}
-    found = made_together(mixture.rowstore.blobs, lives)
+    found = made_together(mixture.rowstore.row_groups, lives)
     assert sorted(number for number, made in found.items() if isinstance(made, list)) == list(range(FILES))
     with pytest.raises(OSError, match=r"b/\d+\.parquet"):
         list(make_loader(mixture, 16))
@@ -280,7 +287,7 @@ def test_an_error_of_one_cache_leaves_the_row_groups_of_another(
         raise RuntimeError("no locks")
 
     monkeypatch.setattr(mixture.datasets[1].blocks.tier.folder.locks, "hold_free", fail)
-    found = made_together(mixture.rowstore.blobs, {number: RowGroupLife() for number in range(2 * FILES)})
+    found = made_together(mixture.rowstore.row_groups, {number: RowGroupLife() for number in range(2 * FILES)})
     assert [isinstance(made, list) for made in found.values()] == [True] * FILES + [False] * FILES
     assert {str(made) for made in found.values() if not isinstance(made, list)} == {"no locks"}
 
@@ -295,7 +302,7 @@ def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path)
     mixture = mix(
         {name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()}
     )
-    found = made_together(mixture.rowstore.blobs, {number: RowGroupLife() for number in range(8)})
+    found = made_together(mixture.rowstore.row_groups, {number: RowGroupLife() for number in range(8)})
     assert all(isinstance(made, list) for made in found.values())
     rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
     assert sorted(itertools.chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
@@ -307,7 +314,7 @@ def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
     dataset = opened(write("numbers"), tmp_path / "cache")
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(dataset.rowstore.blobs), "discard_source_blocks", lambda *_: 1 / 0
+            type(dataset.rowstore.row_groups.caches[0]), "discard_source_blocks", lambda *_: 1 / 0
         )  # after the blobs were published
         with suppress(ZeroDivisionError):  # A loop that asks later finds the cached row groups.
             list(make_loader(dataset, 16))
@@ -317,7 +324,7 @@ def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
 def test_a_footer_that_cannot_be_read_concerns_one_row_group(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = (dataset := opened(write("numbers"), tmp_path / "cache")).rowstore.blobs
+    blobs = (dataset := opened(write("numbers"), tmp_path / "cache")).rowstore.row_groups.caches[0]
     footer = blobs.maker.footer
 
     def unreadable(group: Any) -> Any:
@@ -404,7 +411,7 @@ def answers_of(dataset: Dataset) -> dict[int, Done]:
     """Return the answers of the background decoder's worker to requests for all row groups."""
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as client, Connection(theirs.detach()) as served:
-        worker = _Worker(served, dataset.rowstore.blobs)
+        worker = _Worker(served, dataset.rowstore.row_groups)
         with worker._bunches._mutex:  # All are requested before a thread begins.
             for number in range(len(dataset.row_groups)):
                 assert worker._bunches.add(number, RowGroupLife(), worker._loading)
@@ -418,7 +425,7 @@ def test_the_background_decoder_makes_them_together(tmp_path: Path, write: Any, 
     assert all(done.cached and done.error is None and done.account["decoded"] == 1 for done in answers.values())
     assert set(made.values()) == {1}
     assert len(made) > FILES // 2
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     assert all(blobs.get_all(blobs.keys(number)) for number in answers)
     by_thread: dict[float, list[Done]] = {}
     for done in answers.values():
@@ -443,7 +450,7 @@ def test_the_background_decoder_tells_which_row_groups_the_cache_did_not_keep(tm
     dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000))
     answers = answers_of(dataset)
     assert {done.cached for done in answers.values()} == {True, False}
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     assert all((blobs.get_all(blobs.keys(number)) is not None) == done.cached for number, done in answers.items())
 
 
@@ -477,7 +484,7 @@ def test_row_groups_of_a_megabyte_are_made_together(
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: 12 << 30)
     folder, images = large
     dataset = opened(folder, tmp_path / "cache")
-    dataset.rowstore.blobs.memory.use(RankShare.of(1, 1))
+    dataset.rowstore.row_groups.memory.use(RankShare.of(1, 1))
     request_all(dataset)
     assert is_equal(dataset, images)
     assert set(made.values()) == {1}
@@ -491,7 +498,7 @@ def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(tmp_pat
     folder, _ = large
 
     def made(cache: CacheConfig) -> list[memoryview]:
-        blobs, found = make_dataset(str(folder), cache=cache).rowstore.blobs, dict[int, Any]()
+        blobs, found = make_dataset(str(folder), cache=cache).rowstore.row_groups.caches[0], dict[int, Any]()
         for first in range(0, GROUPS, 10):
             found |= made_together(blobs, {number: RowGroupLife() for number in range(first, first + 10)})
         return [found[number][0] for number in range(GROUPS)]
@@ -508,12 +515,12 @@ def test_bunches_fit_into_the_memory(
     """Row groups that leave no room for others are made alone."""
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: host)
     folder, images = large
-    blobs = (dataset := opened(folder, tmp_path / "cache")).rowstore.blobs
+    blobs = (dataset := opened(folder, tmp_path / "cache")).rowstore.row_groups.caches[0]
     blobs.memory.use(RankShare.of(1, 1))
     request_all(dataset)
     sizes, together = list[int](), bunches.make_together
     monkeypatch.setattr(
-        row_group_cache, "make_together", lambda members, late: (sizes.append(len(members)), together(members, late))[1]
+        bunches, "make_together", lambda members, late: (sizes.append(len(members)), together(members, late))[1]
     )
     assert is_equal(dataset, images)
     assert max(sizes, default=0) == most
@@ -525,7 +532,10 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
     folder, _ = large
     dataset = opened(folder, tmp_path / "cache")
     blocks, arrives = dataset.blocks, threading.Event()
-    first, fetch = min(start for start, _ in dataset.rowstore.blobs.maker.sources(5)[1]), blocks.fetch_into
+    first, fetch = (
+        min(start for start, _ in dataset.rowstore.row_groups.caches[0].maker.sources(5)[1]),
+        blocks.fetch_into,
+    )
 
     def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
         if start == first:
@@ -533,9 +543,9 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
-    order, blobs = [], dataset.rowstore.blobs
+    order, blobs = [], dataset.rowstore.row_groups.caches[0]
     other = LocalTier(tmp_path / "cache")  # as another process has it
-    for number, found in blobs.load_together({number: RowGroupLife() for number in range(10)}, lambda: None):
+    for number, found in loads_of(blobs, {number: RowGroupLife() for number in range(10)}):
         assert isinstance(found, list)
         order.append(number)
         if len(order) == 9:
@@ -552,8 +562,8 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: 12 << 30)
     folder, _ = large
     dataset = opened(folder, tmp_path / "cache")
-    scheduler, maker, blocks = dataset.rowstore.scheduler, dataset.rowstore.blobs.maker, dataset.blocks
-    dataset.rowstore.blobs.memory.use(RankShare.of(1, 1))
+    scheduler, maker, blocks = dataset.rowstore.scheduler, dataset.rowstore.row_groups.caches[0].maker, dataset.blocks
+    dataset.rowstore.row_groups.memory.use(RankShare.of(1, 1))
     late, arrives, fetch = {0, 10, 18, 24}, threading.Event(), blocks.fetch_into  # one of each of the first bunches
     firsts = {min(start for start, _ in maker.sources(number)[1]) for number in late}
 
@@ -572,7 +582,7 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
     for number in lives.keys() - late:
         assert lives[number].contents.result(200) is not None
     assert [len(bunch & late) for bunch in sorted(bunched, key=min)[:4]] == [1] * 4
-    assert dataset.rowstore.blobs.memory.held.reserved < 5 * 4 * (1 << 20)  # of the late ones only
+    assert dataset.rowstore.row_groups.memory.held.reserved < 5 * 4 * (1 << 20)  # of the late ones only
     arrives.set()
     assert all(lives[number].contents.result(200) is not None for number in late)
 
@@ -582,7 +592,7 @@ def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
 ) -> None:
     folder, _ = large
     dataset = opened(folder, tmp_path / "cache")
-    blobs, blocks, arrives = dataset.rowstore.blobs, dataset.blocks, threading.Event()
+    blobs, blocks, arrives = dataset.rowstore.row_groups.caches[0], dataset.blocks, threading.Event()
     blobs.make(7)
     other, fetch = LocalTier(tmp_path / "cache"), blocks.fetch_into  # the first as another process has it
 
@@ -593,7 +603,7 @@ def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
     with other.key_lock(blobs.lock_key(3)) as other_makes_it:
         assert other_makes_it is None
-        loads = blobs.load_together({number: RowGroupLife() for number in range(10)}, lambda: None)
+        loads = loads_of(blobs, {number: RowGroupLife() for number in range(10)})
         assert next(loads) == (3, None)
     number, cached = next(loads)
     assert number == 7
@@ -621,7 +631,7 @@ def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path
     texts = [[f"{number:04d}" * 500] * 400 for number in range(40)]
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"text": texts}), tmp_path / "data" / "0.parquet", row_group_size=4)
-    blobs = opened(tmp_path / "data", tmp_path / "cache").rowstore.blobs
+    blobs = opened(tmp_path / "data", tmp_path / "cache").rowstore.row_groups.caches[0]
     assert blobs.bunched_bytes(0)
     found = made_together(blobs, {number: RowGroupLife() for number in range(5)})
     assert all(len(blob) > row_group_maker.INLINE_BYTES for [blob] in found.values())
@@ -629,7 +639,9 @@ def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path
 
 
 def test_a_row_group_that_the_cache_does_not_keep_is_made_alone_later(tmp_path: Path, write: Any) -> None:
-    blobs = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000)).rowstore.blobs
+    blobs = make_dataset(
+        str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000)
+    ).rowstore.row_groups.caches[0]
     found = made_together(blobs, {number: RowGroupLife() for number in range(FILES)})
     kept = [is_file_map(found[number][0]) for number in range(FILES)]
     assert set(kept) == {True, False}
@@ -646,7 +658,7 @@ def test_a_process_with_too_many_maps_makes_them_in_other_memory(
 
     monkeypatch.setattr(bunches.blob_buffers, "take", take)
     dataset = opened(folder, tmp_path / "cache")
-    found = made_together(dataset.rowstore.blobs, {number: RowGroupLife() for number in range(10)})
+    found = made_together(dataset.rowstore.row_groups, {number: RowGroupLife() for number in range(10)})
     assert all(isinstance(each, list) for each in found.values())
     monkeypatch.undo()
     assert is_equal(dataset, images)
@@ -672,11 +684,13 @@ def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
 def test_row_groups_that_share_blocks_of_a_remote_file_are_made_alone(
     bucket: Any, dataset_of: Any, cache: CacheConfig
 ) -> None:
-    alone = make_dataset(dataset_of([[5]] * 3), storage_options=bucket.options, cache=cache).rowstore.blobs
+    alone = make_dataset(dataset_of([[5]] * 3), storage_options=bucket.options, cache=cache).rowstore.row_groups.caches[
+        0
+    ]
     assert all(alone.bunched_bytes(number) for number in range(3))
     shared = make_dataset(
         dataset_of([[5, 5]] * 3, folder="two"), storage_options=bucket.options, cache=cache
-    ).rowstore.blobs
+    ).rowstore.row_groups.caches[0]
     assert not any(shared.bunched_bytes(number) for number in range(6))
 
 
@@ -709,7 +723,7 @@ def test_a_row_group_that_is_requested_twice_is_in_two_bunches(tmp_path: Path, w
         found.append([*lives])
         return ((number, []) for number in lives)
 
-    queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
+    queue = bunch_queue.BunchQueue(dataset.rowstore.row_groups, threads)
     loading = bunch_queue.Loading(load, lambda *_: None, lambda group, _: found.append([group]))
     with queue._mutex:
         for number in [*range(8), *range(4), *sorted([*range(4, 8)] * 2), *range(4)]:
@@ -772,7 +786,7 @@ def test_calls_of_a_bunch_keep_their_place_before_later_ones(
     def alone(*_: Any) -> None:
         threads.submit(order.append, "alone")
 
-    queue = bunch_queue.BunchQueue(dataset.rowstore.blobs, threads)
+    queue = bunch_queue.BunchQueue(dataset.rowstore.row_groups, threads)
     with queue._mutex:
         for number in range(2 * bunch_queue.MOST_IN_A_BUNCH):
             assert queue.add(number, RowGroupLife(), bunch_queue.Loading(load, lambda *_: None, alone))
@@ -785,7 +799,7 @@ def test_the_seconds_of_a_bunch_count_if_another_process_makes_its_first_row_gro
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
-    scheduler, blobs = dataset.rowstore.scheduler, dataset.rowstore.blobs
+    scheduler, blobs = dataset.rowstore.scheduler, dataset.rowstore.row_groups.caches[0]
     other, count, load_alone = LocalTier(tmp_path / "cache"), 8, scheduler._load_alone
     monkeypatch.setattr(bunch_queue, "BUNCHES_AT_ONCE", 1)
 

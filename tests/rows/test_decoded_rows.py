@@ -58,7 +58,7 @@ import pyarrow
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.catalog import filters
 dataset = make_dataset(f"{sys.argv[1]}/x.parquet", cache=CacheConfig(f"{sys.argv[1]}/cache", "1GB"))
-dataset.rowstore.blobs.make(0)
+dataset.rowstore.row_groups.caches[0].make(0)
 print(pyarrow.default_memory_pool().max_memory())
 """
 
@@ -162,7 +162,7 @@ def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, mon
     table = pa.table({"id": np.arange(1000), "text": ["long " * 50] * 1000, "own": [f"row {i}" for i in range(1000)]})
     write(tmp_path / "x.parquet", table, [1000])
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
-    assert len(dataset.rowstore.blobs.plan.row_starts) == 17
+    assert len(dataset.rowstore.row_groups.row_starts) == 17
     rows = np.random.default_rng(0).permutation(1000)
     assert found(dataset, rows) == expected(table.take(rows))
 
@@ -252,7 +252,7 @@ def test_a_row_group_is_held_or_streamed(
     table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
-    dataset.rowstore.blobs.memory.use(RankShare(memory, 2))
+    dataset.rowstore.row_groups.memory.use(RankShare(memory, 2))
     footer = dataset.blocks.stats()["requests_origin"]
     needed = [rows - 1, 0, 7]
     assert found(dataset, needed) == expected(table.take(needed))
@@ -274,6 +274,6 @@ def test_writers_that_leave_a_header_out_of_the_size_of_a_chunk(
     file.write_bytes(content.replace(writer, created_by.encode().ljust(len(writer))))
     assert pq.read_metadata(file).created_by.strip() == created_by
     dataset = make_dataset(str(file), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
-    dataset.rowstore.blobs.memory.use(RankShare(memory, 2))
+    dataset.rowstore.row_groups.memory.use(RankShare(memory, 2))
     needed = [59_999, 0, 30_000]
     assert found(dataset, needed) == expected(table.take(needed))

@@ -65,7 +65,7 @@ def test_one_row_group_uses_all_requests(files: Path, tmp_path: Path, monkeypatc
         )
         origin.behave(bytes_per_second=200_000.0)
         until(lambda: dataset.blocks.free_requests)  # Reads of earlier tests may be under way.
-        assert dataset.rowstore.blobs.make(0)
+        assert dataset.rowstore.row_groups.caches[0].make(0)
         assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
 
 
@@ -102,9 +102,9 @@ def test_only_small_row_groups_with_neighbours_share_a_cached_block(
         return len(list((tmp_path / "cache" / "blobs").glob("*/*")))
 
     before = cached()
-    assert all(map(dataset.rowstore.blobs.make, range(2)))
+    assert all(map(dataset.rowstore.row_groups.caches[0].make, range(2)))
     assert cached() - before == blobs
-    assert dataset.rowstore.blobs.make(2)  # Nothing needs the block any more.
+    assert dataset.rowstore.row_groups.caches[0].make(2)  # Nothing needs the block any more.
     assert cached() - before == 3
 
 
@@ -138,7 +138,9 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The requests go on while decoding is the bottleneck, until the budget is full of fetched bytes."""
-    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.row_groups.caches[
+        0
+    ]
     maker, fetched = blobs.maker, threading.Semaphore(0)
     maker.memory.use(RankShare(TRAINER_DIVISOR * 15 * GROUP_BYTES, usable_cores()))
     pack = maker.pack
@@ -166,7 +168,7 @@ def test_record_batches_are_decompressed_in_the_memory_of_decoders(
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema, options=options) as file:
         for _ in range(groups):
             file.write_table(table)
-    blobs = make_dataset(tmp_path / "x.arrow", cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs = make_dataset(tmp_path / "x.arrow", cache=CacheConfig(str(tmp_path / "cache"))).rowstore.row_groups.caches[0]
     maker, fetched = blobs.maker, threading.Semaphore(0)
     assert maker.decoding_bytes(0) > size > 4 * max(blobs.plan.blob_sizes(0))
     pack, before = maker.pack, pa.total_allocated_bytes()
@@ -185,7 +187,7 @@ def test_a_list_of_structs_is_streamed_as_several_columns(tmp_path: Path, monkey
     monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1)
     rows = pa.array([[{"a": 1, "b": [2]}]], pa.list_(pa.struct({"a": pa.int8(), "b": pa.list_(pa.int8())})))
     pq.write_table(pa.table({"x": [1], "y": rows}), tmp_path / "x.parquet")
-    assert make_dataset(tmp_path / "x.parquet", cache=False).rowstore.blobs.maker.need.held == 3
+    assert make_dataset(tmp_path / "x.parquet", cache=False).rowstore.row_groups.caches[0].maker.need.held == 3
 
 
 @pytest.mark.parametrize("sources", [1, 2])
@@ -196,7 +198,7 @@ def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sourc
     cache = CacheConfig(str(tmp_path / "cache"))
     parts = [make_dataset(str(tmp_path / name), cache=cache) for name in ("small", "large")]
     data = parts[0] if sources == 1 else mix(parts)
-    cached = data.rowstore.blobs.by_dataset[0]
+    cached = data.rowstore.row_groups.caches[0]
     cached.memory.use(RankShare(1 << 40, usable_cores()))
     # As a loader that reads `data`:
     with cached.memory.held.reserve(sys.maxsize), cached.memory.decoding.reserve(sys.maxsize):
@@ -212,7 +214,9 @@ def test_a_wait_for_another_process_holds_no_memory(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row group that another process makes does not keep this process from making others."""
-    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.row_groups.caches[
+        0
+    ]
     tier, waiting = blobs.blocks.tier, threading.Event()
     assert isinstance(tier, LocalTier)
     wait = key_waits.wait_for_holder
@@ -233,7 +237,7 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
 ) -> None:
     """Other row groups are published meanwhile, which tells the tier that its disk works."""
     dataset = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache")))
-    blobs, tier = dataset.rowstore.blobs, dataset.blocks.tier
+    blobs, tier = dataset.rowstore.row_groups.caches[0], dataset.blocks.tier
     assert isinstance(tier, LocalTier)
     monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.1)
     monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 0.1)
@@ -249,12 +253,12 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
     dataset = make_dataset(str(files / "bucket"), cache=False)
-    dataset.rowstore.blobs.memory.use(RankShare(123 << 20, 3))
+    dataset.rowstore.row_groups.memory.use(RankShare(123 << 20, 3))
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.rowstore.blobs.memory.rank == RankShare(123 << 20, 3)
-    assert copy.rowstore.blobs.memory.held.total == dataset.rowstore.blobs.memory.held.total < 123 << 20
-    maker = pickle.loads(pickle.dumps(dataset.rowstore.blobs)).maker
-    assert maker.memory.held.total == dataset.rowstore.blobs.memory.held.total
+    assert copy.rowstore.row_groups.memory.rank == RankShare(123 << 20, 3)
+    assert copy.rowstore.row_groups.memory.held.total == dataset.rowstore.row_groups.memory.held.total < 123 << 20
+    maker = pickle.loads(pickle.dumps(dataset.rowstore.row_groups.caches[0])).maker
+    assert maker.memory.held.total == dataset.rowstore.row_groups.memory.held.total
 
 
 def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path: Path) -> None:
@@ -271,7 +275,7 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
         loader = make_loader(str(files / "bucket"), 8, world=world, cache=cache, **workers)
         next(iter(loader))
         share = max(MIN_MEMORY, whole // (ranks * processes))
-        maker = loader.dataset.rowstore.blobs.maker
+        maker = loader.dataset.rowstore.row_groups.caches[0].maker
         assert maker.memory.rank == RankShare(share, max(1, usable_cores() // ranks))
         assert 0 < loader.stats().memory_bytes == maker.memory.limit <= share
         assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
@@ -280,7 +284,7 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
 def test_the_largest_numbers_of_all_loaders_divide_the_memory(files: Path) -> None:
     """A loader for validation must not give its memory to each worker of the loader for training."""
     dataset = make_dataset(str(files / "bucket"), cache=False)
-    memory = dataset.rowstore.blobs.memory
+    memory = dataset.rowstore.row_groups.memory
     train = make_loader(dataset, 8, world=World(0, 2, 0, 2), num_workers=1, transform=dict)
     assert memory.rank == RankShare.of(2, 2)
     validation = make_loader(dataset, 8, world=World(0, 1))
@@ -295,13 +299,13 @@ def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.M
     monkeypatch.setattr(row_group_memory, "usable_cores", lambda: 6)
     monkeypatch.setattr(row_group_memory, "host_cores", lambda: 6)
     dataset = make_dataset(str(files / "bucket"), cache=False)
-    memory = dataset.rowstore.blobs.memory
+    memory = dataset.rowstore.row_groups.memory
     assert memory.decoders._count == 6
     for ranks, count in [(4, 1), (2, 3), (12, 1)]:
         world = World(0, ranks, 0, ranks)
         loader = make_loader(dataset, 8, world=world, num_workers=1)
         assert memory.decoders._count == count
-        copy = pickle.loads(pickle.dumps(loader.dataset.rowstore.blobs)).memory
+        copy = pickle.loads(pickle.dumps(loader.dataset.rowstore.row_groups.caches[0])).memory
         assert copy.decoders._count == count
         del loader
     monkeypatch.setattr(row_group_memory, "host_cores", lambda: 48)  # The launcher bound each rank to six
@@ -327,20 +331,20 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
         return opened(*args, buffer_size=buffer_size, **options)
 
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
-    maker = dataset.rowstore.blobs.maker
+    maker = dataset.rowstore.row_groups.caches[0].maker
     loader = make_loader(dataset, 8)
     next(iter(loader))
     assert maker.memory.held.total == maker.reservation(0) == needed
     assert 2 * needed <= loader.stats().memory_bytes == maker.memory.limit < 2.2 * needed
     taken.clear()
     monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
-    with maker.opened(0, dataset.rowstore.blobs.blocks):
+    with maker.opened(0, dataset.rowstore.row_groups.caches[0].blocks):
         assert needed / 2 < sum(taken) <= needed
 
 
 def test_bytes_that_were_never_reserved_do_not_count_as_returned(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(10)}), tmp_path / "x.parquet")
-    memory = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker.memory
+    memory = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.row_groups.caches[0].maker.memory
     buffer = fetched_buffers.take(1000)
     fetched_buffers.give_back(buffer)
     with pytest.raises(ReservationCancelled), memory.hold(RELEASED_BYTES, lambda: True):
@@ -365,7 +369,7 @@ def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
-blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.blobs
+blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.row_groups.caches[0]
 blobs.make(0)  # loads all modules
 blobs.memory.rank = RankShare(int(sys.argv[3]), usable_cores())
 blobs.memory.after_fork_in_child()

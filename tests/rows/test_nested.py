@@ -185,7 +185,7 @@ def test_members_of_an_extension_type_are_chosen_alone(tmp_path: Path) -> None:
         pq.write_table(table, tmp_path / "x.parquet")
         for column, expected in {"p.x": 7, "s.p.tags": ["a"], "s.q": 7}.items():
             assert make_dataset(tmp_path, columns=[column], cache=False)[7] == {column: expected}
-        names = make_dataset(tmp_path, columns=["p.name"], cache=False).rowstore.blobs
+        names = make_dataset(tmp_path, columns=["p.name"], cache=False).rowstore.row_groups.caches[0]
         names.measure()
         assert names.row_bytes > len("a name" * 10)
     finally:
@@ -648,7 +648,7 @@ def test_nested_rows_have_a_size(tmp_path: Path) -> None:
     rows = [["a long tag that repeats" * 20] * 3] * 2000
     pq.write_table(pa.table({"tags": rows}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     before = blobs.num_bytes
     blobs.measure()
     actual = sum(len(blob) for blob in load(blobs, 0))

@@ -125,7 +125,7 @@ def test_the_owner_counts_the_row_groups_of_each_state(dataset: Any) -> None:
 
 def test_a_row_group_waits_as_planned_until_there_is_memory(dataset: Any) -> None:
     store = dataset.rowstore
-    with store.blobs.memory.held.reserve(1 << 60):
+    with store.row_groups.memory.held.reserve(1 << 60):
         store.prefetch(range(4))
         assert store.states()["planned"] == 4
     for group in range(4):

@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written_to_takes_no_memory_without_bound(
     dataset = make_dataset(dataset_of([[2000] * 200]), storage_options=bucket.options, cache=cache)
     loader = make_loader(dataset, 100, window=2)
     store = dataset.rowstore
-    owner, memory = store.scheduler, store.blobs.memory
+    owner, memory = store.scheduler, store.row_groups.memory
     monkeypatch.setattr(memory.held, "total", 10 * store.size_of(0))
     monkeypatch.setattr(LocalTier, "can_write", lambda _: False)
     store.gather(np.array([0]))  # It shows that the cache keeps nothing.
@@ -194,7 +194,7 @@ def test_fewer_columns_come_from_the_records_of_all(
     whole.rowstore.gather(np.arange(190))
     assert decoded == Counter([0, 1])
     few = make_dataset(url, columns=["text", "half"], storage_options=bucket.options, cache=cache)
-    assert len(few.rowstore.blobs.plan.row_starts) < len(whole.rowstore.blobs.plan.row_starts)
+    assert len(few.rowstore.row_groups.row_starts) < len(whole.rowstore.row_groups.row_starts)
     rows = np.random.default_rng(0).permutation(190)
     assert few.__getitems__(rows).columns["text"] == [f"row {row}" for row in rows]
     assert few.__getitems__(rows).columns["half"].tolist() == (rows / 2).tolist()
@@ -249,8 +249,8 @@ def test_forget_cancels_prefetched_row_groups_that_no_thread_has_started(
     dataset: Any, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go = dataset.rowstore, threading.Event()
-    load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda *args: go.wait(60) and load(*args))
+    load = store.row_groups.caches[0].load
+    monkeypatch.setattr(store.row_groups.caches[0], "load", lambda *args: go.wait(60) and load(*args))
     store.capacity = 200
     store.prefetch(range(200))
     store.forget()
@@ -264,7 +264,7 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
 ) -> None:
     store = dataset.rowstore
     store.capacity = 200
-    with store.blobs.memory.held.reserve(sys.maxsize):
+    with store.row_groups.memory.held.reserve(sys.maxsize):
         store.prefetch(range(20))
         cancelled = [load for group, load in store.scheduler._lives.items() if group != 7]
         store.forget()
@@ -278,8 +278,8 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
 
 def test_a_gather_restarts_a_load_that_another_loop_cancels(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, go = dataset.rowstore, threading.Event()
-    load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda *args: go.wait(60) and load(*args))
+    load = store.row_groups.caches[0].load
+    monkeypatch.setattr(store.row_groups.caches[0], "load", lambda *args: go.wait(60) and load(*args))
     store.prefetch(range(scheduler.LOADERS))  # Every thread is busy, so the next row group waits.
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
@@ -349,14 +349,14 @@ def test_a_long_wait_for_a_row_group_is_logged(
 def test_the_wait_for_a_row_group_is_cut_into_short_ones(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C that comes just before a wait is handled after it."""
     store, begun, timeouts = dataset.rowstore, threading.Event(), list[float]()
-    load, wait_for_first = store.blobs.load, scheduler.wait
+    load, wait_for_first = store.row_groups.caches[0].load, scheduler.wait
 
     def noted(futures: Any, timeout: float, **when: Any) -> Any:
         timeouts.append(timeout)
         begun.set()
         return wait_for_first(futures, timeout, **when)
 
-    monkeypatch.setattr(store.blobs, "load", lambda *args: begun.wait(60) and load(*args))
+    monkeypatch.setattr(store.row_groups.caches[0], "load", lambda *args: begun.wait(60) and load(*args))
     monkeypatch.setattr(scheduler, "wait", noted)
     assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
     assert 0 < max(timeouts) <= LOOK_SECONDS
@@ -364,7 +364,7 @@ def test_the_wait_for_a_row_group_is_cut_into_short_ones(dataset: Any, monkeypat
 
 def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start as many loads as there are threads. They continue once `go` is set."""
-    busy, load = threading.Semaphore(0), store.blobs.load
+    busy, load = threading.Semaphore(0), store.row_groups.caches[0].load
 
     def blocked(group: int, *rest: Any) -> Any:
         if group < scheduler.LOADERS:
@@ -372,7 +372,7 @@ def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.Mon
             go.wait()
         return load(group, *rest)
 
-    monkeypatch.setattr(store.blobs, "load", blocked)
+    monkeypatch.setattr(store.row_groups.caches[0], "load", blocked)
     store.capacity = 200
     store.prefetch(range(scheduler.LOADERS))
     for _ in range(scheduler.LOADERS):
@@ -435,13 +435,13 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
-    load, budget = store.blobs.load, store.blobs.memory.held
+    load, budget = store.row_groups.caches[0].load, store.row_groups.memory.held
 
     def counting(group: int, *rest: Any) -> Any:
         loads[group] += 1
         return load(group, *rest)
 
-    monkeypatch.setattr(store.blobs, "load", counting)
+    monkeypatch.setattr(store.row_groups.caches[0], "load", counting)
     with budget.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
@@ -457,7 +457,7 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
 
 def test_a_loop_that_ends_does_not_restart_the_loads_that_it_cancels(dataset: Any, gathering: Any) -> None:
     store = dataset.rowstore
-    with store.blobs.memory.held.reserve(sys.maxsize):
+    with store.row_groups.memory.held.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
         gathering.stop.set_result(None)
@@ -471,8 +471,10 @@ def test_a_loader_stops_waiting_before_it_cancels_its_loads(
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go, stopped = dataset.rowstore, threading.Event(), list[bool]()
-    load, forget = store.blobs.load, store.forget
-    monkeypatch.setattr(store.blobs, "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1])
+    load, forget = store.row_groups.caches[0].load, store.forget
+    monkeypatch.setattr(
+        store.row_groups.caches[0], "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1]
+    )
     monkeypatch.setattr(store, "forget", lambda: [stopped.append(gathering.stops[-1].done()), forget()])
     batches = iter(make_loader(dataset, 5, shuffle=False, transform=dict))  # A thread waits.
     try:
@@ -491,7 +493,7 @@ def test_what_the_cache_does_not_keep_is_made_without_waiting_for_others(
 ) -> None:
     """In a full cache, the ranks of a host would make such a row group one after the other, in each epoch."""
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
-    blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"))).rowstore.blobs
+    blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"))).rowstore.row_groups.caches[0]
     tier = blobs.tier
     with monkeypatch.context() as full:
         full.setattr(tier, "reserve", lambda *_: False)
@@ -523,6 +525,6 @@ def test_counting_fetched_bytes_starts_no_engine(tmp_path: Path) -> None:
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c")))
     dataset.blocks.origin._engine = None
     assert dataset.blocks.counts()["requests_origin"] >= 0
-    assert dataset.rowstore.blobs.caches_everything
+    assert dataset.rowstore.row_groups.caches[0].caches_everything
     assert dataset.blocks.origin._engine is None
     assert dataset.blocks.stats()["engine"]

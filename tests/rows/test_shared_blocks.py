@@ -49,7 +49,7 @@ def cached_blocks(dataset: Dataset) -> list[int]:
 
 def users(dataset: Dataset, block: int) -> set[int]:
     """Return the row groups that have bytes of a block."""
-    maker, blocks = dataset.rowstore.blobs.maker, dataset.blocks
+    maker, blocks = dataset.rowstore.row_groups.caches[0].maker, dataset.blocks
     return {group for group in range(GROUPS) if block in blocks.numbers(maker.sources(group)[0])}
 
 
@@ -62,7 +62,7 @@ def test_a_block_stays_until_the_rows_of_all_its_row_groups_are_cached(
     made: set[int] = set()
     fetched: set[int] = set()
     for group in order:
-        assert dataset.rowstore.blobs.make(group)
+        assert dataset.rowstore.row_groups.caches[0].make(group)
         made.add(group)
         fetched |= {block for block in range(10) if group in users(dataset, block)}
         assert cached_blocks(dataset) == sorted(block for block in fetched if not users(dataset, block) <= made)
@@ -85,18 +85,18 @@ def test_blocks_stay_that_other_datasets_of_the_file_may_need(
 ) -> None:
     dataset = opened(**options)
     for group in range(len(dataset.row_groups)):
-        assert dataset.rowstore.blobs.make(group)
+        assert dataset.rowstore.row_groups.caches[0].make(group)
     assert cached_blocks(dataset)
 
 
 def test_blocks_stay_if_the_rows_do_not_fit(opened: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = opened()
     for group in range(GROUPS - 1):
-        assert dataset.rowstore.blobs.make(group)
+        assert dataset.rowstore.row_groups.caches[0].make(group)
     last = cached_blocks(dataset)
     assert last
     monkeypatch.setattr(dataset.blocks.tier, "reserve", lambda *_: False)
-    assert not dataset.rowstore.blobs.make(GROUPS - 1)
+    assert not dataset.rowstore.row_groups.caches[0].make(GROUPS - 1)
     assert cached_blocks(dataset) == last
 
 
@@ -104,7 +104,7 @@ def test_two_threads_look_up_the_blocks_of_a_file(
     opened: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second thread makes a row group of the file while the first one looks up the others."""
-    blobs = opened().rowstore.blobs
+    blobs = opened().rowstore.row_groups.caches[0]
     shared, sources, threads = blobs._shared_blocks, blobs.maker.sources, ThreadPoolExecutor(1)
     assert shared is not None
     begun: list[int] = []
@@ -138,7 +138,7 @@ def images(bucket: Any) -> int:
 def make_shuffled(dataset: Dataset) -> None:
     """Make the row groups of `images` in random order, so that the next one is seldom of the same block."""
     for number in np.random.default_rng(1).permutation(IMAGE_GROUPS).tolist():
-        dataset.rowstore.blobs.make(number)
+        dataset.rowstore.row_groups.caches[0].make(number)
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def test_no_blocks_are_fetched_for_a_cache_that_cannot_be_written_to(
 ) -> None:
     dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=cache)
     with no_large_files():
-        assert not dataset.rowstore.blobs.make(0)  # It shows that the cache keeps nothing.
+        assert not dataset.rowstore.row_groups.caches[0].make(0)  # It shows that the cache keeps nothing.
         bucket.server.reset()
         make_shuffled(dataset)
     assert dataset.blocks.stats()["health"]["state"] == "degraded"

@@ -103,7 +103,7 @@ def test_text_of_a_file_is_stored_and_made_once(
     batch = dataset.__getitems__(order).columns
     assert batch["text"] == [rows[row] for row in order]
     assert [plain(value) for value in batch["blob"]] == [rows[row] and rows[row].encode() for row in order]
-    blobs = dataset.rowstore.blobs
+    blobs = dataset.rowstore.row_groups.caches[0]
     assert sum(map(len, load(blobs, 0))) < 4000 * dataset.rowstore.layout.dtype.itemsize + 4 * 2 * 3000
     again = dataset.__getitems__(np.arange(1024)).columns["text"]
     assert len({id(text) for text in again}) <= len(LONG) + nulls
@@ -117,14 +117,14 @@ def test_the_plan_knows_how_large_members_of_structs_are(tmp_path: Path) -> None
     """Their codes are not kept: each row has its text."""
     rows = pa.array([{"text": text} for text in texts(30_000)])
     pq.write_table(pa.table({"s": rows}), tmp_path / "x.parquet")
-    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.row_groups.caches[0]
     blobs.measure()
     assert blobs.num_bytes == pytest.approx(sum(map(len, load(blobs, 0))), rel=0.01)
 
 
 def test_the_plan_knows_how_small_shared_values_are(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts(30_000)}), tmp_path / "x.parquet")
-    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.row_groups.caches[0]
     blobs.measure()
     assert blobs.num_bytes == pytest.approx(sum(map(len, load(blobs, 0))), rel=0.01)
 

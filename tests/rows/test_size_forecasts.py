@@ -33,7 +33,7 @@ def shared(values: list[str], rows: int = ROWS) -> list[str]:
 
 def blobs_of(path: Path, column: list[Any], fill_null: Any = None, **options: Any) -> RowGroupCache:
     pq.write_table(pa.table({"c": column}), path, **options)
-    return make_dataset(path, cache=False, fill_null=fill_null).rowstore.blobs
+    return make_dataset(path, cache=False, fill_null=fill_null).rowstore.row_groups.caches[0]
 
 
 def made(blobs: RowGroupCache, group: int = 0) -> int:
@@ -86,7 +86,7 @@ def test_text_that_one_file_lacks_is_measured(tmp_path: Path, in_struct: bool) -
     columns[1] = {"c": pa.nulls(ROWS)}
     for number, column in enumerate(columns):
         pq.write_table(pa.table(column), tmp_path / f"{number}.parquet")
-    blobs = make_dataset(tmp_path, cache=False).rowstore.blobs
+    blobs = make_dataset(tmp_path, cache=False).rowstore.row_groups.caches[0]
     blobs.measure()
     assert 0.99 * made(blobs) < blobs.bytes_of(0) < 5 * made(blobs)
 
@@ -102,7 +102,7 @@ def test_measuring_parses_a_footer_once(tmp_path: Path, monkeypatch: pytest.Monk
     """A footer of thousands of columns takes long, and each column of each sample needs it."""
     columns = pa.table({name: shared(LONG[:100], 400) for name in "abcd"})
     pq.write_table(columns, tmp_path / "x.parquet", row_group_size=50)
-    blobs = make_dataset(tmp_path / "x.parquet", cache=False).rowstore.blobs
+    blobs = make_dataset(tmp_path / "x.parquet", cache=False).rowstore.row_groups.caches[0]
     parsed = []
     monkeypatch.setattr(footer_cache, "parse_footer", lambda *a: parsed.append(a) or parse_footer(*a))
     blobs.measure()

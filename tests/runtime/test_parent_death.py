@@ -92,7 +92,7 @@ def mapped_in_children() -> bool:
 
 def decode_ahead(connection: Connection, file: Path) -> None:
     cache = {"cache_dir": str(file.with_name("cache")), "cache_bytes": "100MB"}
-    decoder = BackgroundDecoder(make_dataset(file, **cache).map(Endless(), version="1").rowstore.blobs)
+    decoder = BackgroundDecoder(make_dataset(file, **cache).map(Endless(), version="1").rowstore.row_groups)
     decoder.begin()
     decoder._process.ready.wait()
     decoder._process._connection.send(0)

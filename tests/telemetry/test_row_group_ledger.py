@@ -51,7 +51,11 @@ def groups_of(loader: Iterable[Any]) -> int:
 
 def size_of(dataset: Any) -> int:
     """Return the bytes of the records of all row groups in the cache."""
-    return sum(len(blob) for group in range(len(dataset.row_groups)) for blob in dataset.rowstore.blobs.find(group))
+    return sum(
+        len(blob)
+        for group in range(len(dataset.row_groups))
+        for blob in dataset.rowstore.row_groups.caches[0].find(group)
+    )
 
 
 def stored(dataset: Any) -> int:
@@ -92,7 +96,9 @@ def test_a_row_group_that_the_background_process_decodes_is_a_miss(
 ) -> None:
     decoder = start_decoder(dataset, monkeypatch)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
-    with dataset.rowstore.blobs.memory.held.reserve(sys.maxsize):  # This process has no memory to decode by itself.
+    with dataset.rowstore.row_groups.memory.held.reserve(
+        sys.maxsize
+    ):  # This process has no memory to decode by itself.
         for hits in (0, GROUPS):
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)

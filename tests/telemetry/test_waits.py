@@ -119,7 +119,7 @@ def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
     else:
         monkeypatch.setattr(row_group_maker, "decode", slowly(row_group_maker.decode, 0.1))
     loader = make_loader(dataset, 4, window=2, num_threads=1)
-    maker = dataset.rowstore.blobs.maker
+    maker = dataset.rowstore.row_groups.caches[0].maker
     assert maker.memory.held.total < 2 * maker.reservation(0)
     waits = epoch(loader).waits
     assert waits[cause] == max(waits["origin"], waits["decode"])
@@ -203,7 +203,7 @@ def test_the_advice_is_for_the_settings_in_use(
 
     in_loader = dict(options)
     if "share" in in_loader:
-        limit = int(in_loader.pop("share") * dataset.rowstore.blobs.num_bytes)
+        limit = int(in_loader.pop("share") * dataset.rowstore.row_groups.num_bytes)
         dataset, in_loader["window"] = opened(cache=CacheConfig(str(tmp_path / "part"), limit)), 1
     if "cache" in in_loader:
         dataset = opened(cache=in_loader.pop("cache"))

@@ -147,7 +147,7 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
     groups = 119
     url = write(bucket, groups)
     whole = hosts(url)
-    decoded = whole.rowstore.blobs.num_bytes
+    decoded = whole.rowstore.row_groups.num_bytes
     size, footers = size_of(whole), fetched(bucket)
     limit = int(1.1 * decoded / nodes)
 
@@ -173,7 +173,7 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
                 sampler = torch.utils.data.DistributedSampler(range(groups), nodes, node)  # type: ignore[arg-type]
                 sampler.set_epoch(number)
                 for group in sampler:
-                    dataset.rowstore.blobs.make(group)
+                    dataset.rowstore.row_groups.caches[0].make(group)
         assert fetched(bucket) > 0.6 * size
 
 
@@ -234,7 +234,7 @@ def test_the_ranks_of_a_host_transfer_each_row_group_once(
     bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server
 ) -> None:
     url, ranks = write(bucket, 60), 4
-    first = hosts(url, cluster=cluster_server.url).rowstore.blobs
+    first = hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0]
     assert warm_from_python(first, range(60)) == 60
 
     def loader_of(rank: int) -> Any:
@@ -272,10 +272,12 @@ def test_readers_of_a_host_transfer_each_blob_once(
     bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     url = write(bucket, 1)
-    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.blobs, range(1)) == 1
+    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0], range(1)) == 1
     cache = CacheConfig(str(tmp_path / "new host"), 1 << 30, cluster=cluster_server.url)
     read = partial(make_dataset, url, storage_options=bucket.options, cache=cache)
-    reads = [read] * 2 if what == "manifest" else [partial(read().rowstore.blobs.make, 0) for _ in range(2)]
+    reads = (
+        [read] * 2 if what == "manifest" else [partial(read().rowstore.row_groups.caches[0].make, 0) for _ in range(2)]
+    )
     arrived = transfers(monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         for reader in [pool.submit(each) for each in reads]:
@@ -287,8 +289,8 @@ def test_a_row_group_from_the_cluster_is_transferred_within_the_memory_budget(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = write(bucket, 1)
-    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.blobs, range(1)) == 1
-    blobs = hosts(url, cluster=cluster_server.url).rowstore.blobs
+    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0], range(1)) == 1
+    blobs = hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0]
     cluster, held, reserved, leases = blobs.tier.cluster, blobs.memory.held, list[int](), list[bytes]()
     get = cluster.get
 
@@ -327,7 +329,7 @@ def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Host
 
 
 def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
-    blobs = hosts(write(bucket, 2), cluster=cluster_server.url).rowstore.blobs
+    blobs = hosts(write(bucket, 2), cluster=cluster_server.url).rowstore.row_groups.caches[0]
     lease = f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease"
     cluster_server.ask("SET", lease, "another's")
     with ThreadPoolExecutor(1) as pool:
@@ -343,7 +345,7 @@ def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, clu
 def test_a_host_takes_no_lease_after_waiting_for_another_host(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.blobs
+    blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.row_groups.caches[0]
     tier, lease, leased = blobs.blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
     bring = tier.fetch_from_cluster
 
@@ -409,7 +411,7 @@ def test_a_python_call_returns_when_the_cluster_has_the_rows(
     send, settle = store._write, store.settle
     monkeypatch.setattr(store, "_write", lambda *blob: (is_settling.wait(PATIENCE), send(*blob)))
     monkeypatch.setattr(store, "settle", lambda: (is_settling.set(), settle()))
-    assert warm_from_python(first.rowstore.blobs, range(4)) == 4
+    assert warm_from_python(first.rowstore.row_groups.caches[0], range(4)) == 4
     assert is_settling.is_set()
     fetched(bucket)
     assert sorted(epoch(make_loader(hosts(url, cluster=cluster_server.url), 50))) == list(range(4 * ROWS))
@@ -419,7 +421,7 @@ def test_a_python_call_returns_when_the_cluster_has_the_rows(
 def test_warming_waits_for_a_cluster_that_is_slower_than_the_origin(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = hosts(write(bucket, 4), cluster=cluster_server.url).rowstore.blobs
+    blobs = hosts(write(bucket, 4), cluster=cluster_server.url).rowstore.row_groups.caches[0]
     cluster = blobs.tier.cluster
     cluster.settle()
     monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 3 * sum(blobs.sizes_on_disk(0)) // 2)
@@ -469,7 +471,7 @@ def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: 
         assert json.loads(out)["rows"] == len(own) * ROWS
         cache = CacheConfig(cache_dir, 1 << 30)
         dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
-        kept = [group for group in range(40) if dataset.rowstore.blobs.find(group) is not None]
+        kept = [group for group in range(40) if dataset.rowstore.row_groups.caches[0].find(group) is not None]
         assert kept == sorted(own)
         fetched(bucket)
         assert {row // ROWS for row in epoch(on_node(dataset, node, 2))} == {*own}
@@ -618,7 +620,7 @@ shared_again.count = 0  # type: ignore[attr-defined]
 
 def test_a_node_needs_capacity_only_for_its_own_windows(bucket: Any, hosts: Hosts) -> None:
     url = write(bucket, 28)
-    limit = int(1.1 * hosts(url).rowstore.blobs.num_bytes / 4)
+    limit = int(1.1 * hosts(url).rowstore.row_groups.num_bytes / 4)
     on_node(hosts(url, limit), 0, 4)
     with pytest.raises(ConfigError, match="two windows of 4 row groups"):
         on_node(hosts(url, limit), 0, 4, num_streams=1)
@@ -628,7 +630,7 @@ def test_a_process_that_fills_shares_what_it_makes(bucket: Any, hosts: Hosts, cl
     """Also the last row group that it makes."""
     url = write(bucket, 60)
     first, second = (hosts(url, cluster=cluster_server.url) for _ in range(2))
-    decoder = BackgroundDecoder(first.rowstore.blobs)
+    decoder = BackgroundDecoder(first.rowstore.row_groups)
     until(lambda: make_in_background(decoder, 0))
     assert all(make_in_background(decoder, group) for group in range(60))
     decoder.end()

@@ -98,13 +98,14 @@ def warm(
 def _fetch(blobs: RowGroupCache, groups: list[int], *, quiet: bool) -> int:
     """Fetch row groups into the cache. Return how many of them are cached."""
     from dataload.planning.warm import warm
+    from dataload.rows.row_groups import RowGroups
 
     blobs.measure()
     sizes = blobs.sizes[groups].tolist()
     with progress("warming", sum(sizes), quiet=quiet) as advance:
         remaining = iter(sizes)
         try:
-            return warm(blobs, groups, lambda _: advance(next(remaining)))
+            return warm(RowGroups([blobs]), groups, lambda _: advance(next(remaining)))
         except KeyboardInterrupt:
             raise typer.Abort(
                 "interrupted: the cache keeps the fetched row groups; run the same command to continue"

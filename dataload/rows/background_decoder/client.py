@@ -95,7 +95,7 @@ class BackgroundDecoder(ForkAware):
     """Makes the blobs of row groups in a background process, which the first request starts.
 
     Args:
-        blobs: The cached row groups.
+        row_groups: The row groups.
 
     Attributes:
         spent: Seconds that the process spent on row groups, by cause.
@@ -106,8 +106,8 @@ class BackgroundDecoder(ForkAware):
         does not outlive this process, however that ends.
     """
 
-    def __init__(self, blobs: RowGroups) -> None:
-        self._blobs = blobs
+    def __init__(self, row_groups: RowGroups) -> None:
+        self._row_groups = row_groups
         self._process: _Process | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None  # ends the process
         self.after_fork_in_child()
@@ -147,8 +147,10 @@ class BackgroundDecoder(ForkAware):
             nonlocal size
             if not demand.now:
                 return False
-            size = size or self._blobs.reservation(group)
-            return self._blobs.memory.held.fits(size)
+            if not size:
+                cache, number = self._row_groups.of(group)
+                size = cache.reservation(number)
+            return self._row_groups.memory.held.fits(size)
 
         process = None if is_urgent() or monotonic() < self._paused_until else self._running()
         if process is None or not process.ready.is_set():
@@ -189,7 +191,7 @@ class BackgroundDecoder(ForkAware):
                 self._detach_finalizer()
             if self._process is None and self._failures < MAX_FAILURES:
                 try:
-                    self._process = _Process(self._blobs, self.spent)
+                    self._process = _Process(self._row_groups, self.spent)
                 except (OSError, RuntimeError) as error:  # the latter at a limit of threads
                     self._failures = MAX_FAILURES
                     log.warning(
@@ -225,7 +227,7 @@ class _Process:
     """A running background process, and the thread that listens to it.
 
     Args:
-        blobs: The cached row groups, sent to the process.
+        row_groups: The row groups, sent to the process.
         spent: Counter of the seconds that the process spends, by cause.
 
     Attributes:
@@ -235,7 +237,7 @@ class _Process:
         made: Number of row groups that it made.
     """
 
-    def __init__(self, blobs: RowGroups, spent: Counters) -> None:
+    def __init__(self, row_groups: RowGroups, spent: Counters) -> None:
         self._spent = spent
         self._mutex = threading.Lock()
         self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
@@ -244,7 +246,7 @@ class _Process:
         self.error: Exception | None = None
         self.made = 0
         self._listener = threading.Thread(
-            target=self._listen, args=(blobs,), name="dataload-decode-client", daemon=True
+            target=self._listen, args=(row_groups,), name="dataload-decode-client", daemon=True
         )
         self._socket, theirs = socket.socketpair()
         with theirs, ExitStack() as undo:  # if the system cannot start the process, or then the thread
@@ -318,9 +320,9 @@ class _Process:
         _program_exits.set()
         self.end()
 
-    def _listen(self, blobs: RowGroups) -> None:
+    def _listen(self, row_groups: RowGroups) -> None:
         try:
-            self._connection.send_bytes(dump_resolved(blobs))
+            self._connection.send_bytes(dump_resolved(row_groups))
             self._connection.recv()
             self.ready.set()
             while True:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from dataload.errors import DataloadError, as_sent
 from dataload.rows.making.bunch_queue import BunchQueue, Loading
+from dataload.rows.making.bunches import load_together
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
@@ -64,16 +66,16 @@ class _Worker:
 
     Args:
         connection: The client. It receives "ready", then a `Done` for each request.
-        blobs: The cached row groups.
+        row_groups: The row groups.
     """
 
-    def __init__(self, connection: Connection, blobs: RowGroups) -> None:
+    def __init__(self, connection: Connection, row_groups: RowGroups) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._blobs = blobs
+        self._row_groups = row_groups
         self._threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
-        self._bunches = BunchQueue(blobs, self._threads)
-        blobs.memory.use_decoder_share()
+        self._bunches = BunchQueue(row_groups, self._threads)
+        row_groups.memory.use_decoder_share()
 
     def run(self) -> None:
         """Serve the client as long as `run` of the module says."""
@@ -88,7 +90,7 @@ class _Worker:
 
     @property
     def _loading(self) -> Loading:
-        return Loading(self._blobs.load_together, self._finish, self._make_alone)
+        return Loading(partial(load_together, self._row_groups), self._finish, self._make_alone)
 
     def _make_alone(self, group: int, life: RowGroupLife) -> None:
         self._threads.submit(self._make, group, life)
@@ -97,7 +99,8 @@ class _Worker:
         made: bool | BaseException
         try:
             with life.charged():
-                made = self._blobs.make(group, life)
+                cache, number = self._row_groups.of(group)
+                made = cache.make(number, life)
         except BaseException as error:  # noqa: BLE001 (sent to the client)
             made = error
         self._answer(group, life, made)

@@ -56,12 +56,12 @@ class BunchQueue:
     """Row groups that wait to be made together with others.
 
     Args:
-        blobs: The cached row groups.
+        row_groups: The row groups.
         threads: The threads that load them: `BUNCHES_AT_ONCE`, besides those that wait for late requests.
     """
 
-    def __init__(self, blobs: RowGroups, threads: DaemonExecutor) -> None:
-        self._blobs = blobs
+    def __init__(self, row_groups: RowGroups, threads: DaemonExecutor) -> None:
+        self._row_groups = row_groups
         self._threads = threads
         self._mutex = threading.RLock()  # Reentrant: a call may be cancelled while it is submitted.
         self._waiting: deque[_Waiting] = deque()
@@ -71,7 +71,8 @@ class BunchQueue:
         """Queue a row group, and let a thread load the next bunch. Return False if the row group is too large, or there
         is too little memory.
         """
-        num_bytes = self._blobs.bunched_bytes(group)
+        cache, number = self._row_groups.of(group)
+        num_bytes = cache.bunched_bytes(number)
         if not 0 < num_bytes <= self._most_bytes // LEAST_IN_A_BUNCH:
             return False
         with self._mutex:
@@ -88,7 +89,7 @@ class BunchQueue:
     @property
     def _most_bytes(self) -> int:
         """The bytes of a bunch, at most: the memory has room for all that are made at once."""
-        return self._blobs.memory.held.total // BUNCHES_AT_ONCE
+        return self._row_groups.memory.held.total // BUNCHES_AT_ONCE
 
     def _submit(self, loading: Loading) -> None:
         self._threads.submit(self._load_next, loading).add_done_callback(self._cancel)

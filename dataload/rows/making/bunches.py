@@ -19,13 +19,14 @@ from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
 from dataload.rows.making.row_group_maker import DECODED_COPIES, INLINE_BYTES
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.runtime.baton import computing
 from dataload.runtime.counters import charged_to
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
     from dataload.rows.row_group_cache import RowGroupCache
+    from dataload.rows.row_groups import RowGroups
 
 MOST_ROWS = 16384  # of a row group with values of varying size, which footers may hide
 POOLED_BYTES = 128 << 10  # of a blob; malloc keeps less without a map of its own
@@ -204,6 +205,21 @@ def make_together(members: Sequence[Member], late: Callable[[], None]) -> Iterat
                 yield member
             if missing and not fetched:
                 late()
+
+
+def load_together(row_groups: RowGroups, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
+    """Yield row groups with their blobs, their error, or None. See `make_together`."""
+    by_cache: dict[tuple[str, int], dict[Member, int]] = {}
+    for group, life in lives.items():
+        cache, number = row_groups.of(group)
+        by_cache.setdefault((cache.tier.location, cache.tier.limit), {})[Member(cache, number, life)] = group
+    for groups in by_cache.values():
+        try:
+            for member in make_together([*groups], late):
+                yield groups.pop(member), member.made
+        except Exception as error:  # noqa: BLE001 (raised where the row groups of this cache are awaited)
+            for group in groups.values():
+                yield group, error
 
 
 def _is_missing(member: Member) -> bool:
