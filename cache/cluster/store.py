@@ -38,7 +38,7 @@ from dataload.runtime.counters import Counters, charge
 from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
-from dataload.runtime.turns import in_turn
+from dataload.runtime.priority import priority
 from dataload.telemetry.wait_timeline import doing
 
 PART_BYTES = 8 << 20
@@ -162,7 +162,7 @@ class Cluster(ForkAware):
 
     def settle(self, patience: float | None = None) -> None:
         """Wait until queued blobs are written or given up, `patience` seconds at most."""
-        with in_turn(0):
+        with priority(0):
             wait([self._writer.submit(lambda: None)], patience)
 
     def stats(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Cluster(ForkAware):
     def _later(self, call: Callable[..., None], *args: Any) -> None:
         """Run `call` in the writer thread, or here if no thread can be started. The program's exit waits a little."""
         try:
-            with in_turn(0):  # in submission order, whatever the turn of the caller
+            with priority(0):  # in submission order, whatever the priority of the caller
                 self._writer.submit(call, *args)
         except RuntimeError:
             call(*args)

@@ -33,8 +33,8 @@ from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.filemap import is_file_map
+from dataload.runtime.priority import next_priority
 from dataload.runtime.redact import redacted
-from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 FOOTER_BYTES = 256  # at most, of a row group's column in footers and manifest, unless its values are long
@@ -132,7 +132,7 @@ class RowGroupCache(SizeForecast):
             DataError: The row group cannot be decoded.
         """
         keys = self.keys(number)
-        with next_turn():
+        with next_priority():
             if self.get_all(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
                 return self.get_all(keys, (0, 0)) is not None

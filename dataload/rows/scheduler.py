@@ -23,7 +23,7 @@ from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.memory_budget import ReservationCancelled
-from dataload.runtime.turns import next_turn
+from dataload.runtime.priority import next_priority
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
@@ -198,7 +198,7 @@ class RowGroupScheduler:
 
     def _run(self, group: int, life: RowGroupLife) -> None:
         try:
-            with life.charged(), next_turn():
+            with life.charged(), next_priority():
                 found = self._find(group)
                 if found is None:
                     found = self._made(group, life)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
-from dataload.runtime.turns import current_turn
+from dataload.runtime.priority import current_priority
 
 PATIENCE_SECONDS = 0.5  # for running calls, at the exit of the program
 LOOK_SECONDS = 0.2  # between two checks for signals
@@ -33,7 +33,7 @@ def shared_executor(count: int, name: str) -> DaemonExecutor:
 
 
 class DaemonExecutor:
-    """A pool of at most `count` daemon threads that run calls by turn (`in_turn`), then in submission order.
+    """A pool of at most `count` daemon threads that run calls by `priority`, then in submission order.
 
     Threads start on demand and end with this object, once all calls are done. `concurrent.futures` waits for its
     threads at the exit of the program, however long an object store takes to answer. This pool starts no call during
@@ -106,14 +106,14 @@ class _Work:
         self.mutex = threading.RLock()  # Reentrant: the garbage collector may run a finalizer that submits a call.
         self.tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.unfinished = 0
-        self._calls: list[tuple[int, int, _Call]] = []  # a heap: turn, number, call
+        self._calls: list[tuple[int, int, _Call]] = []  # a heap: priority, number, call
         self._numbers = itertools.count()
 
     def add(self, call: _Call) -> None:
         """Queue a call. The caller holds `mutex`."""
         number = next(self._numbers)
         self.tokens.put(number)  # First: a Ctrl-C in between must not leave a call without a token.
-        heappush(self._calls, (current_turn(), number, call))
+        heappush(self._calls, (current_priority(), number, call))
 
     def take(self) -> _Call | None:
         """Return the next call, for a thread that took a token; None after a Ctrl-C."""

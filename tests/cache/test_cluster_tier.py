@@ -34,7 +34,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import FILL_SECONDS, INFO, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
 from dataload.errors import ConfigError
-from dataload.runtime.turns import in_turn
+from dataload.runtime.priority import priority
 
 PART = 64 << 10
 Hosts = Callable[..., ClusterTier]
@@ -320,13 +320,13 @@ def test_a_row_group_that_no_host_has_takes_five_commands(cluster_server: Server
     assert commands == ["get", "set", "get", "set", "eval"], "look, lease, look again, write, end the lease"
 
 
-def test_settling_waits_for_blobs_of_later_turns(cluster_server: Server, hosts: Hosts) -> None:
-    """Row groups are made in turns, but their blobs are written in submission order."""
+def test_settling_waits_for_blobs_of_lower_priority(cluster_server: Server, hosts: Hosts) -> None:
+    """Row groups are made by priority, but their blobs are written in submission order."""
     tier, may_write, checked = hosts(cluster_server.url), threading.Event(), threading.Event()
     tier.cluster._writer.submit(may_write.wait, 30)
-    with in_turn(1):
+    with priority(1):
         tier.cluster._writer.submit(checked.wait, 30)
-    with in_turn(3):
+    with priority(3):
         for name in "abc":
             tier.get_or_fill(key(name), Filler(data_of(name)))
     queued = tier.cluster._writer._work.unfinished

@@ -36,7 +36,7 @@ from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import Loads
-from dataload.runtime.turns import current_turn
+from dataload.runtime.priority import current_priority
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.telemetry.stats_log import read
@@ -639,10 +639,10 @@ def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources
 
 def test_row_groups_of_all_sources_are_fetched_in_one_order(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the background decoder, which makes row groups in the order of the requests."""
-    turns: list[int] = []
+    priorities: list[int] = []
 
     def made(*_: Any) -> list[memoryview]:
-        turns.append(current_turn())
+        priorities.append(current_priority())
         return []
 
     monkeypatch.setattr(RowGroupCache, "_made_once", made)
@@ -650,8 +650,8 @@ def test_row_groups_of_all_sources_are_fetched_in_one_order(sources: Sources, mo
     for group in (0, 1, 5, 2, 6, 0):  # of the sources a, a, b, a, c, a
         cache, number = row_groups.of(group)
         cache.make(number)
-    assert turns == sorted({*turns})
-    assert len(turns) == 6
+    assert priorities == sorted({*turns})
+    assert len(priorities) == 6
 
 
 def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:

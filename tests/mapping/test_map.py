@@ -39,8 +39,9 @@ from dataload.planning.plan import plan
 from dataload.planning.warm import warm
 from dataload.rows import row_group_plan, scheduler
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder
+from dataload.rows.making import compute_lock
 from dataload.rows.making.row_group_memory import RankShare
-from dataload.runtime import baton, child_process
+from dataload.runtime import child_process
 
 ROWS, GROUP = 200, 20
 SHIFT = 1
@@ -374,7 +375,7 @@ def test_the_chunks_of_a_row_group_are_mapped_in_threads(dataset: Dataset, monke
 
 
 def test_small_row_groups_are_mapped_at_the_same_time(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 2 * tiers.PATIENCE)
+    monkeypatch.setattr(compute_lock, "PATIENCE_SECONDS", 2 * tiers.PATIENCE)
     together, is_sample = threading.Barrier(5), [True]
 
     def wait_for_other_calls(batch: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from dataload.rows.row_group_life import Lives, RowGroupLife, State
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
-from dataload.runtime.turns import in_turn
+from dataload.runtime.priority import priority
 from dataload.telemetry.wait_timeline import Timeline
 
 FILES, ROWS = 40, 7
@@ -780,7 +780,7 @@ def test_calls_of_a_bunch_keep_their_place_before_later_ones(
         if number == 1:
             late()
             yield next(iter(lives)), None
-            with in_turn(0):
+            with priority(0):
                 threads.submit(order.append, "later")
 
     def alone(*_: Any) -> None:

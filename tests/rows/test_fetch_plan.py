@@ -26,7 +26,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
 from dataload.formats.range_stream import fetched_buffers
-from dataload.rows.making import bunches, row_group_maker, row_group_memory
+from dataload.rows.making import bunches, compute_lock, row_group_maker, row_group_memory
 from dataload.rows.making.row_group_memory import (
     MEMORY_DIVISOR,
     MIN_MEMORY,
@@ -34,7 +34,6 @@ from dataload.rows.making.row_group_memory import (
     TRAINER_DIVISOR,
     RankShare,
 )
-from dataload.runtime import baton
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.runtime.resource_limits import usable_cores, usable_memory
 
@@ -109,11 +108,11 @@ def test_only_small_row_groups_with_neighbours_share_a_cached_block(
 
 
 @pytest.mark.parametrize("most_bytes", [row_group_maker.INLINE_BYTES, 0])
-def test_a_thread_that_computes_has_the_baton(
+def test_a_thread_that_computes_holds_the_lock(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    """The thread that loads a small row group has the baton while it decodes, and during no request."""
-    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+    """The thread that loads a small row group holds the lock while it decodes, and during no request."""
+    monkeypatch.setattr(compute_lock, "PATIENCE_SECONDS", 60)
     monkeypatch.setattr(row_group_maker, "INLINE_BYTES", most_bytes)
     monkeypatch.setattr(bunches, "INLINE_BYTES", most_bytes)
     seen: set[tuple[str, str, bool]] = set()
@@ -121,7 +120,7 @@ def test_a_thread_that_computes_has_the_baton(
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any) -> Any:
             thread = threading.current_thread().name.partition("_")[0]
-            seen.add((name, thread, baton._baton.is_mine))
+            seen.add((name, thread, compute_lock.lock.is_held))
             return call(*args)
 
         return noting

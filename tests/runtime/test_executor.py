@@ -10,7 +10,7 @@ import pytest
 from threads import no_more_threads
 
 from dataload.runtime.executor import DaemonExecutor, shared_executor
-from dataload.runtime.turns import in_turn
+from dataload.runtime.priority import priority
 
 PATIENCE = 200
 
@@ -69,12 +69,12 @@ def test_a_mapped_call_that_raises_cancels_the_calls_that_have_not_started() -> 
     assert ran in ([0], [0, 1])
 
 
-def test_calls_that_wait_run_by_turn() -> None:
+def test_waiting_calls_run_by_priority() -> None:
     pool, go, ran = DaemonExecutor(1, "test"), threading.Event(), list[str]()
     blocked = pool.submit(go.wait)
     calls = []
-    for turn, name in ((2, "second"), (1, "first"), (2, "third"), (0, "before")):
-        with in_turn(turn):
+    for value, name in ((2, "second"), (1, "first"), (2, "third"), (0, "before")):
+        with priority(value):
             calls.append(pool.submit(ran.append, name))
     go.set()
     wait([blocked, *calls])
@@ -84,9 +84,9 @@ def test_calls_that_wait_run_by_turn() -> None:
 def test_a_call_hands_its_turn_on() -> None:
     outer, inner, go, ran = DaemonExecutor(1, "outer"), DaemonExecutor(1, "inner"), threading.Event(), list[int]()
     blocked = inner.submit(go.wait)
-    with in_turn(3):
+    with priority(3):
         late = outer.submit(lambda: inner.submit(ran.append, 3)).result()
-    with in_turn(1):
+    with priority(1):
         early = inner.submit(ran.append, 1)
     go.set()
     wait([blocked, late, early])

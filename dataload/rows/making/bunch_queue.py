@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dataload.rows.making.bunches import Made
 from dataload.rows.row_group_life import Lives, RowGroupLife, charged_together
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.turns import in_turn, next_turn
+from dataload.runtime.priority import next_priority, priority
 
 if TYPE_CHECKING:
     from dataload.rows.row_groups import RowGroups
@@ -40,7 +40,7 @@ class Loading(NamedTuple):
         if made is not None:
             self.finish(group, life, made)
             return
-        with in_turn(0):  # as all calls that load row groups, not after those of later ones
+        with priority(0):  # as all calls that load row groups, not after those of later ones
             self.alone(group, life)
 
 
@@ -103,7 +103,7 @@ class BunchQueue:
             remaining = lives.copy()
             try:
                 if len(lives) > 1:
-                    with charged_together(lives.values()), next_turn():
+                    with charged_together(lives.values()), next_priority():
                         for group, made in loading.load(lives, turn.close):
                             loading.take(group, remaining.pop(group), made)
             except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
@@ -113,7 +113,7 @@ class BunchQueue:
                 loading.take(group, life, None)
 
     def _end_turn(self, loading: Loading) -> None:
-        with self._mutex, in_turn(0):
+        with self._mutex, priority(0):
             if self._waiting:
                 self._submit(loading)
             else:

@@ -18,9 +18,9 @@ from dataload.errors import DamagedError, DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
+from dataload.rows.making.compute_lock import computing
 from dataload.rows.making.row_group_maker import DECODED_COPIES, INLINE_BYTES
 from dataload.rows.row_group_life import Lives, RowGroupLife, State
-from dataload.runtime.baton import computing
 from dataload.runtime.counters import charged_to
 from dataload.telemetry.wait_timeline import doing
 

@@ -24,10 +24,10 @@ from dataload.formats.hive_partitions import with_constants
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Column
+from dataload.rows.making.compute_lock import computing
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import BLOB_BYTES, RowGroupPlan
-from dataload.runtime.baton import computing
 from dataload.runtime.counters import charge
 from dataload.telemetry.wait_timeline import Timeline, doing, waited
 

@@ -1,4 +1,4 @@
-"""One thread computes at a time, by turn."""
+"""One thread computes at a time, by priority."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from dataload.runtime import baton
-from dataload.runtime.baton import computing
-from dataload.runtime.turns import in_turn
+from dataload.rows.making import compute_lock
+from dataload.rows.making.compute_lock import computing
+from dataload.runtime.priority import priority
 
 
 @contextmanager
 def held_elsewhere() -> Iterator[None]:
-    """Let another thread hold the baton for the duration of the block."""
+    """Let another thread hold the lock for the duration of the block."""
     holds, end = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -36,22 +36,22 @@ def held_elsewhere() -> Iterator[None]:
 
 
 def queued() -> int:
-    return len(baton._baton._waiters)
+    return len(compute_lock.lock._waiters)
 
 
 def is_free() -> bool:
-    return baton._baton._holder is None
+    return compute_lock.lock._holder is None
 
 
-def test_the_baton_goes_to_the_lowest_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+def test_the_lock_goes_to_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_lock, "PATIENCE_SECONDS", 60)
     order: list[int] = []
 
-    def compute(turn: int) -> None:
-        with in_turn(turn), computing():
-            order.append(turn)
+    def compute(value: int) -> None:
+        with priority(value), computing():
+            order.append(value)
 
-    threads = [threading.Thread(target=compute, args=(turn,)) for turn in (3, 1, 2)]
+    threads = [threading.Thread(target=compute, args=(value,)) for value in (3, 1, 2)]
     with held_elsewhere():
         for number, thread in enumerate(threads, 1):
             thread.start()
@@ -63,15 +63,15 @@ def test_the_baton_goes_to_the_lowest_turn(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == [1, 2, 3]
 
 
-def test_an_error_gives_the_baton_back() -> None:
+def test_an_error_releases_the_lock() -> None:
     with pytest.raises(KeyError), computing():
         raise KeyError
     assert is_free()
 
 
 def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next holder would give the baton to it, and the baton would stay taken for ever."""
-    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+    """Else it would be handed the lock, and never release it."""
+    monkeypatch.setattr(compute_lock, "PATIENCE_SECONDS", 60)
     ended = threading.Event()
 
     def interrupt() -> None:
@@ -91,42 +91,42 @@ def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(monkeypatc
     assert is_free()
 
 
-def test_a_thread_that_is_interrupted_just_after_it_received_the_baton(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = baton._baton.take
+def test_a_thread_that_is_interrupted_just_after_it_got_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = compute_lock.lock.acquire
 
     def interrupted() -> None:
         take()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(baton._baton, "take", interrupted)
+    monkeypatch.setattr(compute_lock.lock, "acquire", interrupted)
     with pytest.raises(KeyboardInterrupt), computing():
         pass
     assert is_free()
 
 
-def test_a_thread_that_died_with_the_baton() -> None:
-    thread = threading.Thread(target=baton._baton.take)
+def test_the_lock_of_a_thread_that_died_is_free() -> None:
+    thread = threading.Thread(target=compute_lock.lock.acquire)
     thread.start()
     thread.join()
     assert not is_free()
     with computing():
-        assert baton._baton.is_mine
+        assert compute_lock.lock.is_held
     assert is_free()
 
 
-def test_a_holder_that_never_ends_stops_no_other() -> None:
+def test_a_holder_that_never_ends_stops_no_other_thread() -> None:
     """As if it waited for a lock that this thread has."""
     with held_elsewhere():
         with computing():
-            assert not baton._baton.is_mine
+            assert not compute_lock.lock.is_held
         assert queued() == 0
     assert is_free()
 
 
-def test_a_forked_child_has_a_baton_of_its_own() -> None:
+def test_a_forked_child_has_a_lock_of_its_own() -> None:
     with held_elsewhere():
         child = os.fork()
         if child == 0:
             with computing():
-                os._exit(int(not baton._baton.is_mine))
+                os._exit(int(not compute_lock.lock.is_held))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

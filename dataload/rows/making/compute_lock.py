@@ -1,4 +1,4 @@
-"""The baton of the threads that load row groups: one of them computes, and the others wait.
+"""The lock of the threads that decode small row groups: one of them computes, and the others wait.
 
 A thread releases the interpreter lock at each system call. If several threads compute in Python, another one takes the
 lock each time, and switching between threads takes longer than the work on a small row group.
@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.turns import current_turn
+from dataload.runtime.priority import current_priority
 
-PATIENCE_SECONDS = 0.1  # for a holder that waits for a lock; then a thread goes on without the baton
+PATIENCE_SECONDS = 0.1  # for a holder that itself waits for something; then a thread computes without the lock
 
 
-class _Baton(ForkAware):
-    """Threads receive the baton by turn (`in_turn`), then in the order of their requests.
+class ComputeLock(ForkAware):
+    """A best-effort lock that threads get by `priority`, then in the order of their requests.
 
-    A thread that is interrupted while it takes the baton learns from `is_mine` whether it has it.
+    Whether `acquire` got the lock, `is_held` tells, also to a thread that was interrupted meanwhile.
     """
 
     def __init__(self) -> None:
@@ -32,17 +32,17 @@ class _Baton(ForkAware):
         self._mutex = threading.Lock()
         self._numbers = itertools.count()
         self._holder: threading.Thread | None = None
-        self._times_given = 0
-        # A heap: turn, number, thread, and a lock that the last holder releases.
+        self._handovers = 0
+        # A heap: priority, number, thread, and a lock that the last holder releases.
         self._waiters: list[tuple[int, int, threading.Thread, threading.Lock]] = []
 
     @property
-    def is_mine(self) -> bool:
-        """Whether this thread has the baton."""
+    def is_held(self) -> bool:
+        """Whether this thread holds it."""
         return self._holder is threading.current_thread()
 
-    def take(self) -> None:
-        """Block until this thread holds the baton, or `PATIENCE_SECONDS` pass without a handover; see `is_mine`."""
+    def acquire(self) -> None:
+        """Block until this thread holds the lock, or `PATIENCE_SECONDS` pass without a handover."""
         this, waiter = threading.current_thread(), None
         try:
             with self._mutex:
@@ -51,14 +51,14 @@ class _Baton(ForkAware):
                     return
                 given = threading.Lock()
                 given.acquire()
-                waiter = current_turn(), next(self._numbers), this, given
+                waiter = current_priority(), next(self._numbers), this, given
                 heappush(self._waiters, waiter)
-                times_given = self._times_given
+                handovers = self._handovers
             while not given.acquire(timeout=PATIENCE_SECONDS):
                 with self._mutex:
-                    if self._holder is this or times_given == self._times_given:
+                    if self._holder is this or handovers == self._handovers:
                         return
-                    times_given = self._times_given
+                    handovers = self._handovers
         finally:
             if waiter is not None:
                 self._leave(waiter)
@@ -69,28 +69,28 @@ class _Baton(ForkAware):
                 self._waiters.remove(waiter)
                 heapify(self._waiters)
 
-    def give(self) -> None:
-        """Give the baton to the next thread, if this thread has it."""
+    def release(self) -> None:
+        """Hand the lock to the next thread, if this thread holds it."""
         with self._mutex:
-            if not self.is_mine:
+            if not self.is_held:
                 return
-            self._times_given += 1
+            self._handovers += 1
             self._holder = self._waiters[0][2] if self._waiters else None
             if self._waiters:
                 heappop(self._waiters)[-1].release()
 
 
-_baton = _Baton()
+lock = ComputeLock()
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Hold the baton for the duration of the block, which should wait for nothing but the disk.
+    """Hold the lock for the duration of the block, which should wait for nothing but the disk.
 
     Best effort: a thread goes on without it after a while.
     """
     try:
-        _baton.take()
+        lock.acquire()
         yield
     finally:
-        _baton.give()
+        lock.release()
