@@ -27,10 +27,11 @@ from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import PARTITIONINGS, Partitioning
+from dataload.mapping.map_maker import MapMaker
 from dataload.mapping.places import stored_of
-from dataload.mapping.row_groups import MappedRowGroups
 from dataload.mapping.stage import Stage, fingerprint_of, order_key_of
 from dataload.rows.known_nulls import known_nulls
+from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
@@ -221,10 +222,11 @@ class Dataset(MapStyle):
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
         own = self._columns if self.stages or columns is None else columns
-        blobs = RowGroupCache(self._decoded, own, self.blocks, self.fill_null, self.null_masks)
+        cache = RowGroupCache(FileMaker(self._decoded, own, self.blocks, self.fill_null, self.null_masks))
         for stage in self.stages:
-            blobs = MappedRowGroups(blobs, stage, self.blocks, columns if stage is self.stages[-1] else None)
-        return blobs
+            chosen = columns if stage is self.stages[-1] else None
+            cache = RowGroupCache(MapMaker(cache, stage, self.blocks, chosen))
+        return cache
 
     @property
     def _decoded(self) -> Manifest:

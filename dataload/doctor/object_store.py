@@ -238,7 +238,7 @@ def dataset(case: Case) -> Finding:
         advice = "mend or remove what this names, or choose other objects"
         return problem(f"the dataset cannot be read: {case.unreadable}", advice)
     order, blobs = case.reads
-    if nulls := blobs.known_nulls:
+    if nulls := blobs.maker.known_nulls:
         return problem(nulls, ON_THE_COMMAND_LINE)
     return ok(f"the footers describe {order.n:,} rows")
 

@@ -47,7 +47,7 @@ class Capacity:
         sampler: Its order.
 
     Attributes:
-        further: Row groups to prefetch that do not stay in the cache; 0 if it holds all, or there is none.
+        transient_ahead: Row groups to prefetch that do not stay in the cache; 0 if it holds all, or there is none.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
@@ -59,8 +59,8 @@ class Capacity:
         self._needs: list[tuple[Tier, Need]] = []
         self._leases: list[object] = []  # of the needs; each lasts as long as its object
         self._owner = os.getpid()  # of the leases
-        self.further = 0
-        self._drawn_on = self._in_full = 0  # row groups: drawn on at a time, and to prefetch if the cache holds all
+        self.transient_ahead = 0
+        self._working_set = self._in_full = 0  # row groups: needed at a time, and to prefetch if the cache holds all
         self.ahead()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,10 +86,10 @@ class Capacity:
         self._lease()
         at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
         most = order.most_rows(sampler.global_batch_size * at_once)
-        self._drawn_on = self._in_full = sum(map(drawn_on_at_a_time, order.orders, most))
+        self._working_set = self._in_full = sum(map(working_set, order.orders, most))
         if needs and row_groups:
             mean = sum(group.bytes for group in row_groups) // len(row_groups)
-            self._in_full = min(len(row_groups), max(self._drawn_on, AHEAD_BYTES // max(1, mean)))
+            self._in_full = min(len(row_groups), max(self._working_set, AHEAD_BYTES // max(1, mean)))
 
     def ahead(self) -> tuple[int, int]:
         """Return how many row groups to prefetch, and how many of those that do not stay in the cache besides.
@@ -110,9 +110,9 @@ class Capacity:
         if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
             self._lease()
         regions = [need.transient_share(tier.limit, tier.division().total) for tier, need in self._needs]
-        self.further = sum(groups for _, groups in regions)
-        ahead = self._drawn_on if self.further else self._in_full
-        return self._dataset.rowstore.serve(self, self._drawn_on, ahead, self.further)
+        self.transient_ahead = sum(groups for _, groups in regions)
+        ahead = self._working_set if self.transient_ahead else self._in_full
+        return self._dataset.rowstore.serve(self, self._working_set, ahead, self.transient_ahead)
 
     def _lease(self) -> None:
         self._leases, self._owner = [tier.lease(need) for tier, need in self._needs], os.getpid()
@@ -206,7 +206,7 @@ def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S
         )
 
 
-def drawn_on_at_a_time(order: Order, rows: int) -> int:
+def working_set(order: Order, rows: int) -> int:
     """Return how many row groups are read at a time: a window in each stream, and the row groups that `rows` span.
 
     Args:

@@ -346,7 +346,7 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
     stages = [stage for each in loader.dataset.datasets for stage in each.stages]
     in_use = {
         "no_cache": not loader.dataset.rowstore.row_groups.shared,
-        "part": loader._capacity.further > 0,  # noqa: SLF001 (of this module)
+        "part": loader._capacity.transient_ahead > 0,  # noqa: SLF001 (of this module)
         "collate_fn": loader.maker.has_collate_fn,
         "num_workers": bool(loader.num_workers),
         "num_threads": (loader.num_threads or 1) > 1,

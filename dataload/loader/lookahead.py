@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dataload.rows.row_store import RowStore
     from dataload.samplers.rank_sampler import RankSampler
 
-SCAN_FACTOR = 8  # row groups scanned for each one prefetched further ahead; a scan takes 50 µs
+SCAN_FACTOR = 8  # row groups scanned for each transient one that is prefetched; a scan takes 50 µs
 FIRST_AHEAD = 128  # row groups, more than are made at a time; thousands would delay the first batch
 
 
@@ -37,14 +37,14 @@ class RecordedNeeds(Iterator[tuple[int, int]]):
 class Lookahead:
     """Prefetches row groups before the batches that need them are made.
 
-    Transient row groups come in runs. The lookahead prefetches `further` of them, however many cached ones come
+    Transient row groups come in runs. The lookahead prefetches `transient_ahead` of them, however many cached ones come
     before. At first it prefetches fewer: requests for all would delay the first batch.
 
     Args:
         needs: (position in the epoch, row group), in the order of the first use.
         prefetch: Starts loading row groups.
         ahead: Row groups to prefetch before their first use.
-        further: Row groups for which `is_transient` is true to prefetch. 0: none in addition.
+        transient_ahead: Row groups for which `is_transient` is true to prefetch. 0: none in addition.
         is_transient: Returns whether a row group is cached only in the transient region, or not at all.
     """
 
@@ -53,12 +53,15 @@ class Lookahead:
         needs: Iterator[tuple[int, int]],
         prefetch: Callable[[list[int]], Any],
         ahead: int,
-        further: int = 0,
+        transient_ahead: int = 0,
         is_transient: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._prefetch = prefetch
-        every, passing = tee(needs) if further else (needs, iter(()))
-        self._horizons = _Horizon(every, ahead, ahead), _Horizon(passing, further, SCAN_FACTOR * further, is_transient)
+        every, passing = tee(needs) if transient_ahead else (needs, iter(()))
+        self._horizons = (
+            _Horizon(every, ahead, ahead),
+            _Horizon(passing, transient_ahead, SCAN_FACTOR * transient_ahead, is_transient),
+        )
 
     def reach(self, position: int) -> None:
         """Prefetch for batches from `position` on. Earlier positions are done."""
@@ -107,14 +110,14 @@ def lookahead_of(
     rowstore: RowStore, capacity: Capacity, needs: Iterator[tuple[int, int]], *, has_workers: bool
 ) -> Lookahead:
     """Return the lookahead of a loader, within its capacity."""
-    ahead, further = capacity.ahead()
-    if further and has_workers:
+    ahead, transient_ahead = capacity.ahead()
+    if transient_ahead and has_workers:
         # Workers open row groups only when they need them: half of the region is for those that they are reading.
-        ahead, further = max(1, min(ahead, further) // 2), 0
+        ahead, transient_ahead = max(1, min(ahead, transient_ahead) // 2), 0
     # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
     useful = not has_workers or rowstore.row_groups.shared
     prefetch = rowstore.prefetch if useful else lambda _: None
-    return Lookahead(needs, prefetch, ahead, further, rowstore.is_transient)
+    return Lookahead(needs, prefetch, ahead, transient_ahead, rowstore.is_transient)
 
 
 def needs_of(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:

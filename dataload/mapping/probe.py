@@ -17,8 +17,8 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of
 from dataload.mapping.forms import joined_forms
+from dataload.mapping.map_maker import head_of
 from dataload.mapping.places import mapped_of, rows_text, where
-from dataload.mapping.row_groups import head_of
 from dataload.mapping.running import ChunkError, Function, Runner, mapped_blobs, records_of
 from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.rows.row_group_cache import RowGroupCache

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count, groupby, takewhile
+from itertools import count, groupby, product, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from dataload.cache.tier import Span, blob_name
 from dataload.catalog.footer_cache import run_key, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
-from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, need_of
+from dataload.loader.capacity import gathered_at_once, need_of, working_set
 from dataload.loader.lookahead import Lookahead
 from dataload.rows.open_row_groups import evictions
 from dataload.rows.row_group_cache import RowGroupCache
@@ -124,7 +124,7 @@ class Reader:
         """Yield what each epoch fetches, without end. Prefetches for the next epoch count for the current one."""
         at_once = gathered_at_once(self._costs.row_bytes * batch_size)
         most = self._order.most_rows(at_once * batch_size)
-        ahead = sum(map(drawn_on_at_a_time, self._order.orders, most))
+        ahead = sum(map(working_set, self._order.orders, most))
         excess = -self._order.n % batch_size  # positions of the next epoch that the last batch reaches
         capacity = 2 * ahead
         opened: dict[int, None] = {}  # row groups, like the open row groups of `RowStore`
@@ -204,8 +204,8 @@ def footers(sources: Sequence[RowGroupCache]) -> Fetched:
         for file, footer_at in {group.file: group.footer_at for group in blobs.manifest.row_groups}.items():
             footer = stored_footer(footer_at, blobs.blocks)
             sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
-        for column in blobs.value_sizes.coded:
-            for number in blobs.value_sizes.samples:
+        if (sampled := blobs.maker.value_sizes) is not None:
+            for column, number in product(sampled.coded, sampled.samples):
                 sizes += [stop - start for spans in blobs.maker.sources(number, [column]) for start, stop in spans]
     return Fetched(sum(sizes), len(sizes))
 

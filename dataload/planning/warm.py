@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.cluster.store import waiting_for_space
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor, awaited
 
@@ -37,7 +38,7 @@ def warm(row_groups: RowGroups, groups: Iterable[int], progress: Callable[[int],
     def make(group: int) -> bool:
         cache, number = row_groups.of(group)
         with waiting_for_space():
-            is_cached = not stopped.is_set() and cache.make(number)
+            is_cached = not stopped.is_set() and make_cached(cache, number)
         if not is_cached and not cache.caches_everything:
             stopped.set()
         return is_cached

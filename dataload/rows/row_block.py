@@ -8,7 +8,7 @@ of each distinct value in the bytes that follow. The heap of a nested column is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -32,6 +32,7 @@ from dataload.rows.columns import (
     Ragged,
     bounds_of,
     codes_of,
+    concatenate,
     lengths_of,
     spans_of,
     string_array,
@@ -259,6 +260,24 @@ class Blob:
             [array] = pa.ipc.open_stream(pa.py_buffer(self._heaps[field.name])).read_next_batch().columns
             self._nested[field.name] = array
         return array
+
+
+def joined_columns(
+    contents: Sequence[memoryview], lengths: Sequence[int], layout: Layout, ratio: int, chosen: Layout
+) -> Generator[dict[str, Column], None, None]:
+    """Yield some columns of every `ratio` blobs together.
+
+    Args:
+        contents: The blobs.
+        lengths: Their rows.
+        layout: Their columns.
+        ratio: Blobs to join.
+        chosen: The columns to return.
+    """
+    blobs = [Blob(content, rows, layout) for content, rows in zip(contents, lengths, strict=True)]
+    for first in range(0, len(blobs), ratio):
+        run = blobs[first : first + ratio]
+        yield {field.name: concatenate([blob.column(field) for blob in run]) for field in chosen.fields}
 
 
 @dataclass(frozen=True)

@@ -1,177 +1,66 @@
-"""A dataset's row groups as blobs of records in the cache. The first process of a host that needs one makes it."""
+"""A dataset's row groups as blobs of records in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from dataload.cache.blob_file import size_on_disk
-from dataload.cache.blocks.reader import Blocks
-from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import BlobKey, Check, Span, Tier, group_number
-from dataload.catalog.manifest import Manifest
-from dataload.catalog.selection import Selection
-from dataload.errors import DataError
 from dataload.formats.base import SHARED_BYTES
-from dataload.formats.schema import Layout
 from dataload.rows import row_block
-from dataload.rows.columns import Column, concatenate
-from dataload.rows.known_nulls import known_nulls
-from dataload.rows.making.bunches import bunched_bytes
-from dataload.rows.making.row_group_maker import RowGroupMaker
-from dataload.rows.making.row_group_memory import RankShare, RowGroupMemory
-from dataload.rows.making.shared_blocks import SharedBlocks
-from dataload.rows.row_block import Blob
-from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_plan import RowGroupPlan
-from dataload.rows.size_sampling import SizeForecast
+from dataload.rows.columns import Array
+from dataload.rows.making.maker import Columns, Maker
+from dataload.rows.making.row_group_memory import DECODED_COPIES, RankShare, RowGroupMemory
+from dataload.rows.row_block import joined_columns
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.filemap import is_file_map
-from dataload.runtime.priority import next_priority
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
 FOOTER_BYTES = 256  # at most, of a row group's column in footers and manifest, unless its values are long
-FETCHED_COPIES = 2  # of a blob from the cluster, in memory: its parts are joined, and then copied to be written
+SMALL_BYTES = 2 << 20  # of records: the thread that loads fewer decodes them itself
+SMALL_ROWS = 16384  # with values of varying size, which footers may hide
 
 
-class RowGroupCache(SizeForecast):
-    """The chosen columns of a dataset's row groups, as blobs of records in the cache. Any thread may call it.
+class RowGroupCache:
+    """The row groups of a dataset as blobs of records in the cache. Any thread may call it.
 
     Args:
-        manifest: The dataset.
-        columns: Names of the columns to store.
-        blocks: Reader of the dataset's files, and the cache.
-        fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
-        null_masks: Whether to store masks of nulls, see `fields_of`.
+        maker: Makes the columns of those that are not cached.
 
     Attributes:
-        manifest: As above.
-        blocks: As above.
+        maker: As above.
+        manifest: The dataset.
         plan: Names, lengths and sizes of the blobs.
-        maker: Makes the row groups that are not cached.
-        is_mapped: Whether a function of the user makes the rows.
+        blocks: Reader of the dataset's files, and the cache.
         selection: The rows of each row group that the blobs hold; None: all.
+        is_mapped: Whether a function of the user makes the rows.
     """
 
-    is_mapped = False
-    selection: Selection | None = None
+    _is_measured = False
+    _shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        columns: Sequence[str],
-        blocks: Blocks,
-        fill_null: Any = None,
-        null_masks: bool = False,
-    ) -> None:
-        self.manifest = manifest
-        self._columns = tuple(columns)
-        self.blocks = blocks
-        self._fill_null = fill_null
-        self._null_masks = null_masks
-        self._unkept = set[int]()  # row groups that the cache did not keep when this process made them
-        self.plan = self._new_plan()
-        if not self.shared:  # Memory keeps blocks until their neighbours are needed only if all data fits.
-            files = {group.file for group in manifest.row_groups}
-            fits = sum(file.size for file in files) + self.num_bytes <= self.tier.limit
-            self.blocks = blocks if fits else blocks.bypassing()
-        self.maker = self._new_maker()
-
-    def _new_plan(self) -> RowGroupPlan:
-        return RowGroupPlan(self.manifest, self._columns, self._fill_null, null_masks=self._null_masks)
-
-    def _new_maker(self) -> RowGroupMaker:
-        schema = pa.schema([self.manifest.schema.field(name) for name in self._columns])
-        return RowGroupMaker(self.manifest, self.plan, schema, self.blocks, self._fill_null)
+    def __init__(self, maker: Maker) -> None:
+        self.maker = maker
+        self.manifest = maker.manifest
+        self.plan = maker.plan
+        self.blocks = maker.blocks
+        self.selection = maker.selection
+        self.is_mapped = maker.is_mapped
+        self._refused = set[int]()  # row groups that the cache did not keep when this process made them
+        self._growth = 1.0  # the largest ratio of the bytes of a row group to their estimate
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            RowGroupCache,
-            (self.manifest, self._columns, self.blocks, self._fill_null, self._null_masks),
-            {"rank": self.memory.rank},
-        )
+        return RowGroupCache, (self.maker,), {"rank": self.memory.rank}
 
     def __setstate__(self, state: dict[str, RankShare]) -> None:
         self.memory.use(state["rank"])
-
-    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
-        """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
-
-        Args:
-            number: The row group.
-            life: Its life in this process, which can be cancelled while it is planned.
-
-        Raises:
-            OriginError: The origin does not answer, or the file does not exist.
-            DataError: The row group cannot be decoded.
-            ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
-        """
-        return self._made_once(number, self.keys(number), None, life)
-
-    def bunched_bytes(self, number: int) -> int:
-        """Return the bytes that a row group takes in a bunch; 0: `load` makes it."""
-        return 0 if number in self._unkept else bunched_bytes(self, number)
-
-    def find(self, number: int) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if this host has not cached them."""
-        with doing("disk"):
-            return self.get_all(self.keys(number))
-
-    def make(self, number: int, life: RowGroupLife | None = None) -> bool:
-        """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
-
-        Raises:
-            OriginError: The origin does not answer, or the file does not exist.
-            DataError: The row group cannot be decoded.
-        """
-        keys = self.keys(number)
-        with next_priority():
-            if self.get_all(keys, (0, 0)) is None:
-                self._made_once(number, keys, (0, 0), life or RowGroupLife())
-                return self.get_all(keys, (0, 0)) is not None
-            return True
-
-    @property
-    def known_nulls(self) -> str | None:
-        """Which columns are known to have nulls that batches cannot hold; None: none."""
-        return known_nulls(self.manifest, self._columns, self._fill_null, null_masks=self._null_masks)
-
-    def touch(self) -> None:
-        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
-        row_groups = range(len(self.manifest.row_groups))
-        self.blocks.tier.touch(key for number in row_groups for key in self.keys(number))
-
-    def is_transient(self, number: int) -> bool:
-        """Return whether a row group is cached only in the transient region, or not at all."""
-        return self.blocks.tier.is_transient(self.keys(number))
-
-    def describe(self, number: int) -> str:
-        """Name a row group and count the requests in flight, for the log."""
-        name, limiter = redacted(self.manifest.row_groups[number].name), self.blocks.origin.limiter
-        return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
-
-    def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
-        """Return the columns of each blob of a row group, or None if this host has not cached them."""
-        if (found := self.get_all(self.keys(number))) is None:
-            return self.columns_of_wider(number)
-        blobs = zip(found, self.plan.lengths(number), strict=True)
-        return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
-
-    @property
-    def memory(self) -> RowGroupMemory:
-        """The memory in which row groups are made."""
-        return self.maker.memory
-
-    def reservation(self, number: int) -> int:
-        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
-        return max(1, self.maker.reservation(number))
 
     @property
     def tier(self) -> Tier:
@@ -181,19 +70,172 @@ class RowGroupCache(SizeForecast):
     @property
     def shared(self) -> bool:
         """Whether other processes can read the cached blobs."""
-        return self.blocks.tier.shared
+        return self.tier.shared
+
+    @property
+    def memory(self) -> RowGroupMemory:
+        """The memory in which row groups are made."""
+        return self.maker.memory
+
+    # Look-ups
+
+    def find(self, number: int, span: Span | None = None) -> list[memoryview] | None:
+        """Return the blobs of a row group, or `span` of each; None unless this host has cached all of them."""
+        found = []
+        with doing("disk"):
+            for key in self.keys(number):
+                if (blob := self.tier.get(key, span)) is None:
+                    return None
+                found.append(blob)
+        return found
+
+    def cached_columns(self, number: int) -> Iterator[Columns] | None:
+        """Return the columns of each blob of a row group, or None if this host has not cached them."""
+        if (found := self.find(number)) is None:
+            return self.maker.from_cache(number)
+        layout = self.plan.layout
+        return joined_columns(found, self.plan.lengths(number), layout, 1, layout)
+
+    def keys(self, number: int) -> list[BlobKey]:
+        """Return the keys of a row group's blobs."""
+        parts = zip(self.plan.parts(number), self.plan.lengths(number), strict=True)
+        return [
+            self.key(number, part, partial(row_block.check, rows=rows, layout=self.plan.layout)) for part, rows in parts
+        ]
+
+    def key(self, number: int, part: str = "row group", check: Check | None = None) -> BlobKey:
+        """Return the key of a part of a row group; by default, the one whose lock its maker holds."""
+        file = self.manifest.row_groups[number].file
+        return self.blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number), check)
 
     @cached_property
     def group_numbers(self) -> npt.NDArray[np.uint64]:
         """The number of each row group in the cache, uint64 [row groups]; see `BlobKey`. Equal ones share blobs."""
-        keys = map(self.lock_key, range(len(self.manifest.row_groups)))
+        keys = map(self.key, range(len(self.manifest.row_groups)))
         return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self.manifest.row_groups))
+
+    def touch(self) -> None:
+        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
+        row_groups = range(len(self.manifest.row_groups))
+        self.tier.touch(key for number in row_groups for key in self.keys(number))
+
+    def is_transient(self, number: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
+        return self.tier.is_transient(self.keys(number))
 
     @property
     def caches_everything(self) -> bool:
         """Whether every blob is still cached: the cache is neither full nor failing."""
         stats = self.blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
+
+    def is_refused(self, number: int) -> bool:
+        """Return whether the cache did not keep a row group when this process made it last."""
+        return number in self._refused
+
+    def note_made(self, number: int, made: list[memoryview]) -> None:
+        """Note whether the cache kept a row group that was made or awaited, and by how much it exceeds its forecast.
+
+        A small one tells nothing about the sizes of others.
+        """
+        is_kept = not self.shared or all(map(is_file_map, made))
+        (self._refused.discard if is_kept else self._refused.add)(number)
+        if (size := sum(map(len, made))) > SMALL_BYTES:
+            self._growth = max(self._growth, size / max(1, self.plan.bytes_of(number)))
+
+    def describe(self, number: int) -> str:
+        """Name a row group and count the requests in flight, for the log."""
+        name, limiter = redacted(self.manifest.row_groups[number].name), self.blocks.origin.limiter
+        return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
+
+    # Memory to make row groups
+
+    def reservation(self, number: int) -> int:
+        """Return the bytes of memory that a row group takes while it is fetched, at least 1."""
+        return max(1, self.maker.reservation(number))
+
+    def decoding_bytes(self, number: int) -> int:
+        """Return the bytes that the decoding of a row group takes."""
+        return self.maker.decoding_bytes(number, self._growth)
+
+    def is_decoded_inline(self, number: int) -> bool:
+        """Return whether the thread that loads a row group decodes it. Handing it to a decoder thread takes longer."""
+        return self.plan.bytes_of(number) <= SMALL_BYTES
+
+    def small_bytes(self, number: int) -> int:
+        """Return the bytes that a row group takes from its first request until it is cached, if it is a small one.
+
+        The thread that loads small row groups makes several at a time, each with one blob. 0: it is no such one, the
+        cache cannot write several at a time, or it did not keep this one.
+        """
+        plan, group = self.plan, self.manifest.row_groups[number]
+        most_rows = int(plan.blob_rows[number])
+        if plan.layout.ragged:
+            most_rows = min(most_rows, SMALL_ROWS)
+        if (
+            number in self._refused
+            or self.tier.bulk is None
+            or self.is_mapped
+            or not 0 < group.rows <= most_rows
+            or group.bytes > SMALL_BYTES
+            or (size := self.decoding_bytes(number)) > DECODED_COPIES * SMALL_BYTES
+            or self._shares_blocks(number)
+        ):
+            return 0
+        return size + group.bytes
+
+    def _shares_blocks(self, number: int) -> bool:
+        """Return whether a row group of a remote file shares cached blocks with its neighbours. It waits for these."""
+        groups = self.manifest.row_groups
+        if self.blocks.origin.is_local or groups[number].bytes >= SHARED_BYTES:
+            return False
+        around = groups[max(0, number - 1) : number + 2]
+        return sum(group.file == groups[number].file for group in around) > 1
+
+    # Sizes
+
+    def measure(self) -> None:
+        """Measure the sizes of dictionary-coded values, which footers hide, by reading a few row groups.
+
+        Raises:
+            OriginError: The origin does not answer, or a file does not exist.
+            DataError: A row group cannot be decoded.
+        """
+        sizes = self.maker.value_sizes
+        if sizes is not None and not self._is_measured:
+            means = sizes.means()
+            self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
+            self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
+            self._is_measured = True
+            with suppress(AttributeError):  # It has not been estimated before.
+                del self.sizes
+
+    def bytes_of(self, number: int) -> int:
+        """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
+        return int(self.sizes[number])
+
+    @cached_property
+    def sizes(self) -> Array:
+        """Estimates of the bytes of each row group's blobs, int64 [row groups]."""
+        count = len(self.manifest.row_groups)
+        return np.fromiter(map(self.plan.bytes_of, range(count)), np.int64, count)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
+        sizes = self.maker.value_sizes
+        return bool(self.plan.layout.ragged if sizes is None else sizes.coded)
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate of the bytes of the blobs of all row groups."""
+        return int(self.sizes.sum())
+
+    @property
+    def row_bytes(self) -> int:
+        """Estimate of the mean bytes of a row in batches, at least 1."""
+        rows = max(1, int(self.plan.row_starts[-1]))
+        return max(1, int(self.num_bytes / rows + self._shared_bytes))
 
     def sizes_on_disk(self, number: int) -> list[int]:
         """Return an estimate of the file size of each blob of a row group, in bytes."""
@@ -207,109 +249,3 @@ class RowGroupCache(SizeForecast):
         decoded = sum(sum(self.sizes_on_disk(number)) for number in range(len(groups)))
         footers = FOOTER_BYTES * len(groups) * len(self.manifest.schema)
         return decoded + footers + sum(file.size for file in shared)
-
-    def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
-        """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
-        tier, alone = self.blocks.tier, number in self._unkept
-
-        def find() -> list[memoryview] | None:
-            with doing("disk"):
-                return self.get_all(keys, span)
-
-        def fetch() -> list[memoryview] | None:
-            return tier.fetch_from_cluster(keys)
-
-        def hold_fetched() -> AbstractContextManager[Any]:
-            size = FETCHED_COPIES * max(self.sizes_on_disk(number))  # One blob after the other is fetched.
-            return self.memory.held.reserve(size, life.is_cancelled)
-
-        def make() -> list[memoryview]:
-            if fetched := fetch():  # Another host may have made it meanwhile.
-                return fetched
-            life.enter(State.FETCHING)
-            columns = self.columns_of_wider(number)
-            if columns is not None:
-                with closing(columns):
-                    return self.maker.pack(number, keys, columns, life)
-            made = self.maker.make(number, keys, life)
-            self.discard_source_blocks(number)
-            return made
-
-        found = fetch_once(tier, self._key(number, "fetch row group"), find, fetch, hold_fetched, alone=alone)
-        if found is None:
-            hold = partial(self.memory.hold, self.maker.reservation(number), life.is_cancelled)
-            found = make_once(tier, self.lock_key(number), find, make, hold, alone=alone)
-        self.note_kept(number, found)
-        life.enter(State.CACHED)
-        return found
-
-    def note_kept(self, number: int, made: list[memoryview]) -> None:
-        """Note whether the cache kept the blobs of a row group that was made or awaited."""
-        is_kept = not self.tier.shared or all(map(is_file_map, made))
-        (self._unkept.discard if is_kept else self._unkept.add)(number)
-
-    def discard_source_blocks(self, number: int) -> None:
-        """Discard the blocks of files that a row group was made of, once no other row group needs them. Best effort."""
-        if self._shared_blocks is not None and not self.plan.zeroes_nulls(number):
-            self._shared_blocks.discard(number, self.keys)
-
-    @cached_property
-    def _shared_blocks(self) -> SharedBlocks | None:
-        """The blocks that these row groups replace; None if datasets of other arguments cannot be made from them."""
-        is_all = set(self.manifest.schema.names) == set(self._columns)
-        if self.is_mapped or not is_all or self._fill_null is not None or self._null_masks:
-            return None
-        return SharedBlocks(self.manifest, self.blocks, self.maker)
-
-    def get_all(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
-        """Return these blobs, or `span` of each, or None unless all are cached."""
-        found = []
-        for key in keys:
-            if (blob := self.blocks.tier.get(key, span)) is None:
-                return None
-            found.append(blob)
-        return found
-
-    def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
-        """Return the columns of each blob, taken from cached blobs of all columns, or None if these are not cached."""
-        wider = self._wider
-        found = None if wider is None else wider.get_all(wider.keys(number))
-        if wider is None or found is None:
-            return None
-        blobs = [Blob(*blob, wider.plan.layout) for blob in zip(found, wider.plan.lengths(number), strict=True)]
-        ratio = int(self.plan.blob_rows[number] // wider.plan.blob_rows[number])  # Both are powers of two.
-        return _joined(blobs, ratio, self.plan.layout)
-
-    @cached_property
-    def _wider(self) -> RowGroupCache | None:
-        """The same row groups with all columns. None if these are all columns, or a column has an unsupported type."""
-        names = self.manifest.schema.names
-        if set(names) == set(self._columns):
-            return None
-        try:
-            return RowGroupCache(self.manifest, names, self.blocks, self._fill_null, self._null_masks)
-        except DataError:
-            return None
-
-    def keys(self, number: int) -> list[BlobKey]:
-        """Return the keys of a row group's blobs."""
-        parts = zip(self.plan.parts(number), self.plan.lengths(number), strict=True)
-        return [
-            self._key(number, part, partial(row_block.check, rows=rows, layout=self.plan.layout))
-            for part, rows in parts
-        ]
-
-    def lock_key(self, number: int) -> BlobKey:
-        """Return the key whose lock the maker of a row group holds."""
-        return self._key(number, "row group")
-
-    def _key(self, number: int, part: str, check: Check | None = None) -> BlobKey:
-        file = self.manifest.row_groups[number].file
-        return self.blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number), check)
-
-
-def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:
-    """Yield the columns of `layout` for every `ratio` blobs together."""
-    for first in range(0, len(blobs), ratio):
-        run = blobs[first : first + ratio]
-        yield {field.name: concatenate([blob.column(field) for blob in run]) for field in layout.fields}

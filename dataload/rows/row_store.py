@@ -17,7 +17,7 @@ from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_load import RowGroupLoad, State
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.scheduler import RowGroupScheduler
 from dataload.runtime.fatal_frames import print_fatal_frames, reading
@@ -27,7 +27,7 @@ from dataload.runtime.instances import Largest
 from dataload.samplers.interval_index import IntervalIndex
 
 MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
-PREFETCHED_PART = 16  # of the maps, for the blobs of prefetched row groups, and the same for those prefetched further
+PREFETCHED_PART = 16  # of the maps, for the blobs of prefetched row groups, and the same for transient ones
 
 
 class Selected(Protocol):
@@ -52,11 +52,11 @@ class Loads:
     opened: dict[int, bool] = field(default_factory=dict)
     waits: dict[int, float] = field(default_factory=dict)
 
-    def add(self, lives: Mapping[int, RowGroupLife], seconds: float) -> None:
+    def add(self, loads: Mapping[int, RowGroupLoad], seconds: float) -> None:
         """Note that these row groups had to be opened, after a wait for all of them."""
-        if lives:
-            self.opened.update(dict.fromkeys(lives, True))
-            latest = max(lives, key=lambda group: lives[group].ended)
+        if loads:
+            self.opened.update(dict.fromkeys(loads, True))
+            latest = max(loads, key=lambda group: loads[group].ended)
             self.waits[latest] = self.waits.get(latest, 0.0) + seconds
 
 
@@ -74,7 +74,7 @@ class RowStore(ForkAware):
 
     Attributes:
         capacity: As above; `serve` sets it.
-        further: How many row groups that do not stay in the cache may be prefetched besides.
+        transient_ahead: How many row groups that do not stay in the cache may be prefetched besides.
         row_groups: As above.
         scheduler: Makes row groups available.
 
@@ -92,8 +92,8 @@ class RowStore(ForkAware):
         by_use: bool = False,
     ) -> None:
         self.capacity = capacity
-        self._drawn_on = capacity // 2
-        self.further = 0
+        self._working_set = capacity // 2
+        self.transient_ahead = 0
         self._served = Largest()
         self.row_groups = row_groups
         starts = row_groups.group_starts
@@ -116,26 +116,28 @@ class RowStore(ForkAware):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(RowStore, by_use=self._by_use)
-        return make, (self.row_groups, self.capacity, self._make_selected), {"_drawn_on": self._drawn_on}
+        return make, (self.row_groups, self.capacity, self._make_selected), {"_working_set": self._working_set}
 
-    def serve(self, loader: object, drawn_on: int, ahead: int, further: int = 0) -> tuple[int, int]:
+    def serve(self, loader: object, working_set: int, ahead: int, transient_ahead: int = 0) -> tuple[int, int]:
         """Set the capacity for a loader, as long as it lives. With several loaders, the largest needs apply.
 
         Args:
             loader: Identifies the loader.
-            drawn_on: Row groups that the loader's batches need at a time.
+            working_set: Row groups that the loader's batches need at a time.
             ahead: Row groups to prefetch before a batch needs them.
-            further: Row groups to prefetch besides, of those that do not stay in the cache.
+            transient_ahead: Row groups to prefetch besides, of those that do not stay in the cache.
 
         Returns:
-            `ahead` and `further`, as far as this process may map so many files.
+            `ahead` and `transient_ahead`, as far as this process may map so many files.
         """
         most = max(1, max_maps() // (PREFETCHED_PART * self.row_groups.most_of_a_group))
-        ahead, further = min(ahead, most), min(further, most)
-        self._drawn_on, self.further, self.capacity = self._served.of(loader, drawn_on, further, drawn_on + ahead)
+        ahead, transient_ahead = min(ahead, most), min(transient_ahead, most)
+        self._working_set, self.transient_ahead, self.capacity = self._served.of(
+            loader, working_set, transient_ahead, working_set + ahead
+        )
         if self._selected is not None:
             self._selected.keep(self.capacity)
-        return ahead, further
+        return ahead, transient_ahead
 
     @property
     def layout(self) -> Layout:
@@ -172,14 +174,14 @@ class RowStore(ForkAware):
         needed: list[int] = []
         if loads is not None:
             loads.opened.update(dict.fromkeys(self._row_groups_of(blobs), False))
-        lives: dict[int, RowGroupLife] = {}
+        requested: dict[int, RowGroupLoad] = {}
         loaded: dict[int, list[memoryview]] = {}
         cancelled, unreadable = set[int](), set[int]()
         while True:  # Other threads may evict row groups that this one has opened.
             with self._mutex:
                 row_groups = self._open_row_groups(needed)
                 row_groups.make_room(loaded, keep=needed)  # once: it passes over all open row groups that are needed
-                self._put(loaded, lives, unreadable)
+                self._put(loaded, requested, unreadable)
                 found = reading(self._place, row_groups.take, rows, blobs)
                 if found is not None:
                     if self._by_use:
@@ -188,19 +190,21 @@ class RowStore(ForkAware):
                 if stop is not None and stop.done():  # No request may follow `forget`.
                     raise CancelledError
                 needed = list(loads.opened) if loads else self._row_groups_of(blobs)
-                lives = {
+                requested = {
                     group: self._request(group, awaited=True, counted=loads is not None, own_thread=group in cancelled)
                     for group in needed
                     if group not in row_groups
                 }
             since = perf_counter()
-            results = {group: self.scheduler.contents_of(group, life, stop) for group, life in lives.items()}
+            results = {group: self.scheduler.contents_of(load, stop) for group, load in requested.items()}
             if loads is not None:
-                loads.add(lives, perf_counter() - since)
+                loads.add(requested, perf_counter() - since)
             loaded = {group: contents for group, contents in results.items() if contents is not None}
             cancelled = results.keys() - loaded.keys()
 
-    def _put(self, loaded: dict[int, list[memoryview]], lives: dict[int, RowGroupLife], unreadable: set[int]) -> None:
+    def _put(
+        self, loaded: dict[int, list[memoryview]], requested: dict[int, RowGroupLoad], unreadable: set[int]
+    ) -> None:
         """Open row groups. Those whose disk has failed since they were loaded must be loaded again, once."""
         assert self._open is not None
         for group, contents in loaded.items():
@@ -210,7 +214,7 @@ class RowStore(ForkAware):
                 if group in unreadable:
                     raise
                 unreadable.add(group)
-            self.scheduler.opened(group, lives[group])
+            self.scheduler.opened(requested[group])
 
     def size_of(self, group: int) -> int:
         """Return the bytes of a row group's records: exact once this process has loaded it, an estimate before."""
@@ -254,8 +258,8 @@ class RowStore(ForkAware):
         opened = self._open
         return {**self.scheduler.states(), State.MAPPED.value: 0 if opened is None else len(opened)}
 
-    def _request(self, group: int, **how: bool) -> RowGroupLife:
-        return self.scheduler.request(group, self.capacity + self.further, **how)
+    def _request(self, group: int, **how: bool) -> RowGroupLoad:
+        return self.scheduler.request(group, self.capacity + self.transient_ahead, **how)
 
     def _row_groups_of(self, blobs: Array) -> list[int]:
         """Return the row groups of these blobs, each once, in file order."""
@@ -267,7 +271,7 @@ class RowStore(ForkAware):
         """Return the open row groups, with a capacity for at least those needed."""
         count = len(needed)
         # Uncached row groups take memory of this process. It keeps only those open that batches need.
-        most_open = self.capacity if self.scheduler.is_cached else min(self.capacity, self._drawn_on)
+        most_open = self.capacity if self.scheduler.is_cached else min(self.capacity, self._working_set)
         if self._open is not None and self._open.capacity >= max(self.capacity, count):
             self._open.keep_at_most(max(most_open, count), needed)
             return self._open  # without a look at the limit of maps, which is a file

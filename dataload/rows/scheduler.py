@@ -1,29 +1,29 @@
-"""When and where row groups are made: the one owner of their lives in a process."""
+"""When and where row groups are made: the one owner of their loads in a process."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
+from enum import Enum
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
-from dataload.rows.making.bunch_queue import BunchQueue, Loading
-from dataload.rows.making.bunches import Made, load_together
-from dataload.rows.row_group_life import Lives, RowGroupLife, State
+from dataload.rows.making import pipeline
+from dataload.rows.making.load_queue import Leave, LoadQueue, Report, Result, Stalled, Work
+from dataload.rows.row_group_load import RowGroupLoad, State
 from dataload.rows.row_groups import RowGroups
-from dataload.runtime.counters import Counters, charged_to
+from dataload.runtime.counters import Counters
 from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.memory_budget import ReservationCancelled
-from dataload.runtime.priority import next_priority
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
@@ -35,15 +35,59 @@ BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than sta
 log = logging.getLogger(__name__)
 
 
+class Place(Enum):
+    """Where a row group is made."""
+
+    HERE = "here"  # in this process, now
+    DECODER = "decoder"  # in the background decoder; here if it cannot
+    LATER = "later"  # here, once a batch needs it
+
+
+class Situation(NamedTuple):
+    """What decides where a row group is made that is not cached.
+
+    Attributes:
+        is_kept: Whether the cache keeps the blobs that are made.
+        is_awaited: Whether a batch needs the row group now.
+        fits: Whether its blobs fit into the memory for those that the cache does not keep.
+        has_decoder: Whether there is a background decoder.
+        has_started: Whether it has started.
+        is_mapped: Whether a function of the user makes rows.
+        is_waiting: Whether the loop waits for row groups most of the time.
+    """
+
+    is_kept: bool
+    is_awaited: bool
+    fits: bool
+    has_decoder: bool
+    has_started: bool
+    is_mapped: bool
+    is_waiting: bool
+
+
+def choose(now: Situation) -> Place:
+    """Return where to make a row group.
+
+    Most row groups that the cache does not keep are made when a batch needs them. A background decoder is not started
+    beside a loop that waits most of the time, and would share its processors. But a function of the user may hold the
+    interpreter lock, and the decoder has one of its own.
+    """
+    if not (now.is_kept or now.is_awaited or now.fits):
+        return Place.LATER
+    if now.has_decoder and (now.has_started or now.is_mapped or not now.is_waiting):
+        return Place.DECODER
+    return Place.HERE
+
+
 class RowGroupScheduler:
     """The row groups of a process that are planned, being made, or cached and not open yet.
 
         planned → fetching → decoding → cached → mapped
 
-    A planned row group is looked up in the cache. If it is missing, the background decoder makes it, unless a thread
-    waits for row groups and this process has memory for one. This process makes the remaining row groups
-    (`RowGroups.load`), in the order of the requests. A row group reserves memory while it is fetched and decoded.
-    One process of the host makes it, and the others wait.
+    A planned row group is looked up in the cache. If it is missing, `choose` decides where it is made. The background
+    decoder leaves it to this process if a thread waits for row groups and this process has memory for one. This process
+    makes row groups by `pipeline.make`, in the order of the requests. A row group reserves memory while it is fetched
+    and decoded. One process of the host makes it, and the others wait.
 
     Args:
         row_groups: The row groups.
@@ -60,9 +104,9 @@ class RowGroupScheduler:
 
     def __init__(self, row_groups: RowGroups) -> None:
         self._row_groups = row_groups
-        self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
+        self._loads: OrderedDict[int, RowGroupLoad] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        self._bunches = BunchQueue(row_groups, self._threads)
+        self._queue = LoadQueue(self._threads, row_groups.memory)
         self._mutex = threading.Lock()  # guards the memory of uncached row groups
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
@@ -85,65 +129,64 @@ class RowGroupScheduler:
 
     def request(
         self, group: int, most: int, *, awaited: bool = False, counted: bool = True, own_thread: bool = False
-    ) -> RowGroupLife:
-        """Return the life of a row group that is not mapped. Plan the row group if it has none.
+    ) -> RowGroupLoad:
+        """Return the load of a row group that is not mapped. Plan the row group if it has none.
 
         Args:
             group: The row group.
-            most: Lives that are not mapped, at most. The blobs of the oldest are dropped; the cache still has them.
+            most: Loads that are not mapped, at most. The blobs of the oldest are dropped; the cache still has them.
             awaited: Make it even if the memory for uncached row groups is used up, because the caller waits for it.
             counted: Charge the load to the row group's account in the ledger.
             own_thread: Load it in a new thread, because all others may be busy.
         """
-        life = self._lives.get(group)
-        if life is None or life.is_stale():
-            self._lives.pop(group, None)  # A new life goes to the end of the queue.
-            life = RowGroupLife(self.ledger.begin(group) if counted else None)
-            life.awaited = awaited
+        load = self._loads.get(group)
+        if load is None or load.is_stale():
+            self._loads.pop(group, None)  # A new load goes to the end of the queue.
+            load = RowGroupLoad(group, *self._row_groups.of(group), self.ledger.begin(group) if counted else None)
+            load.awaited = awaited
             try:
-                self._submit(group, life, own_thread=own_thread)
+                self._submit(load, own_thread=own_thread)
             except RuntimeError:
-                life.cancel()
+                load.cancel()
                 raise
-            self._lives[group] = life
-        life.awaited |= awaited
-        life.revive()
-        while len(self._lives) > most:
-            self._lives.popitem(last=False)
-        return life
+            self._loads[group] = load
+        load.awaited |= awaited
+        load.revive()
+        while len(self._loads) > most:
+            self._loads.popitem(last=False)
+        return load
 
-    def opened(self, group: int, life: RowGroupLife) -> None:
-        """Note that the row group of a life is open. Its blobs belong to the open row groups now."""
-        self._lives.pop(group, None)
-        if life.state is State.CACHED:  # Another gather may have opened it before.
-            life.enter(State.MAPPED)
+    def opened(self, load: RowGroupLoad) -> None:
+        """Note that the row group of a load is open. Its blobs belong to the open row groups now."""
+        self._loads.pop(load.group, None)
+        if load.state is State.CACHED:  # Another gather may have opened it before.
+            load.enter(State.MAPPED)
 
     def cancel(self) -> None:
-        """Cancel the lives that have not reserved memory yet. Loops that still need them request them again."""
-        for group, life in list(self._lives.items()):
-            if life.cancel():
-                del self._lives[group]
+        """Cancel the loads that have not reserved memory yet. Loops that still need them request them again."""
+        for group, load in list(self._loads.items()):
+            if load.cancel():
+                del self._loads[group]
 
-    def contents_of(self, group: int, life: RowGroupLife, stop: Future[None] | None) -> list[memoryview] | None:
-        """Wait for the life of a row group. Return its contents, or None if the end of another loop cancelled it.
+    def contents_of(self, load: RowGroupLoad, stop: Future[None] | None) -> list[memoryview] | None:
+        """Wait for a load. Return the contents of the row group, or None if the end of another loop cancelled it.
 
         Raises:
             CancelledError: `stop` was done first.
         """
-        contents = life.contents
+        contents = load.contents
         if not contents.done():
             since = perf_counter()
             log_at = since + LOG_SECONDS
             # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
-            first: list[Future[Any]] = [contents, life.cancelled] if stop is None else [contents, life.cancelled, stop]
+            first: list[Future[Any]] = [contents, load.cancelled] if stop is None else [contents, load.cancelled, stop]
             with self._demand.waiting():
                 # As in `awaited`, the wait is cut into short ones, so that Ctrl-C interrupts it.
                 while not wait(first, LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
                     if (now := perf_counter()) >= log_at:
-                        cache, number = self._row_groups.of(group)
-                        _log_wait(cache.describe(number), life.state, now - since)
+                        _log_wait(load.cache.describe(load.number), load.state, now - since)
                         log_at = now + LOG_SECONDS
-            waited(since, life.timeline, instead=self.usual_cause())
+            waited(since, load.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
         return contents.result() if contents.done() and not contents.cancelled() else None
@@ -158,111 +201,81 @@ class RowGroupScheduler:
 
     def states(self) -> dict[str, int]:
         """Return the number of row groups that are not open, by state."""
-        states = Counter(life.state for life in self._lives.copy().values())
+        states = Counter(load.state for load in self._loads.copy().values())
         return {state.value: states[state] for state in (State.PLANNED, State.FETCHING, State.DECODING, State.CACHED)}
 
-    def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> None:
+    def _submit(self, load: RowGroupLoad, *, own_thread: bool) -> None:
         """Let a thread load a row group."""
+        work = Work(self._load, self._finish)
         if own_thread:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
-                DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
+                self._queue.add_to(DaemonExecutor(1, "dataload-load-now"), load, work)
                 return
-        if not self._bunches.add(group, life, Loading(self._made_together, self._finish, self._load_alone)):
-            self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
+        self._queue.add(load, work)
 
-    def _made_together(self, lives: Lives, late: Callable[[], None]) -> Iterator[tuple[int, Made]]:
-        """Make the row groups of a bunch, unless the first of them is cached. See `Loading`."""
-        if self._is_for_decoder:
+    def _load(self, loads: Sequence[RowGroupLoad], report: Report, leave: Leave, stalled: Stalled) -> None:
+        """Find row groups in the cache, or make them. See `load_queue.Run`."""
+        first, *others = loads
+        if (found := first.find()) is not None:
+            first.hit()
+            report(first, found)
+            for load in others:  # They may be cached, too: let a thread look up each.
+                leave(load)
             return
-        first, life = next(iter(lives.items()))
-        with charged_to(life.account):
-            found = self._find(first)
-        if found is not None:
-            life.hit()
-            yield first, found
-            return
-        since, timeline = perf_counter(), life.timeline  # Another thread may load the first one alone.
-        allowed = {group: life for group, life in lives.items() if self._reserve_uncached(group, life)}
-        yield from ((group, ReservationCancelled()) for group in lives.keys() - allowed.keys())
-        if allowed:
-            yield from load_together(self._row_groups, allowed, late)
-        self._spent.add(**timeline.seconds(since, perf_counter()))
+        since, timeline = perf_counter(), first.timeline  # Another thread may load the first one alone.
+        here = []
+        for load in loads:
+            place = self._reserved(load)
+            if place is Place.LATER:
+                report(load, ReservationCancelled())
+            elif place is Place.DECODER and others:
+                leave(load)  # A thread waits for each.
+            elif place is Place.DECODER and (made := self._made_by_decoder(load)) is not None:
+                load.enter(State.CACHED)
+                report(load, made)
+            else:
+                here.append(load)
+        if here:
+            pipeline.make(here, report, leave, stalled)
+            self._spent.add(**timeline.seconds(since, perf_counter()))
 
-    def _load_alone(self, group: int, life: RowGroupLife) -> None:
-        self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
-
-    def _load(self, group: int, life: RowGroupLife) -> None:
-        """Load a row group, unless its life was cancelled."""
-        if life.begin():
-            self._run(group, life)
-
-    def _run(self, group: int, life: RowGroupLife) -> None:
-        try:
-            with life.charged(), next_priority():
-                found = self._find(group)
-                if found is None:
-                    found = self._made(group, life)
-                else:
-                    life.hit()
-        except BaseException as error:  # noqa: BLE001 (raised where the row group is awaited)
-            self._finish(group, life, error)
-        else:
-            self._finish(group, life, found)
-
-    def _finish(self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException) -> None:
-        uncached = 0
-        if not isinstance(found, BaseException):
-            self.sizes[group] = sum(map(len, found))
-            if self._row_groups.shared and not life.is_hit:
-                uncached = sum(len(content) for content in found if not is_file_map(content))
-                self.is_cached = not uncached
-        life.uncached_bytes = uncached
-        life.finish(found)
-
-    def _reserve_uncached(self, group: int, life: RowGroupLife) -> bool:
-        """Reserve memory for a row group, if the cache keeps none. Return whether to make it now.
-
-        Most uncached row groups are made when a batch needs them.
-        """
+    def _reserved(self, load: RowGroupLoad) -> Place:
+        """Choose where to make a row group. Reserve memory for it if the cache keeps none, and it is not for later."""
+        decoder, memory = self.decoder, self._row_groups.memory
         with self._mutex:
-            if self.is_cached or life.awaited:
-                return True
-            held, size = sum(other.uncached_bytes for other in self._lives.copy().values()), self._bytes_of(group)
-            if held and held + size > self._row_groups.memory.held.total:
-                return False
-            life.uncached_bytes = size
-            return True
+            held = 0 if self.is_cached else sum(each.uncached_bytes for each in self._loads.copy().values())
+            size = 0 if self.is_cached else load.cache.bytes_of(load.number)
+            place = choose(
+                Situation(
+                    is_kept=self.is_cached,
+                    is_awaited=load.awaited,
+                    fits=not held or held + size <= memory.held.total,
+                    has_decoder=decoder is not None,
+                    has_started=decoder is not None and decoder.started,
+                    is_mapped=self._row_groups.is_mapped,
+                    is_waiting=self._demand.mostly_waiting,
+                )
+            )
+            if not load.awaited and place is not Place.LATER:
+                load.uncached_bytes = size
+        return place
 
-    def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
-        if not self._reserve_uncached(group, life):
-            raise ReservationCancelled
-        since = perf_counter()
-        if self.decoder is not None and self._is_for_decoder:
-            self.decoder.begin()
-            self.decoder.make(group, self._demand, life.account)
-            if (contents := self._find(group)) is not None:
-                life.enter(State.CACHED)
-                return contents
-        cache, number = self._row_groups.of(group)
-        contents = cache.load(number, life)
-        self._spent.add(**life.timeline.seconds(since, perf_counter()))
-        return contents
+    def _made_by_decoder(self, load: RowGroupLoad) -> list[memoryview] | None:
+        """Let the background decoder make a row group. Return its blobs, or None: this process makes it."""
+        assert self.decoder is not None
+        self.decoder.begin()
+        self.decoder.make(load.group, self._demand, load.account)
+        return load.find()
 
-    def _find(self, group: int) -> list[memoryview] | None:
-        cache, number = self._row_groups.of(group)
-        return cache.find(number)
-
-    def _bytes_of(self, group: int) -> int:
-        cache, number = self._row_groups.of(group)
-        return cache.bytes_of(number)
-
-    @property
-    def _is_for_decoder(self) -> bool:
-        """Whether the background decoder makes the next row group, if it can."""
-        # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
-        # user may hold the interpreter lock, and the other process has one of its own.
-        is_useful = self._row_groups.is_mapped or not self._demand.mostly_waiting
-        return self.decoder is not None and (self.decoder.started or is_useful)
+    def _finish(self, load: RowGroupLoad, result: Result) -> None:
+        uncached = 0
+        if not isinstance(result, BaseException):
+            self.sizes[load.group] = sum(map(len, result))
+            if self._row_groups.shared and not load.is_hit:
+                uncached = sum(len(content) for content in result if not is_file_map(content))
+                self.is_cached = not uncached
+        load.uncached_bytes = uncached
+        load.finish(result)
 
 
 def _log_wait(what: str, state: State, seconds: float) -> None:

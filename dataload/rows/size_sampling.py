@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
@@ -16,8 +14,8 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import RowGroupReader, read_row_group
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
-from dataload.rows.columns import Array, Coded, Nested, Ragged, whole_bytes
-from dataload.rows.row_group_plan import RowGroupPlan, digest_of
+from dataload.rows.columns import Coded, Nested, Ragged, whole_bytes
+from dataload.rows.row_group_plan import digest_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 
@@ -132,60 +130,3 @@ class ValueSizes:
         if isinstance(column, Coded):
             return int(column.values.nbytes + column.spans.nbytes), whole_bytes(column)
         return (int(column.values.nbytes) if isinstance(column, Nested) else 0,) * 2
-
-
-class SizeForecast:
-    """The part of a row group cache that forecasts the sizes of its blobs. It measures those that footers hide."""
-
-    plan: RowGroupPlan
-    manifest: Manifest
-    blocks: Blocks
-    _fill_null: Any
-    _measured = False
-    _shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
-
-    def measure(self) -> None:
-        """Measure the sizes of dictionary-coded values by reading a few row groups.
-
-        Raises:
-            OriginError: The origin does not answer, or a file does not exist.
-            DataError: A row group cannot be decoded.
-        """
-        if not self._measured:
-            means = self.value_sizes.means()
-            self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
-            self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
-            self._measured = True
-            with suppress(AttributeError):  # It has not been estimated before.
-                del self.sizes
-
-    @cached_property
-    def value_sizes(self) -> ValueSizes:
-        """The sizes that `measure` measures."""
-        return ValueSizes(self.manifest, self.plan.layout, self.blocks, self.plan.blob_rows.tolist(), self._fill_null)
-
-    def bytes_of(self, number: int) -> int:
-        """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
-        return int(self.sizes[number])
-
-    @cached_property
-    def sizes(self) -> Array:
-        """Estimates of the bytes of each row group's blobs, int64 [row groups]."""
-        count = len(self.manifest.row_groups)
-        return np.fromiter(map(self.plan.bytes_of, range(count)), np.int64, count)
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
-        return bool(self.value_sizes.coded)
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimate of the bytes of the blobs of all row groups."""
-        return int(self.sizes.sum())
-
-    @property
-    def row_bytes(self) -> int:
-        """Estimate of the mean bytes of a row in batches, at least 1."""
-        rows = max(1, int(self.plan.row_starts[-1]))
-        return max(1, int(self.num_bytes / rows + self._shared_bytes))

@@ -200,7 +200,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     batches = iter(loader)
     next(batches)
     batches.close()
-    assert dataset.rowstore.further == 4
+    assert dataset.rowstore.transient_ahead == 4
     assert set(passing[:4]) <= set(asked)
     assert needs.index(passing[3]) > 8
 

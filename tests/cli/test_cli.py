@@ -31,7 +31,7 @@ from dataload.catalog.footer_cache import _runs
 from dataload.cli import app, console
 from dataload.cli.console import Lines, bar, table
 from dataload.formats.detect import tail_bytes
-from dataload.rows.row_group_cache import RowGroupCache
+from dataload.planning import warm
 from dataload.runtime.text import duration
 
 Run = Callable[..., CompletedProcess[str]]
@@ -319,8 +319,8 @@ def test_warm_continues_when_another_process_is_slow(
     at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row group whose wait times out is not cached; the others are."""
-    make = RowGroupCache.make
-    monkeypatch.setattr(RowGroupCache, "make", lambda self, number: make(self, number) and number != 1)
+    make = warm.make_cached
+    monkeypatch.setattr(warm, "make_cached", lambda cache, number: make(cache, number) and number != 1)
     done = at_bucket("warm", dataset_of([[100]] * 4), "--cache-dir", str(tmp_path / "c"), "--json")
     assert json.loads(done.stdout)["row_groups_kept"] == 3
     assert done.returncode == 1

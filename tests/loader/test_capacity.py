@@ -26,6 +26,7 @@ from dataload.cli.commands.doctor import _reads, _store
 from dataload.errors import ConfigError, OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
 from dataload.planning.warm import warm
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.memory_budget import MemoryBudget, ReservationCancelled
 from dataload.runtime.text import at_least
@@ -303,7 +304,7 @@ def test_cached_rows_can_be_read_when_the_origin_is_down_and_sizes_cannot_be_mea
     url, size = texts(tmp_path, 6)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
     for group in range(len(dataset.row_groups)):
-        dataset.rowstore.row_groups.caches[0].make(group)
+        make_cached(dataset.rowstore.row_groups.caches[0], group)
 
     def down(*_: Any) -> None:
         raise OriginError("no server answers")
@@ -333,7 +334,7 @@ def test_large_values_are_not_mistaken_for_codes(tmp_path: Path) -> None:
         values = [noise.bytes(size) for _ in range(rows)]
         pq.write_table(pa.table({"image": pa.array(values, pa.binary())}), tmp_path / "x.parquet")
         dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
-        assert dataset.rowstore.row_groups.caches[0].value_sizes.coded == []
+        assert dataset.rowstore.row_groups.caches[0].maker.value_sizes.coded == []
         assert dataset.rowstore.row_groups.num_bytes == pytest.approx(rows * (size + 10), rel=0.05)
 
 
@@ -344,7 +345,7 @@ def test_values_of_dictionaries_in_arrow_files_are_measured_too(tmp_path: Path) 
     blobs = make_dataset(
         str(tmp_path / "x.arrow"), cache=CacheConfig(str(tmp_path / "cache"))
     ).rowstore.row_groups.caches[0]
-    assert blobs.value_sizes.coded == ["text"]
+    assert blobs.maker.value_sizes.coded == ["text"]
     blobs.measure()
     distinct = values.dictionary.to_pylist()
     assert blobs.num_bytes == pytest.approx(sum(map(len, distinct)) + 8 * len(distinct) + 2 * 3000, rel=0.01)
@@ -361,7 +362,7 @@ def test_values_with_nulls_are_measured(kind: pa.DataType, tmp_path: Path) -> No
         str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))
     ).rowstore.row_groups.caches[0]
     blobs.measure()
-    assert blobs.value_sizes.coded == ["text"]
+    assert blobs.maker.value_sizes.coded == ["text"]
     assert blobs.row_bytes == pytest.approx(550 + 8, rel=0.01)
 
 
@@ -381,4 +382,4 @@ def test_a_dataset_without_row_groups_has_no_samples(tmp_path: Path) -> None:
         str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))
     ).rowstore.row_groups.caches[0]
     blobs.measure()
-    assert (blobs.value_sizes.coded, blobs.num_bytes) == ([], 0)
+    assert (blobs.maker.value_sizes.coded, blobs.num_bytes) == ([], 0)

@@ -44,7 +44,7 @@ def test_lookahead_prefetches_transient_row_groups_further_ahead() -> None:
     prefetched: list[list[int]] = []
     needs = [(position, position + 50) for position in range(10)]
     lookahead = Lookahead(
-        iter(needs), prefetched.append, ahead=2, further=3, is_transient=lambda group: group in (50, 54, 57, 59)
+        iter(needs), prefetched.append, ahead=2, transient_ahead=3, is_transient=lambda group: group in (50, 54, 57, 59)
     )
     lookahead.reach(0)
     assert prefetched.pop() == [50, 51, 50, 54, 57]

@@ -34,6 +34,8 @@ from dataload.mixture import Mixture, mixture
 from dataload.mixture.mixture import MOST_WEIGHTS
 from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
+from dataload.rows.making import pipeline
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import Loads
 from dataload.runtime.priority import current_priority
@@ -518,23 +520,23 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
     sources: Sources, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     mixture = mix(sources(), WEIGHTS)
-    others, load = threading.Event(), RowGroupCache.load
+    others, make = threading.Event(), pipeline.make
     store = mixture.rowstore
     first = {name: mixture._first_groups[number] for number, name in enumerate(NAMES)}
     rows = np.array([FIRST[name] for name in NAMES])
 
-    def late(self: RowGroupCache, number: int, life: Any = None) -> Any:
-        if self is store.row_groups.caches[NAMES.index(last)]:
+    def late(loads: Any, *rest: Any) -> None:
+        if loads[0].cache is store.row_groups.caches[NAMES.index(last)]:
             assert others.wait(200)
-        return load(self, number, life)
+        make(loads, *rest)
 
-    monkeypatch.setattr(RowGroupCache, "load", late)
-    monkeypatch.setattr(RowGroupCache, "bunched_bytes", lambda *_: 0)
+    monkeypatch.setattr(pipeline, "make", late)
+    monkeypatch.setattr(RowGroupCache, "small_bytes", lambda *_: 0)
     ended, end = set(), store.scheduler._finish
 
-    def noted(group: int, *rest: Any, **how: Any) -> None:
-        end(group, *rest, **how)
-        ended.add(group)
+    def noted(load: Any, result: Any) -> None:
+        end(load, result)
+        ended.add(load.group)
         if ended >= {first[name] for name in NAMES if name != last}:
             others.set()
 
@@ -645,12 +647,12 @@ def test_row_groups_of_all_sources_are_fetched_in_one_order(sources: Sources, mo
         priorities.append(current_priority())
         return []
 
-    monkeypatch.setattr(RowGroupCache, "_made_once", made)
+    monkeypatch.setattr(pipeline, "_make_one", made)
     row_groups = mix(sources()).rowstore.row_groups
     for group in (0, 1, 5, 2, 6, 0):  # of the sources a, a, b, a, c, a
         cache, number = row_groups.of(group)
-        cache.make(number)
-    assert priorities == sorted({*turns})
+        make_cached(cache, number)
+    assert priorities == sorted({*priorities})
     assert len(priorities) == 6
 
 

@@ -73,7 +73,7 @@ def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[...
     decoded = make_dataset(urls[0], storage_options=bucket.options, cache=False).rowstore.row_groups.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), int(SHARE * decoded))
     first, second = (make_loader(url, 100, storage_options=bucket.options, cache=cache, window=1) for url in urls)
-    assert first._capacity.ahead() == (first._capacity._drawn_on, 2)
+    assert first._capacity.ahead() == (first._capacity._working_set, 2)
     assert first.dataset.blocks.tier.division().region > 0
     del second
     gc.collect()

@@ -12,7 +12,7 @@ import torch
 from dataload.errors import DataError
 from dataload.formats.schema import fields_of
 from dataload.mapping.forms import Form, converted, fitted, joined
-from dataload.mapping.row_groups import ChunkSize
+from dataload.mapping.map_maker import ChunkSize
 from dataload.rows.collate import Flat
 from dataload.rows.columns import Dense
 

@@ -34,6 +34,7 @@ from dataload.planning.plan import plan as foretell
 from dataload.planning.simulate import Costs, Fetched, Reader
 from dataload.planning.warm import warm
 from dataload.rows import scheduler
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.making.row_group_memory import UNSHARED_MEMORY
 from dataload.samplers.window_size import default_window, weigh_window
 
@@ -112,7 +113,7 @@ def files(origin: Origin, name: str) -> set[Object]:
 
 def settled(dataset: Any) -> None:
     """Wait for all prefetched row groups."""
-    for asked in list(dataset.rowstore.scheduler._lives.values()):
+    for asked in list(dataset.rowstore.scheduler._loads.values()):
         asked.contents.result(200)
 
 
@@ -502,9 +503,8 @@ def test_warming_makes_as_many_row_groups_at_once_as_training_has_requests(
 ) -> None:
     pq.write_table(pa.table({"x": range(2 * IN_FLIGHT)}), tmp_path / "x.parquet", row_group_size=2)
     dataset = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    [cache] = dataset.rowstore.row_groups.caches
-    together, make = threading.Barrier(IN_FLIGHT, timeout=200), cache.make
-    monkeypatch.setattr(cache, "make", lambda group: [together.wait(), make(group)][1])
+    together, make = threading.Barrier(IN_FLIGHT, timeout=200), make_cached
+    monkeypatch.setattr("dataload.planning.warm.make_cached", lambda *row_group: [together.wait(), make(*row_group)][1])
     assert warm(dataset.rowstore.row_groups, range(IN_FLIGHT)) == IN_FLIGHT
 
 

@@ -32,6 +32,7 @@ from dataload.formats import parquet
 from dataload.rows import scheduler
 from dataload.rows.background_decoder import client, worker
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.child_process import start_process
 from dataload.runtime.counters import Counters
@@ -423,4 +424,4 @@ def test_it_is_optional_where_no_thread_can_start(dataset: Any) -> None:
         assert not make_in_background(decoder, 0)
     assert not make_in_background(decoder, 0)
     assert psutil.Process().children() == before  # the process that was started for the thread has ended
-    assert dataset.rowstore.row_groups.caches[0].make(0)
+    assert make_cached(dataset.rowstore.row_groups.caches[0], 0)

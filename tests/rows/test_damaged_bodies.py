@@ -135,7 +135,7 @@ def test_a_damaged_body_leaves_no_row_in_the_cluster(
         dataset = opened(store, replace(cache, cluster=cluster_server.url))
         store.spoil = damage.spoil
         np.testing.assert_array_equal(values(dataset), RIGHT)
-        dataset.rowstore.blobs.blocks.settle()
+        dataset.blocks.settle()
         store.spoil = None
         store.fault = lambda asked: Answer.error(403) if asked.kind == "get" else None  # the cluster has all of it
         other = opened(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url))

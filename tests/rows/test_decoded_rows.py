@@ -21,7 +21,7 @@ from dataload.catalog import filters
 from dataload.dataset import Dataset
 from dataload.formats import parquet, parquet_reader, range_stream
 from dataload.rows import arrow_decode, collate, row_group_plan
-from dataload.rows.making import row_group_maker
+from dataload.rows.making import file_maker
 from dataload.rows.making.row_group_memory import RankShare
 
 TYPES: list[pa.DataType] = [
@@ -57,8 +57,9 @@ import sys
 import pyarrow
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.catalog import filters
+from dataload.rows.making.pipeline import make_cached
 dataset = make_dataset(f"{sys.argv[1]}/x.parquet", cache=CacheConfig(f"{sys.argv[1]}/cache", "1GB"))
-dataset.rowstore.row_groups.caches[0].make(0)
+make_cached(dataset.rowstore.row_groups.caches[0], 0)
 print(pyarrow.default_memory_pool().max_memory())
 """
 
@@ -247,7 +248,7 @@ def test_a_row_group_is_held_or_streamed(
     """A row group of 400 kB that fits the memory budget is one request. Otherwise each column is read in pieces."""
     for name, value in (("SHARED_BYTES", 0), ("BUFFER_BYTES", 1000)):
         monkeypatch.setattr(parquet, name, value)
-    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1000)
+    monkeypatch.setattr(file_maker, "COLUMN_BYTES", 1000)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
@@ -265,7 +266,7 @@ def test_writers_that_leave_a_header_out_of_the_size_of_a_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, created_by: str
 ) -> None:
     """Arrow reads 100 bytes more of each chunk of their files."""
-    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1000)
+    monkeypatch.setattr(file_maker, "COLUMN_BYTES", 1000)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(60_000) for number in range(4)})
     file = tmp_path / "x.parquet"

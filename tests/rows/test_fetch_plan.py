@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
 from dataload.formats.range_stream import fetched_buffers
-from dataload.rows.making import bunches, compute_lock, row_group_maker, row_group_memory
+from dataload.rows import row_group_cache
+from dataload.rows.making import compute_lock, file_maker, pipeline, row_group_memory
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.making.row_group_memory import (
     MEMORY_DIVISOR,
     MIN_MEMORY,
@@ -64,7 +67,7 @@ def test_one_row_group_uses_all_requests(files: Path, tmp_path: Path, monkeypatc
         )
         origin.behave(bytes_per_second=200_000.0)
         until(lambda: dataset.blocks.free_requests)  # Reads of earlier tests may be under way.
-        assert dataset.rowstore.row_groups.caches[0].make(0)
+        assert make_cached(dataset.rowstore.row_groups.caches[0], 0)
         assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
 
 
@@ -101,20 +104,19 @@ def test_only_small_row_groups_with_neighbours_share_a_cached_block(
         return len(list((tmp_path / "cache" / "blobs").glob("*/*")))
 
     before = cached()
-    assert all(map(dataset.rowstore.row_groups.caches[0].make, range(2)))
+    assert all(map(partial(make_cached, dataset.rowstore.row_groups.caches[0]), range(2)))
     assert cached() - before == blobs
-    assert dataset.rowstore.row_groups.caches[0].make(2)  # Nothing needs the block any more.
+    assert make_cached(dataset.rowstore.row_groups.caches[0], 2)  # Nothing needs the block any more.
     assert cached() - before == 3
 
 
-@pytest.mark.parametrize("most_bytes", [row_group_maker.INLINE_BYTES, 0])
+@pytest.mark.parametrize("most_bytes", [row_group_cache.SMALL_BYTES, 0])
 def test_a_thread_that_computes_holds_the_lock(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
     """The thread that loads a small row group holds the lock while it decodes, and during no request."""
     monkeypatch.setattr(compute_lock, "PATIENCE_SECONDS", 60)
-    monkeypatch.setattr(row_group_maker, "INLINE_BYTES", most_bytes)
-    monkeypatch.setattr(bunches, "INLINE_BYTES", most_bytes)
+    monkeypatch.setattr(row_group_cache, "SMALL_BYTES", most_bytes)
     seen: set[tuple[str, str, bool]] = set()
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +128,7 @@ def test_a_thread_that_computes_holds_the_lock(
         return noting
 
     dataset = make_dataset(dataset_of([[5]] * 60), storage_options=bucket.options, cache=cache)
-    monkeypatch.setattr(row_group_maker, "decode", noted("decode", row_group_maker.decode))
+    monkeypatch.setattr(file_maker, "decode", noted("decode", file_maker.decode))
     monkeypatch.setattr(ObjectStore, "_request", noted("request", ObjectStore._request))
     assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 300
     decoding = ("decode", "dataload-load", True) if most_bytes else ("decode", "dataload-decode", False)
@@ -142,13 +144,13 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
     ]
     maker, fetched = blobs.maker, threading.Semaphore(0)
     maker.memory.use(RankShare(TRAINER_DIVISOR * 15 * GROUP_BYTES, usable_cores()))
-    pack = maker.pack
-    monkeypatch.setattr(maker, "pack", lambda *args: [fetched.release(), pack(*args)][1])
+    publish = pipeline._publish_streamed
+    monkeypatch.setattr(pipeline, "_publish_streamed", lambda job: [fetched.release(), publish(job)][1])
     together = maker.memory.held.total // maker.reservation(0)
-    assert together > maker.memory.held.total // (maker.reservation(0) + maker.decoding_bytes(0))
+    assert together > maker.memory.held.total // (maker.reservation(0) + blobs.decoding_bytes(0))
     with ThreadPoolExecutor(GROUPS) as pool:
         with maker.memory.decoding.reserve(sys.maxsize):  # The decoders are busy.
-            made = [pool.submit(blobs.make, group) for group in range(GROUPS)]
+            made = [pool.submit(make_cached, blobs, group) for group in range(GROUPS)]
             for _ in range(together):
                 assert fetched.acquire(timeout=200)
             assert not any(future.done() for future in made)
@@ -169,12 +171,12 @@ def test_record_batches_are_decompressed_in_the_memory_of_decoders(
             file.write_table(table)
     blobs = make_dataset(tmp_path / "x.arrow", cache=CacheConfig(str(tmp_path / "cache"))).rowstore.row_groups.caches[0]
     maker, fetched = blobs.maker, threading.Semaphore(0)
-    assert maker.decoding_bytes(0) > size > 4 * max(blobs.plan.blob_sizes(0))
-    pack, before = maker.pack, pa.total_allocated_bytes()
-    monkeypatch.setattr(maker, "pack", lambda *args: [fetched.release(), pack(*args)][1])
+    assert blobs.decoding_bytes(0) > size > 4 * max(blobs.plan.blob_sizes(0))
+    publish, before = pipeline._publish_streamed, pa.total_allocated_bytes()
+    monkeypatch.setattr(pipeline, "_publish_streamed", lambda job: [fetched.release(), publish(job)][1])
     with ThreadPoolExecutor(groups) as pool:
         with maker.memory.decoding.reserve(sys.maxsize):  # The decoders are busy.
-            made = [pool.submit(blobs.make, group) for group in range(groups)]
+            made = [pool.submit(make_cached, blobs, group) for group in range(groups)]
             for _ in range(groups):
                 assert fetched.acquire(timeout=200)
             assert pa.total_allocated_bytes() - before < size
@@ -183,7 +185,7 @@ def test_record_batches_are_decompressed_in_the_memory_of_decoders(
 
 def test_a_list_of_structs_is_streamed_as_several_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has pieces in flight, for which the least budget must have room."""
-    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1)
+    monkeypatch.setattr(file_maker, "COLUMN_BYTES", 1)
     rows = pa.array([[{"a": 1, "b": [2]}]], pa.list_(pa.struct({"a": pa.int8(), "b": pa.list_(pa.int8())})))
     pq.write_table(pa.table({"x": [1], "y": rows}), tmp_path / "x.parquet")
     assert make_dataset(tmp_path / "x.parquet", cache=False).rowstore.row_groups.caches[0].maker.need.held == 3
@@ -221,12 +223,12 @@ def test_a_wait_for_another_process_holds_no_memory(
     wait = key_waits.wait_for_holder
     monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *given: (waiting.set(), wait(*given))[1])
     with ThreadPoolExecutor(1) as pool:
-        with tier.key_lock(blobs._key(0, "row group")) as busy:
+        with tier.key_lock(blobs.key(0)) as busy:
             assert busy is None
-            waits = pool.submit(blobs.make, 0)
+            waits = pool.submit(make_cached, blobs, 0)
             assert waiting.wait(200)
             assert blobs.maker.memory.held.idle
-            assert blobs.make(1), "another row group meanwhile"
+            assert make_cached(blobs, 1), "another row group meanwhile"
             assert not waits.done()
         assert waits.result(200)
 
@@ -241,12 +243,12 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
     monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.1)
     monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 0.1)
     stopped = KeyLocks(str(tier.path / "locks"))
-    assert blobs.make(1)
-    with stopped.hold(blobs._key(0, "row group").digest, timeout=0), ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(blobs.make, 0)
+    assert make_cached(blobs, 1)
+    with stopped.hold(blobs.key(0).digest, timeout=0), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(make_cached, blobs, 0)
         others = iter([*range(2, GROUPS)])
         while not waits.done():
-            blobs.make(next(others, 1))
+            make_cached(blobs, next(others, 1))
         assert waits.result()
 
 
@@ -316,11 +318,11 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
     """Arrow needs a part of each column at a time. The memory that is stated has room for these parts."""
     columns, rows = 400, 2000
     monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 0)
-    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 4 * rows // 2)
+    monkeypatch.setattr(file_maker, "COLUMN_BYTES", 4 * rows // 2)
     monkeypatch.setattr(row_group_memory, "MEMORY_DIVISOR", usable_memory() // 100_000)
     table = pa.table({f"c{number}": np.zeros(rows, np.float32) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
-    needed = row_group_maker.COLUMN_BYTES * columns
+    needed = file_maker.COLUMN_BYTES * columns
     taken, allocate, opened = list[int](), range_stream._allocate, pq.ParquetFile
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     monkeypatch.setattr(range_stream, "_allocate", lambda size: [taken.append(size), allocate(size)][1])
@@ -337,7 +339,7 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
     assert 2 * needed <= loader.stats().memory_bytes == maker.memory.limit < 2.2 * needed
     taken.clear()
     monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
-    with maker.opened(0, dataset.rowstore.row_groups.caches[0].blocks):
+    with maker.open(0, dataset.rowstore.row_groups.caches[0].blocks):
         assert needed / 2 < sum(taken) <= needed
 
 
@@ -359,8 +361,10 @@ PROGRAM = """
 import sys, threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from dataload import CacheConfig, make_dataset
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.making.row_group_memory import RankShare
 from dataload.runtime.resource_limits import usable_cores
 
@@ -369,7 +373,7 @@ def anonymous():
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.row_groups.caches[0]
-blobs.make(0)  # loads all modules
+make_cached(blobs, 0)  # loads all modules
 blobs.memory.rank = RankShare(int(sys.argv[3]), usable_cores())
 blobs.memory.after_fork_in_child()
 before, peak, end = anonymous(), 0, threading.Event()
@@ -382,7 +386,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 with ThreadPoolExecutor(12) as pool:
-    assert all(pool.map(blobs.make, range(1, 12)))
+    assert all(pool.map(partial(make_cached, blobs), range(1, 12)))
 end.set()
 watcher.join()
 print(peak - before)

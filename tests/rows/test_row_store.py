@@ -26,6 +26,7 @@ from dataload.cache.tier import Waited
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
 from dataload.rows import open_row_groups, row_group_plan, row_store, scheduler
+from dataload.rows.making import pipeline
 from dataload.rows.mmap_arena import MmapArena
 from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 
@@ -72,8 +73,13 @@ def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> 
 
 def test_the_row_group_that_was_requested_first_is_evicted_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded = dataset.rowstore, Counter[int]()
-    load = store.scheduler._run
-    monkeypatch.setattr(store.scheduler, "_run", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
+    finish = store.scheduler._finish
+
+    def noted(load: Any, result: Any) -> None:
+        loaded[load.group] += 1
+        finish(load, result)
+
+    monkeypatch.setattr(store.scheduler, "_finish", noted)
     store.capacity = 2
     for group in (0, 1, 0, 2, 1, 0):
         store.gather(np.array([5 * group]))
@@ -129,7 +135,7 @@ def test_a_cache_that_cannot_be_written_to_takes_no_memory_without_bound(
         found += batch["row_id"].tolist()
         if number % 200 == 0:
             until(lambda: sum(store.states()[state] for state in ("planned", "fetching", "decoding")) == 0)
-            ahead = [life.contents.result(0) or [] for life in owner._lives.copy().values() if not life.awaited]
+            ahead = [load.contents.result(0) or [] for load in owner._loads.copy().values() if not load.awaited]
             most = max(most, sum(sum(map(len, contents)) for contents in ahead))
             assert store.states()["mapped"] <= 6
     assert 0 < most <= memory.held.total
@@ -230,7 +236,7 @@ def test_a_row_group_whose_disk_fails_before_it_is_open_is_loaded_again(
     dataset = make_dataset(dataset_of([[5] * 2]), storage_options=bucket.options, cache=cache, columns=["row_id"])
     store = dataset.rowstore
     store.prefetch([0])
-    assert store.scheduler._lives[0].contents.result(200)
+    assert store.scheduler._loads[0].contents.result(200)
     for blob in Path(cache.cache_dir).glob("blobs/*/*"):
         blob.write_bytes(b"")
     assert store.gather(np.array([3])).rows["row_id"].tolist() == [3]
@@ -249,8 +255,8 @@ def test_forget_cancels_prefetched_row_groups_that_no_thread_has_started(
     dataset: Any, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go = dataset.rowstore, threading.Event()
-    load = store.row_groups.caches[0].load
-    monkeypatch.setattr(store.row_groups.caches[0], "load", lambda *args: go.wait(60) and load(*args))
+    make = pipeline.make
+    monkeypatch.setattr(pipeline, "make", lambda *args: go.wait(60) and make(*args))
     store.capacity = 200
     store.prefetch(range(200))
     store.forget()
@@ -266,10 +272,10 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
     store.capacity = 200
     with store.row_groups.memory.held.reserve(sys.maxsize):
         store.prefetch(range(20))
-        cancelled = [load for group, load in store.scheduler._lives.items() if group != 7]
+        cancelled = [load for group, load in store.scheduler._loads.items() if group != 7]
         store.forget()
         store.prefetch([7])
-    assert len(store.scheduler._lives[7].contents.result(200)) == 1
+    assert len(store.scheduler._loads[7].contents.result(200)) == 1
     assert not wait([load.contents for load in cancelled], 60).not_done
     assert all(load.is_stale() for load in cancelled)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
@@ -278,13 +284,13 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
 
 def test_a_gather_restarts_a_load_that_another_loop_cancels(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, go = dataset.rowstore, threading.Event()
-    load = store.row_groups.caches[0].load
-    monkeypatch.setattr(store.row_groups.caches[0], "load", lambda *args: go.wait(60) and load(*args))
+    make = pipeline.make
+    monkeypatch.setattr(pipeline, "make", lambda *args: go.wait(60) and make(*args))
     store.prefetch(range(scheduler.LOADERS))  # Every thread is busy, so the next row group waits.
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
     waiting.start()
-    while 199 not in store.scheduler._lives:
+    while 199 not in store.scheduler._loads:
         threading.Event().wait(0.001)
     store.forget()
     go.set()
@@ -317,10 +323,10 @@ def gathering(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     gathering, contents_of = Gathering(), dataset.rowstore.scheduler.contents_of
 
-    def noted(group: int, load: Any, stop: Any) -> Any:
+    def noted(load: Any, stop: Any) -> Any:
         gathering.stops.append(stop)
         gathering.waits.release()
-        return contents_of(group, load, stop)
+        return contents_of(load, stop)
 
     monkeypatch.setattr(dataset.rowstore.scheduler, "contents_of", noted)
     return gathering
@@ -349,14 +355,14 @@ def test_a_long_wait_for_a_row_group_is_logged(
 def test_the_wait_for_a_row_group_is_cut_into_short_ones(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C that comes just before a wait is handled after it."""
     store, begun, timeouts = dataset.rowstore, threading.Event(), list[float]()
-    load, wait_for_first = store.row_groups.caches[0].load, scheduler.wait
+    make, wait_for_first = pipeline.make, scheduler.wait
 
     def noted(futures: Any, timeout: float, **when: Any) -> Any:
         timeouts.append(timeout)
         begun.set()
         return wait_for_first(futures, timeout, **when)
 
-    monkeypatch.setattr(store.row_groups.caches[0], "load", lambda *args: begun.wait(60) and load(*args))
+    monkeypatch.setattr(pipeline, "make", lambda *args: begun.wait(60) and make(*args))
     monkeypatch.setattr(scheduler, "wait", noted)
     assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
     assert 0 < max(timeouts) <= LOOK_SECONDS
@@ -364,15 +370,15 @@ def test_the_wait_for_a_row_group_is_cut_into_short_ones(dataset: Any, monkeypat
 
 def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start as many loads as there are threads. They continue once `go` is set."""
-    busy, load = threading.Semaphore(0), store.row_groups.caches[0].load
+    busy, make = threading.Semaphore(0), pipeline.make
 
-    def blocked(group: int, *rest: Any) -> Any:
-        if group < scheduler.LOADERS:
+    def blocked(loads: Any, *rest: Any) -> None:
+        if loads[0].group < scheduler.LOADERS:
             busy.release()
             go.wait()
-        return load(group, *rest)
+        make(loads, *rest)
 
-    monkeypatch.setattr(store.row_groups.caches[0], "load", blocked)
+    monkeypatch.setattr(pipeline, "make", blocked)
     store.capacity = 200
     store.prefetch(range(scheduler.LOADERS))
     for _ in range(scheduler.LOADERS):
@@ -435,13 +441,13 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
-    load, budget = store.row_groups.caches[0].load, store.row_groups.memory.held
+    make, budget = pipeline.make, store.row_groups.memory.held
 
-    def counting(group: int, *rest: Any) -> Any:
-        loads[group] += 1
-        return load(group, *rest)
+    def counting(requested: Any, *rest: Any) -> None:
+        loads.update(load.group for load in requested)
+        make(requested, *rest)
 
-    monkeypatch.setattr(store.row_groups.caches[0], "load", counting)
+    monkeypatch.setattr(pipeline, "make", counting)
     with budget.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
@@ -464,16 +470,16 @@ def test_a_loop_that_ends_does_not_restart_the_loads_that_it_cancels(dataset: An
         store.forget()
         waiting.join()
         assert gathering.cancelled
-        assert all(load.is_cancelled() for load in store.scheduler._lives.values())
+        assert all(load.is_cancelled() for load in store.scheduler._loads.values())
 
 
 def test_a_loader_stops_waiting_before_it_cancels_its_loads(
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go, stopped = dataset.rowstore, threading.Event(), list[bool]()
-    load, forget = store.row_groups.caches[0].load, store.forget
+    make, forget = pipeline.make, store.forget
     monkeypatch.setattr(
-        store.row_groups.caches[0], "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1]
+        pipeline, "make", lambda loads, *rest: [loads[0].group == 0 or go.wait(), make(loads, *rest)][1]
     )
     monkeypatch.setattr(store, "forget", lambda: [stopped.append(gathering.stops[-1].done()), forget()])
     batches = iter(make_loader(dataset, 5, shuffle=False, transform=dict))  # A thread waits.
@@ -483,7 +489,7 @@ def test_a_loader_stops_waiting_before_it_cancels_its_loads(
             gathering.waits.acquire()
         batches.close()
         assert stopped == [True]
-        assert all(load.is_cancelled() for load in store.scheduler._lives.values())
+        assert all(load.is_cancelled() for load in store.scheduler._loads.values())
     finally:
         go.set()
 
@@ -496,16 +502,16 @@ def test_what_the_cache_does_not_keep_is_made_without_waiting_for_others(
     blobs = make_dataset(tmp_path / "x.parquet", cache=CacheConfig(str(tmp_path / "c"))).rowstore.row_groups.caches[0]
     tier = blobs.tier
     with monkeypatch.context() as full:
-        full.setattr(tier, "reserve", lambda *_: False)
+        full.setattr(tier, "can_write", lambda: False)
         load(blobs, 0)
         full.setattr("dataload.cache.local.tier.wait_for_holder", lambda *_: pytest.fail("it waits"))
-        with tier.key_lock(blobs.lock_key(0)):
+        with tier.key_lock(blobs.key(0)):
             load(blobs, 0)
     load(blobs, 0)  # It is kept now, so others are waited for again.
     blobs.tier.discard(blobs.keys(0), [])
     monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *_: Waited.IN_VAIN)
-    with tier.key_lock(blobs.lock_key(0)):
-        assert 0 not in blobs._unkept
+    with tier.key_lock(blobs.key(0)):
+        assert not blobs.is_refused(0)
         load(blobs, 0)
 
 

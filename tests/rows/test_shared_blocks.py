@@ -21,6 +21,7 @@ from dataload import CacheConfig, make_dataset
 from dataload.cache.blocks import reader
 from dataload.cache.local import fsck
 from dataload.dataset import Dataset
+from dataload.rows.making.pipeline import make_cached
 
 BLOCK = 64 << 10
 GROUPS, ROWS = 6, 2000  # of 16 KB a row group: four of them touch a block
@@ -62,7 +63,7 @@ def test_a_block_stays_until_the_rows_of_all_its_row_groups_are_cached(
     made: set[int] = set()
     fetched: set[int] = set()
     for group in order:
-        assert dataset.rowstore.row_groups.caches[0].make(group)
+        assert make_cached(dataset.rowstore.row_groups.caches[0], group)
         made.add(group)
         fetched |= {block for block in range(10) if group in users(dataset, block)}
         assert cached_blocks(dataset) == sorted(block for block in fetched if not users(dataset, block) <= made)
@@ -85,18 +86,18 @@ def test_blocks_stay_that_other_datasets_of_the_file_may_need(
 ) -> None:
     dataset = opened(**options)
     for group in range(len(dataset.row_groups)):
-        assert dataset.rowstore.row_groups.caches[0].make(group)
+        assert make_cached(dataset.rowstore.row_groups.caches[0], group)
     assert cached_blocks(dataset)
 
 
 def test_blocks_stay_if_the_rows_do_not_fit(opened: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = opened()
     for group in range(GROUPS - 1):
-        assert dataset.rowstore.row_groups.caches[0].make(group)
+        assert make_cached(dataset.rowstore.row_groups.caches[0], group)
     last = cached_blocks(dataset)
     assert last
-    monkeypatch.setattr(dataset.blocks.tier, "reserve", lambda *_: False)
-    assert not dataset.rowstore.row_groups.caches[0].make(GROUPS - 1)
+    monkeypatch.setattr(dataset.blocks.tier, "can_write", lambda: False)
+    assert not make_cached(dataset.rowstore.row_groups.caches[0], GROUPS - 1)
     assert cached_blocks(dataset) == last
 
 
@@ -105,19 +106,19 @@ def test_two_threads_look_up_the_blocks_of_a_file(
 ) -> None:
     """The second thread makes a row group of the file while the first one looks up the others."""
     blobs = opened().rowstore.row_groups.caches[0]
-    shared, sources, threads = blobs._shared_blocks, blobs.maker.sources, ThreadPoolExecutor(1)
-    assert shared is not None
+    maker = blobs.maker
+    sources, threads = maker.sources, ThreadPoolExecutor(1)
     begun: list[int] = []
 
     def sources_seen_halfway(number: int, *given: Any) -> Any:
         if number == GROUPS // 2 and not begun:
             begun.append(number)
-            threads.submit(shared.discard, 0, blobs.keys).result(200)
+            threads.submit(maker.discard_sources, 0, blobs.keys).result(200)
         return sources(number, *given)
 
-    monkeypatch.setattr(blobs.maker, "sources", sources_seen_halfway)
+    monkeypatch.setattr(maker, "sources", sources_seen_halfway)
     with threads:
-        shared.discard(1, blobs.keys)
+        maker.discard_sources(1, blobs.keys)
     assert begun
 
 
@@ -138,7 +139,7 @@ def images(bucket: Any) -> int:
 def make_shuffled(dataset: Dataset) -> None:
     """Make the row groups of `images` in random order, so that the next one is seldom of the same block."""
     for number in np.random.default_rng(1).permutation(IMAGE_GROUPS).tolist():
-        dataset.rowstore.row_groups.caches[0].make(number)
+        make_cached(dataset.rowstore.row_groups.caches[0], number)
 
 
 @contextmanager
@@ -169,7 +170,7 @@ def test_no_blocks_are_fetched_for_a_cache_that_cannot_be_written_to(
 ) -> None:
     dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=cache)
     with no_large_files():
-        assert not dataset.rowstore.row_groups.caches[0].make(0)  # It shows that the cache keeps nothing.
+        assert not make_cached(dataset.rowstore.row_groups.caches[0], 0)  # It shows that the cache keeps nothing.
         bucket.server.reset()
         make_shuffled(dataset)
     assert dataset.blocks.stats()["health"]["state"] == "degraded"

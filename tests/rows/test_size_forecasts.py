@@ -95,7 +95,7 @@ def test_reservations_follow_blobs_that_are_larger_than_footers_say(tmp_path: Pa
     blobs = blobs_of(tmp_path / "x.parquet", ADDRESSES, row_group_size=ROWS // 2, **PREFIXES)
     size = made(blobs)
     assert blobs.plan.bytes_of(1) < size / 4
-    assert blobs.maker.decoding_bytes(1) == pytest.approx(3 * size, rel=0.1)
+    assert blobs.decoding_bytes(1) == pytest.approx(3 * size, rel=0.1)
 
 
 def test_measuring_parses_a_footer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

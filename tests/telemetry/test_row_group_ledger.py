@@ -132,7 +132,7 @@ def test_without_a_cache_memory_gives_the_hits(bucket: Any, url: str, workers: i
 def test_a_row_group_that_was_prefetched_before_an_epoch_is_one_miss_of_it(dataset: Any) -> None:
     store = dataset.rowstore
     store.prefetch(range(6))
-    for load in list(store.scheduler._lives.values()):
+    for load in list(store.scheduler._loads.values()):
         load.contents.result()
     loader = make_loader(dataset, 8)
     for hits in (0, GROUPS):
@@ -235,7 +235,7 @@ def test_the_statistics_of_a_loop_do_not_change_after_its_early_end(dataset: Any
     left = asdict(loader.stats())
     assert 0 < left["misses"] < GROUPS
     dataset.rowstore.prefetch(range(GROUPS))  # Loads of the lookahead may continue.
-    for load in list(dataset.rowstore.scheduler._lives.values()):
+    for load in list(dataset.rowstore.scheduler._loads.values()):
         load.contents.result()
     assert asdict(loader.stats()) == left
 

@@ -22,8 +22,8 @@ from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache import blob_file
 from dataload.loader import device_copy
-from dataload.rows import scheduler
-from dataload.rows.making import row_group_maker, row_group_memory
+from dataload.rows import row_group_cache, scheduler
+from dataload.rows.making import file_maker, row_group_memory
 from dataload.telemetry.loader_stats import ADVICE, MIN_STALL, LoaderStats
 from dataload.telemetry.spans import recorded_by
 from dataload.telemetry.wait_timeline import CAUSES, CHANGES_KEPT, IDLE, Timeline, doing, waited
@@ -110,14 +110,14 @@ def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
     dataset: Any, origin: Origin, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget has memory for one row group at a time, and decoder threads decode it."""
-    monkeypatch.setattr(row_group_maker, "INLINE_BYTES", 0)
+    monkeypatch.setattr(row_group_cache, "SMALL_BYTES", 0)
     monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 1)
     memory = 2 * row_group_memory.TRAINER_DIVISOR * row_group_memory.MEMORY_DIVISOR * ROWS * 60_000
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: memory)
     if cause == "origin":
         origin.behave(latency=0.05, bytes_per_second=6e6)
     else:
-        monkeypatch.setattr(row_group_maker, "decode", slowly(row_group_maker.decode, 0.1))
+        monkeypatch.setattr(file_maker, "decode", slowly(file_maker.decode, 0.1))
     loader = make_loader(dataset, 4, window=2, num_threads=1)
     maker = dataset.rowstore.row_groups.caches[0].maker
     assert maker.memory.held.total < 2 * maker.reservation(0)
@@ -127,13 +127,13 @@ def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
 
 @pytest.mark.usefixtures("one_after_the_other")
 def test_a_slow_disk(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob_file, "write", slowly(blob_file.write, 0.05))
+    monkeypatch.setattr(blob_file, "write_whole", slowly(blob_file.write_whole, 0.05))
     assert epoch(make_loader(dataset, 4, window=2)).waits["disk"] >= 0.05
 
 
 @pytest.mark.usefixtures("one_after_the_other")
 def test_slow_decoding(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_group_maker, "decode", slowly(row_group_maker.decode, 0.05))
+    monkeypatch.setattr(file_maker, "decode", slowly(file_maker.decode, 0.05))
     assert epoch(make_loader(dataset, 4, window=2)).waits["decode"] >= 0.05
 
 

@@ -35,6 +35,7 @@ from dataload.loader import capacity
 from dataload.planning.orders import part_of
 from dataload.planning.warm import warm as warm_from_python
 from dataload.rows.background_decoder.client import BackgroundDecoder
+from dataload.rows.making.pipeline import make_cached
 
 WIDTH, ROWS = 64, 330
 
@@ -173,7 +174,7 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
                 sampler = torch.utils.data.DistributedSampler(range(groups), nodes, node)  # type: ignore[arg-type]
                 sampler.set_epoch(number)
                 for group in sampler:
-                    dataset.rowstore.row_groups.caches[0].make(group)
+                    make_cached(dataset.rowstore.row_groups.caches[0], group)
         assert fetched(bucket) > 0.6 * size
 
 
@@ -234,7 +235,7 @@ def test_the_ranks_of_a_host_transfer_each_row_group_once(
     bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server
 ) -> None:
     url, ranks = write(bucket, 60), 4
-    first = hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0]
+    first = hosts(url, cluster=cluster_server.url).rowstore.row_groups
     assert warm_from_python(first, range(60)) == 60
 
     def loader_of(rank: int) -> Any:
@@ -272,11 +273,13 @@ def test_readers_of_a_host_transfer_each_blob_once(
     bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     url = write(bucket, 1)
-    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0], range(1)) == 1
+    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.row_groups, range(1)) == 1
     cache = CacheConfig(str(tmp_path / "new host"), 1 << 30, cluster=cluster_server.url)
     read = partial(make_dataset, url, storage_options=bucket.options, cache=cache)
     reads = (
-        [read] * 2 if what == "manifest" else [partial(read().rowstore.row_groups.caches[0].make, 0) for _ in range(2)]
+        [read] * 2
+        if what == "manifest"
+        else [partial(make_cached, read().rowstore.row_groups.caches[0], 0) for _ in range(2)]
     )
     arrived = transfers(monkeypatch)
     with ThreadPoolExecutor(2) as pool:
@@ -289,7 +292,7 @@ def test_a_row_group_from_the_cluster_is_transferred_within_the_memory_budget(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = write(bucket, 1)
-    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0], range(1)) == 1
+    assert warm_from_python(hosts(url, cluster=cluster_server.url).rowstore.row_groups, range(1)) == 1
     blobs = hosts(url, cluster=cluster_server.url).rowstore.row_groups.caches[0]
     cluster, held, reserved, leases = blobs.tier.cluster, blobs.memory.held, list[int](), list[bytes]()
     get = cluster.get
@@ -302,7 +305,7 @@ def test_a_row_group_from_the_cluster_is_transferred_within_the_memory_budget(
     monkeypatch.setattr(cluster, "get", noted)
     with ThreadPoolExecutor(1) as pool:
         with held.reserve(held.total):
-            waits = pool.submit(blobs.make, 0)
+            waits = pool.submit(make_cached, blobs, 0)
             until(lambda: held._waiters or waits.done())
             assert reserved == []
         assert waits.result(PATIENCE)
@@ -330,14 +333,14 @@ def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Host
 
 def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
     blobs = hosts(write(bucket, 2), cluster=cluster_server.url).rowstore.row_groups.caches[0]
-    lease = f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease"
+    lease = f"dataload:1:{blobs.key(0).digest.hex()}:lease"
     cluster_server.ask("SET", lease, "another's")
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(blobs.make, 0)
+        waits = pool.submit(make_cached, blobs, 0)
         until(lambda: blobs.blocks.tier.stats()["cluster"]["waits"])
         until(lambda: blobs.memory.held.idle)
         assert not waits.done()
-        assert blobs.make(1), "others go on meanwhile"
+        assert make_cached(blobs, 1), "others go on meanwhile"
         cluster_server.ask("DEL", lease)
         assert waits.result(PATIENCE)
 
@@ -346,7 +349,7 @@ def test_a_host_takes_no_lease_after_waiting_for_another_host(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.row_groups.caches[0]
-    tier, lease, leased = blobs.blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
+    tier, lease, leased = blobs.blocks.tier, f"dataload:1:{blobs.key(0).digest.hex()}:lease", []
     bring = tier.fetch_from_cluster
 
     def looks(keys: Any) -> Any:
@@ -356,7 +359,7 @@ def test_a_host_takes_no_lease_after_waiting_for_another_host(
     monkeypatch.setattr(tier, "fetch_from_cluster", looks)
     cluster_server.ask("SET", lease, "another's")
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(blobs.make, 0)
+        waits = pool.submit(make_cached, blobs, 0)
         until(lambda: tier.stats()["cluster"]["waits"])
         cluster_server.ask("DEL", lease)
         assert waits.result(PATIENCE)
@@ -411,7 +414,7 @@ def test_a_python_call_returns_when_the_cluster_has_the_rows(
     send, settle = store._write, store.settle
     monkeypatch.setattr(store, "_write", lambda *blob: (is_settling.wait(PATIENCE), send(*blob)))
     monkeypatch.setattr(store, "settle", lambda: (is_settling.set(), settle()))
-    assert warm_from_python(first.rowstore.row_groups.caches[0], range(4)) == 4
+    assert warm_from_python(first.rowstore.row_groups, range(4)) == 4
     assert is_settling.is_set()
     fetched(bucket)
     assert sorted(epoch(make_loader(hosts(url, cluster=cluster_server.url), 50))) == list(range(4 * ROWS))
@@ -421,7 +424,8 @@ def test_a_python_call_returns_when_the_cluster_has_the_rows(
 def test_warming_waits_for_a_cluster_that_is_slower_than_the_origin(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = hosts(write(bucket, 4), cluster=cluster_server.url).rowstore.row_groups.caches[0]
+    row_groups = hosts(write(bucket, 4), cluster=cluster_server.url).rowstore.row_groups
+    [blobs] = row_groups.caches
     cluster = blobs.tier.cluster
     cluster.settle()
     monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 3 * sum(blobs.sizes_on_disk(0)) // 2)
@@ -434,7 +438,7 @@ def test_warming_waits_for_a_cluster_that_is_slower_than_the_origin(
 
     others = threading.Event()
     monkeypatch.setattr(cluster, "_write", slow)
-    assert warm_from_python(blobs, range(4)) == 4
+    assert warm_from_python(row_groups, range(4)) == 4
     assert cluster.stats()["unkept"] == 0
     assert cluster_server.ask("DBSIZE") > 4
 

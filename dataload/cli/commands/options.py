@@ -201,6 +201,7 @@ def row_groups_of(
     manifest: Manifest, blocks: Blocks, columns: list[str] | None, filters: Any, fill_null: Any, null_masks: bool
 ) -> RowGroupCache:
     """Return the row groups of a dataset as a loader with these arguments reads them."""
+    from dataload.rows.making.file_maker import FileMaker
     from dataload.rows.row_group_cache import RowGroupCache
 
     selected = manifest.select(columns)
@@ -208,4 +209,4 @@ def row_groups_of(
         from dataload.catalog.filtering import narrow
 
         manifest = narrow(manifest, blocks, filters)
-    return RowGroupCache(manifest, selected, blocks, fill_null, null_masks)
+    return RowGroupCache(FileMaker(manifest, selected, blocks, fill_null, null_masks))

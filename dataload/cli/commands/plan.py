@@ -99,7 +99,7 @@ def plan(
     local_world_size = math.ceil(world_size / num_streams)
     ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=cache.limit)
-    nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.known_nulls)]
+    nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.maker.known_nulls)]
     result = replace(result, advice=(*nulls, *result.advice))
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None or nulls:

@@ -66,7 +66,7 @@ def warm(
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
     reads |= {"null_masks": null_masks, "partitioning": partitioning}
     blobs = open_row_groups(url, storage_options, cache, **reads, quiet=as_json)
-    if nulls := blobs.known_nulls:
+    if nulls := blobs.maker.known_nulls:
         raise DataError(f"{nulls}: {ON_THE_COMMAND_LINE}")
     manifest, blocks = blobs.manifest, blobs.blocks
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]

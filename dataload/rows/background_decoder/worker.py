@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from dataload.errors import DataloadError, as_sent
-from dataload.rows.making.bunch_queue import BunchQueue, Loading
-from dataload.rows.making.bunches import load_together
-from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.making import pipeline
+from dataload.rows.making.load_queue import LoadQueue, Result, Work
+from dataload.rows.row_group_load import RowGroupLoad
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map, libc
 from dataload.telemetry.wait_timeline import Timeline
 
-ROW_GROUPS_IN_FLIGHT = 24  # threads; the budget of `RowGroupMaker` bounds their memory
+ROW_GROUPS_IN_FLIGHT = 24  # threads; the budget of the row groups bounds their memory
 IDLE_SECONDS = 60.0  # without a request, until the process exits
 LOOK_SECONDS = 0.2  # between two checks for conditions that nothing signals: free memory, an idle time
 # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX. Few arenas, because one thread frees the memory that
@@ -74,7 +73,7 @@ class _Worker:
         self._sending = threading.Lock()
         self._row_groups = row_groups
         self._threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
-        self._bunches = BunchQueue(row_groups, self._threads)
+        self._queue = LoadQueue(self._threads, row_groups.memory)
         row_groups.memory.use_decoder_share()
 
     def run(self) -> None:
@@ -84,38 +83,22 @@ class _Worker:
         while idle < IDLE_SECONDS:
             idle = idle + LOOK_SECONDS if self._threads.idle else 0.0
             if self._connection.poll(LOOK_SECONDS):
-                group, life = self._connection.recv(), RowGroupLife()
-                if not self._bunches.add(group, life, self._loading):
-                    self._make_alone(group, life)
+                self.add(self._connection.recv())
 
-    @property
-    def _loading(self) -> Loading:
-        return Loading(partial(load_together, self._row_groups), self._finish, self._make_alone)
+    def add(self, group: int) -> None:
+        """Queue a row group."""
+        load = RowGroupLoad(group, *self._row_groups.of(group), span=(0, 0))
+        self._queue.add(load, Work(pipeline.make, self._answer))
 
-    def _make_alone(self, group: int, life: RowGroupLife) -> None:
-        self._threads.submit(self._make, group, life)
-
-    def _make(self, group: int, life: RowGroupLife) -> None:
-        made: bool | BaseException
-        try:
-            with life.charged():
-                cache, number = self._row_groups.of(group)
-                made = cache.make(number, life)
-        except BaseException as error:  # noqa: BLE001 (sent to the client)
-            made = error
-        self._answer(group, life, made)
-
-    def _finish(self, group: int, life: RowGroupLife, made: list[memoryview] | BaseException) -> None:
-        self._answer(group, life, made if isinstance(made, BaseException) else all(map(is_file_map, made)))
-
-    def _answer(self, group: int, life: RowGroupLife, made: bool | BaseException) -> None:
+    def _answer(self, load: RowGroupLoad, result: Result) -> None:
         """Tell the client whether the cache has a row group, or why it cannot be made."""
         error = None
-        if isinstance(made, BaseException):
-            sent = as_sent(made) if isinstance(made, Exception) else None
-            error = sent or DataloadError(repr(made))
-        making = life.timeline.end()
-        done = Done(group, made is True, error, making, making.unreported(), life.account.snapshot())
+        if isinstance(result, BaseException):
+            sent = as_sent(result) if isinstance(result, Exception) else None
+            error = sent or DataloadError(repr(result))
+        is_cached = not isinstance(result, BaseException) and all(map(is_file_map, result))
+        making = load.timeline.end()
+        done = Done(load.group, is_cached, error, making, making.unreported(), load.account.snapshot())
         with self._sending, suppress(OSError):
             self._connection.send(done)
 

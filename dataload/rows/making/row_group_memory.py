@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -19,7 +19,13 @@ from dataload.runtime.resource_limits import MEMORY_DIVISOR, host_cores, usable_
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+DECODED_COPIES = 3  # of a blob: Arrow has its columns, may copy them to join their parts, and they are packed
 RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
+
+
+def packing_bytes(sizes: Sequence[int]) -> int:
+    """Return the bytes that packing takes besides the decompressed columns. sizes: of the blobs of a row group."""
+    return (DECODED_COPIES - 1) * max(sizes)
 
 
 class MemoryNeed(NamedTuple):
@@ -71,7 +77,7 @@ class RowGroupMemory(ForkAware):
 
     Attributes:
         rank: The share of this rank. `limit` may be more than its memory.
-        held: The budget of this process for row groups that it fetches and holds, and for those of bunches.
+        held: The budget of this process for row groups that it fetches and holds, and for small ones that it makes.
         decoding: The budget of this process for row groups that it decodes. One that waits for a decoder reserves
             nothing of it.
         decoders: The threads that decode. Few, apart from those that wait for the origin: Arrow keeps memory for each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError, Future
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -13,14 +13,14 @@ import pytest
 
 from dataload import CacheConfig, make_dataset
 from dataload.errors import DataError
-from dataload.rows.row_group_life import RowGroupLife, State, charged_together
+from dataload.rows.row_group_load import RowGroupLoad, State, timed
 from dataload.telemetry.wait_timeline import doing
 
 PATHS = [
     [State.PLANNED, State.FETCHING, State.DECODING, State.CACHED, State.MAPPED],  # made here
     [State.PLANNED, State.CACHED, State.MAPPED],  # found in the cache
     [State.PLANNED, State.FAILED],  # cancelled
-    [State.PLANNED, State.CACHED, State.FAILED],  # The rest of its bunch could not be loaded.
+    [State.PLANNED, State.CACHED, State.FAILED],  # The rest of its list could not be loaded.
     [State.PLANNED, State.FETCHING, State.FAILED],  # The origin failed.
     [State.PLANNED, State.FETCHING, State.DECODING, State.FAILED],  # It cannot be decoded.
     [State.PLANNED, State.FETCHING, State.PLANNED],  # Its bytes are damaged: it is fetched again.
@@ -29,45 +29,44 @@ PATHS = [
 STEPS = {step for path in PATHS for step in pairwise(path)}
 
 
-def in_state(state: State) -> RowGroupLife:
-    life = RowGroupLife()
-    life.state = state
-    return life
+def a_load() -> RowGroupLoad:
+    return RowGroupLoad(0, cast(Any, None), 0)
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(State, State)))
 def test_steps(before: State, after: State) -> None:
-    life = in_state(before)
+    load = a_load()
+    load.state = before
     if (before, after) in STEPS:
-        life.enter(after)
-        assert life.state is after
+        load.enter(after)
+        assert load.state is after
     else:
         with pytest.raises(RuntimeError, match=f"cannot go from {before.value} to {after.value}"):
-            life.enter(after)
-        assert life.state is before
+            load.enter(after)
+        assert load.state is before
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_life_ends_with_the_program(has_begun: bool) -> None:
-    life, call = RowGroupLife(), Future[None]()
-    assert not has_begun or life.begin()
-    life.finish_with(call)
-    assert not life.contents.done()
+def test_a_load_ends_with_the_program(has_begun: bool) -> None:
+    load, call = a_load(), Future[None]()
+    assert not has_begun or load.begin()
+    load.finish_with(call)
+    assert not load.contents.done()
     call.cancel()
-    life.finish_with(call)
+    load.finish_with(call)
     with pytest.raises(CancelledError):
-        life.contents.result(0)
-    assert life.is_stale()
+        load.contents.result(0)
+    assert load.is_stale()
 
 
 def test_row_groups_that_a_thread_loads_together_have_its_timeline() -> None:
-    lives = [RowGroupLife(), RowGroupLife()]
-    with charged_together(lives) as timeline, doing("decode"):
+    loads = [a_load(), a_load()]
+    with timed(loads) as timeline, doing("decode"):
         pass
-    assert [life.timeline for life in lives] == [timeline, timeline]
+    assert [load.timeline for load in loads] == [timeline, timeline]
     assert timeline.spent()["decode"] > 0
-    with lives[0].charged():
-        assert lives[0].timeline is not timeline  # of another thread
+    with timed(loads[:1]):
+        assert loads[0].timeline is not timeline  # of another thread
 
 
 @pytest.fixture
@@ -80,13 +79,13 @@ def dataset(tmp_path: Any) -> Any:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[State]:
     """The states that row groups enter."""
     states: list[State] = []
-    enter = RowGroupLife.enter
+    enter = RowGroupLoad.enter
 
-    def note(life: RowGroupLife, state: State) -> None:
+    def note(load: RowGroupLoad, state: State) -> None:
         states.append(state)
-        enter(life, state)
+        enter(load, state)
 
-    monkeypatch.setattr(RowGroupLife, "enter", note)
+    monkeypatch.setattr(RowGroupLoad, "enter", note)
     return states
 
 
@@ -116,7 +115,7 @@ def test_the_owner_counts_the_row_groups_of_each_state(dataset: Any) -> None:
         store.gather(np.array([row]))
     assert store.states() == {"planned": 0, "fetching": 0, "decoding": 0, "cached": 0, "mapped": 3}
     store.prefetch([0])
-    store.scheduler._lives[0].contents.result(200)
+    store.scheduler._loads[0].contents.result(200)
     assert store.states() == {"planned": 0, "fetching": 0, "decoding": 0, "cached": 1, "mapped": 3}
     store.capacity = 5
     store.gather(np.array([1]))  # More row groups may be open now, so the open ones are closed.
@@ -129,5 +128,5 @@ def test_a_row_group_waits_as_planned_until_there_is_memory(dataset: Any) -> Non
         store.prefetch(range(4))
         assert store.states()["planned"] == 4
     for group in range(4):
-        store.scheduler._lives[group].contents.result(200)
+        store.scheduler._loads[group].contents.result(200)
     assert store.states()["cached"] == 4

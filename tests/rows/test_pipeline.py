@@ -1,4 +1,4 @@
-"""Small row groups are made many at a time: the same rows, each fetched once, and an error concerns one of them."""
+"""Row groups are made a list at a time: the same rows as one by one, each fetched once, and an error concerns one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -30,19 +30,18 @@ from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
 from dataload.formats.schema import Layout, fields_of
-from dataload.rows import row_block
+from dataload.rows import row_block, row_group_cache, scheduler
 from dataload.rows.arrow_decode import decode
 from dataload.rows.background_decoder.worker import Done, _Worker
-from dataload.rows.making import bunch_queue, bunches, row_group_maker, row_group_memory
-from dataload.rows.making.bunches import Made, load_together
+from dataload.rows.making import load_queue, pipeline, row_group_memory
+from dataload.rows.making.file_maker import FileMaker
+from dataload.rows.making.load_queue import Result
+from dataload.rows.making.pipeline import make_cached
 from dataload.rows.making.row_group_memory import RankShare
-from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_group_life import Lives, RowGroupLife, State
+from dataload.rows.row_group_load import RowGroupLoad, State
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import is_file_map
-from dataload.runtime.priority import priority
-from dataload.telemetry.wait_timeline import Timeline
 
 FILES, ROWS = 40, 7
 
@@ -80,15 +79,16 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Count how often each row group is made in a bunch."""
+    """Count how often each row group is fetched in a list of several."""
     counts: Counter[int] = Counter()
-    pack = bunches._pack
+    start = pipeline._Job.open
 
-    def counting(member: Any, columns: Any) -> Any:
-        counts[member.number] += 1
-        return pack(member, columns)
+    def counting(job: Any) -> None:
+        start(job)
+        if job.lock is not None and job.columns is None:
+            counts[job.number] += 1
 
-    monkeypatch.setattr(bunches, "_pack", counting)
+    monkeypatch.setattr(pipeline._Job, "open", counting)
     return counts
 
 
@@ -101,7 +101,7 @@ def rows_of(dataset: Dataset) -> list[Any]:
 def request_all(dataset: Any) -> None:
     """Request all row groups before a thread begins to load them."""
     scheduler, count = dataset.rowstore.scheduler, len(dataset.row_groups)
-    with scheduler._bunches._mutex:
+    with scheduler._queue._mutex:
         for number in range(count):
             scheduler.request(number, count)
 
@@ -122,7 +122,7 @@ def test_the_rows_are_the_same(
     made.clear()
     again = rows_of(opened(folder, tmp_path / "together"))  # from the cache
     assert not made
-    monkeypatch.setattr(bunch_queue, "MOST_IN_A_BUNCH", 1)
+    monkeypatch.setattr(load_queue, "MOST_TOGETHER", 1)
     one_by_one = rows_of(opened(folder, tmp_path / "one by one"))
     assert not made
     assert repr(together) == repr(one_by_one) == repr(again)  # NaN equals NaN here
@@ -137,17 +137,49 @@ def test_columns_are_taken_from_cached_rows_of_all_columns(tmp_path: Path, write
     assert [number for batch in found for number in batch[0]] == list(range(FILES * ROWS))
 
 
-def lives_of(dataset: Dataset) -> dict[int, RowGroupLife]:
-    return {number: RowGroupLife() for number in range(len(dataset.row_groups))}
+class Reported:
+    """What `make` reports of row groups: their results, in order, and those that it leaves to be made alone."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, Result] = {}
+        self.left: list[int] = []
+        self.loads: list[RowGroupLoad] = []
+
+    def make(self, row_groups: RowGroups, numbers: Iterable[int]) -> Self:
+        self.loads = [RowGroupLoad(number, *row_groups.of(number)) for number in numbers]
+        try:
+            pipeline.make(self.loads, self.report, self.leave)
+        except Exception as error:
+            for load in self.loads:
+                if load.group not in self.results:
+                    self.report(load, error)
+        return self
+
+    def report(self, load: RowGroupLoad, result: Result) -> None:
+        assert load.group not in self.results
+        self.results[load.group] = result
+
+    def leave(self, load: RowGroupLoad) -> None:
+        self.left.append(load.group)
+
+    @property
+    def made(self) -> list[int]:
+        return [number for number, result in self.results.items() if isinstance(result, list)]
+
+    @property
+    def errors(self) -> dict[int, BaseException]:
+        return {number: result for number, result in self.results.items() if isinstance(result, BaseException)}
+
+    def blob(self, number: int) -> memoryview:
+        result = self.results[number]
+        assert isinstance(result, list)
+        return result[0]
 
 
-def made_together(row_groups: Any, lives: Lives) -> dict[int, Made]:
-    return dict(loads_of(row_groups, lives))
-
-
-def loads_of(row_groups: RowGroups | RowGroupCache, lives: Lives) -> Iterator[tuple[int, Made]]:
-    listed = row_groups if isinstance(row_groups, RowGroups) else RowGroups([row_groups])
-    return load_together(listed, lives, lambda: None)
+def made_of(dataset: Any, numbers: Iterable[int] | None = None) -> Reported:
+    """Make row groups of a dataset, all of them by default."""
+    row_groups = dataset.rowstore.row_groups
+    return Reported().make(row_groups, range(len(row_groups.group_starts) - 1) if numbers is None else numbers)
 
 
 def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
@@ -155,13 +187,11 @@ def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
     columns = {"numbers": pa.array([1, None], pa.int32()), "id": pa.array([0, 1], pa.int32())}
     pq.write_table(pa.table(columns), folder / "013.parquet")
     dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache")))
-    lives = lives_of(dataset)
-    found = made_together(dataset.rowstore.row_groups, lives)
-    assert len(found) == FILES
-    assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
-    assert isinstance(error := found[13], DataError)
+    found = made_of(dataset)
+    assert sorted(found.made) == [number for number in range(FILES) if number != 13]
+    assert isinstance(error := found.errors[13], DataError)
     assert "013.parquet row group 0 column 'numbers'" in str(error)
-    assert {life.state for number, life in lives.items() if number != 13} == {State.CACHED}
+    assert {load.state for load in found.loads if load.group != 13} == {State.CACHED}
     with pytest.raises(DataError, match=r"013\.parquet"):
         rows_of(dataset)
 
@@ -170,17 +200,17 @@ def test_a_file_that_is_gone_concerns_one_row_group(tmp_path: Path, write: Any) 
     folder = write("numbers")
     dataset = opened(folder, tmp_path / "cache")
     (folder / "013.parquet").unlink()
-    found = made_together(dataset.rowstore.row_groups, lives_of(dataset))
-    assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
-    assert "013.parquet" in str(found[13])
+    found = made_of(dataset)
+    assert (len(found.made), found.errors.keys()) == (FILES - 1, {13})
+    assert "013.parquet" in str(found.errors[13])
 
 
 def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, write: Any) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
-    blobs, held, done = dataset.rowstore.row_groups.caches[0], threading.Event(), threading.Event()
+    [cache], held, done = dataset.rowstore.row_groups.caches, threading.Event(), threading.Event()
 
     def hold() -> None:
-        with blobs.tier.key_lock(blobs.lock_key(5)) as wait_for_other:
+        with cache.tier.key_lock(cache.key(5)) as wait_for_other:
             assert wait_for_other is None
             held.set()
             done.wait()
@@ -189,12 +219,11 @@ def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, wr
     other.start()
     held.wait()
     try:
-        found = made_together(blobs, lives_of(dataset))
+        found = made_of(dataset)
     finally:
         done.set()
         other.join()
-    assert [number for number, made in found.items() if not isinstance(made, list)] == [5]
-    assert found[5] is None
+    assert (len(found.made), found.left) == (FILES - 1, [5])
 
 
 def test_row_groups_are_fetched_once_by_several_loops(bucket: Any, dataset_of: Any, tmp_path: Path) -> None:
@@ -235,13 +264,13 @@ def test_a_cache_that_is_too_small_keeps_a_part(tmp_path: Path, write: Any, made
 def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
-    names, together, sources = ("a", "b"), bunches.make_together, list[set[int]]()
+    names, run, sources = ("a", "b"), pipeline._run, list[set[int]]()
 
-    def noting(members: Any, late: Any) -> Any:
-        sources.append({id(member.blobs) for member in members})
-        return together(members, late)
+    def noting(jobs: Any, *rest: Any) -> None:
+        sources.append({id(job.cache) for job in jobs})
+        run(jobs, *rest)
 
-    monkeypatch.setattr(bunches, "make_together", noting)
+    monkeypatch.setattr(pipeline, "_run", noting)
     folders = [write(*kinds, folder=name) for name in names]
 
     def rows(cache: str) -> Any:
@@ -254,15 +283,14 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
 
     together = rows("together")
     assert max(map(len, sources)) == len(names)
-    monkeypatch.setattr(bunch_queue, "MOST_IN_A_BUNCH", 1)
+    monkeypatch.setattr(load_queue, "MOST_TOGETHER", 1)
     assert rows("one by one") == together
 
 
-def test_each_dataset_of_a_bunch_counts_its_own_misses(tmp_path: Path, write: Any) -> None:
+def test_each_dataset_counts_its_own_misses(tmp_path: Path, write: Any) -> None:
     datasets = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
     before = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
-    found = made_together(mix(datasets).rowstore.row_groups, {number: RowGroupLife() for number in range(2 * FILES)})
-    assert len(found) == 2 * FILES
+    assert len(made_of(mix(datasets)).made) == 2 * FILES
     counted = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
     assert [after - base for after, base in zip(counted, before, strict=True)] == [FILES, FILES]
 
@@ -271,9 +299,7 @@ def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, 
     mixture = mix([opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")])
     for file in (tmp_path / "b").iterdir():
         file.unlink()
-    lives = {number: RowGroupLife() for number in reversed(range(2 * FILES))}
-    found = made_together(mixture.rowstore.row_groups, lives)
-    assert sorted(number for number, made in found.items() if isinstance(made, list)) == list(range(FILES))
+    assert sorted(made_of(mixture, reversed(range(2 * FILES))).made) == list(range(FILES))
     with pytest.raises(OSError, match=r"b/\d+\.parquet"):
         list(make_loader(mixture, 16))
 
@@ -287,9 +313,10 @@ def test_an_error_of_one_cache_leaves_the_row_groups_of_another(
         raise RuntimeError("no locks")
 
     monkeypatch.setattr(mixture.datasets[1].blocks.tier.folder.locks, "hold_free", fail)
-    found = made_together(mixture.rowstore.row_groups, {number: RowGroupLife() for number in range(2 * FILES)})
-    assert [isinstance(made, list) for made in found.values()] == [True] * FILES + [False] * FILES
-    assert {str(made) for made in found.values() if not isinstance(made, list)} == {"no locks"}
+    request_all(mixture)
+    loads = [load for _, load in sorted(mixture.rowstore.scheduler._loads.items())]
+    errors = [load.contents.exception(60) for load in loads]
+    assert [str(error) for error in errors] == ["None"] * FILES + ["no locks"] * FILES
 
 
 def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path) -> None:
@@ -302,20 +329,17 @@ def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path)
     mixture = mix(
         {name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()}
     )
-    found = made_together(mixture.rowstore.row_groups, {number: RowGroupLife() for number in range(8)})
-    assert all(isinstance(made, list) for made in found.values())
+    assert len(made_of(mixture).made) == 8
     rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
     assert sorted(itertools.chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
 
 
-def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
+def test_a_failure_after_the_blobs_are_published_ends_each_row_group(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            type(dataset.rowstore.row_groups.caches[0]), "discard_source_blocks", lambda *_: 1 / 0
-        )  # after the blobs were published
+        patch.setattr(FileMaker, "discard_sources", lambda *_: 1 / 0)
         with suppress(ZeroDivisionError):  # A loop that asks later finds the cached row groups.
             list(make_loader(dataset, 16))
     assert sum(len(batch[0]) for batch in rows_of(dataset)) == FILES * ROWS
@@ -324,18 +348,19 @@ def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
 def test_a_footer_that_cannot_be_read_concerns_one_row_group(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = (dataset := opened(write("numbers"), tmp_path / "cache")).rowstore.row_groups.caches[0]
-    footer = blobs.maker.footer
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    maker = dataset.rowstore.row_groups.caches[0].maker
+    footer = maker.footer
 
     def unreadable(group: Any) -> Any:
         if group is dataset.row_groups[13]:
             raise OriginError("not today")
         return footer(group)
 
-    monkeypatch.setattr(blobs.maker, "footer", unreadable)
-    found = made_together(blobs, lives_of(dataset))
-    assert [number for number, made in found.items() if not isinstance(made, list)] == [13]
-    assert found[13] is None  # Another thread loads it alone, and raises.
+    monkeypatch.setattr(maker, "footer", unreadable)
+    found = made_of(dataset)
+    assert (len(found.made), found.left) == (FILES - 1, [13])
+    assert "not today" in str(made_of(dataset, [13]).errors[13])
 
 
 def test_a_cached_row_group_is_one_hit(tmp_path: Path, write: Any) -> None:
@@ -412,9 +437,9 @@ def answers_of(dataset: Dataset) -> dict[int, Done]:
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as client, Connection(theirs.detach()) as served:
         worker = _Worker(served, dataset.rowstore.row_groups)
-        with worker._bunches._mutex:  # All are requested before a thread begins.
+        with worker._queue._mutex:  # All are requested before a thread begins.
             for number in range(len(dataset.row_groups)):
-                assert worker._bunches.add(number, RowGroupLife(), worker._loading)
+                worker.add(number)
         return {done.group: done for done in (client.recv() for _ in dataset.row_groups)}
 
 
@@ -425,18 +450,18 @@ def test_the_background_decoder_makes_them_together(tmp_path: Path, write: Any, 
     assert all(done.cached and done.error is None and done.account["decoded"] == 1 for done in answers.values())
     assert set(made.values()) == {1}
     assert len(made) > FILES // 2
-    blobs = dataset.rowstore.row_groups.caches[0]
-    assert all(blobs.get_all(blobs.keys(number)) for number in answers)
+    [cache] = dataset.rowstore.row_groups.caches
+    assert all(cache.find(number) for number in answers)
     by_thread: dict[float, list[Done]] = {}
     for done in answers.values():
         by_thread.setdefault(done.making._changes[0][0], []).append(done)
-    for bunch in by_thread.values():  # It counts the seconds of a thread once.
-        last = max((done.making for done in bunch), key=lambda making: sum(making.spent().values()))
-        spent = sum((Counter(done.spent) for done in bunch), Counter[str]())
+    for together in by_thread.values():  # It counts the seconds of a thread once.
+        last = max((done.making for done in together), key=lambda making: sum(making.spent().values()))
+        spent = sum((Counter(done.spent) for done in together), Counter[str]())
         assert spent == pytest.approx(last.spent())
 
 
-def test_the_background_decoder_tells_which_row_group_of_a_bunch_failed(tmp_path: Path, write: Any) -> None:
+def test_the_background_decoder_tells_which_row_group_failed(tmp_path: Path, write: Any) -> None:
     folder = write("numbers")
     dataset = opened(folder, tmp_path / "cache")
     (folder / "013.parquet").unlink()
@@ -450,8 +475,8 @@ def test_the_background_decoder_tells_which_row_groups_the_cache_did_not_keep(tm
     dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000))
     answers = answers_of(dataset)
     assert {done.cached for done in answers.values()} == {True, False}
-    blobs = dataset.rowstore.row_groups.caches[0]
-    assert all((blobs.get_all(blobs.keys(number)) is not None) == done.cached for number, done in answers.items())
+    [cache] = dataset.rowstore.row_groups.caches
+    assert all((cache.find(number) is not None) == done.cached for number, done in answers.items())
 
 
 GROUPS, LARGE_ROWS = 40, 40
@@ -498,32 +523,31 @@ def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(tmp_pat
     folder, _ = large
 
     def made(cache: CacheConfig) -> list[memoryview]:
-        blobs, found = make_dataset(str(folder), cache=cache).rowstore.row_groups.caches[0], dict[int, Any]()
+        dataset, blobs = make_dataset(str(folder), cache=cache), list[memoryview]()
         for first in range(0, GROUPS, 10):
-            found |= made_together(blobs, {number: RowGroupLife() for number in range(first, first + 10)})
-        return [found[number][0] for number in range(GROUPS)]
+            found = made_of(dataset, range(first, first + 10))
+            blobs += [found.blob(number) for number in range(first, first + 10)]
+        return blobs
 
     part = made(CacheConfig(str(tmp_path / "part"), 8 << 20))
     assert 0 < sum(map(is_file_map, part)) < GROUPS
     assert part == made(CacheConfig(str(tmp_path / "whole")))
 
 
-@pytest.mark.parametrize(("host", "most"), [(12 << 30, 10), (6 << 30, 8), (2 << 30, 0)])
-def test_bunches_fit_into_the_memory(
+@pytest.mark.parametrize(("host", "most"), [(12 << 30, 10), (6 << 30, 8), (2 << 30, 1)])
+def test_lists_fit_into_the_memory(
     tmp_path: Path, large: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch, host: int, most: int
 ) -> None:
     """Row groups that leave no room for others are made alone."""
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: host)
     folder, images = large
-    blobs = (dataset := opened(folder, tmp_path / "cache")).rowstore.row_groups.caches[0]
-    blobs.memory.use(RankShare.of(1, 1))
+    dataset = opened(folder, tmp_path / "cache")
+    dataset.rowstore.row_groups.memory.use(RankShare.of(1, 1))
+    sizes, make = list[int](), pipeline.make
+    monkeypatch.setattr(pipeline, "make", lambda loads, *rest: [sizes.append(len(loads)), make(loads, *rest)])
     request_all(dataset)
-    sizes, together = list[int](), bunches.make_together
-    monkeypatch.setattr(
-        bunches, "make_together", lambda members, late: (sizes.append(len(members)), together(members, late))[1]
-    )
     assert is_equal(dataset, images)
-    assert max(sizes, default=0) == most
+    assert max(sizes) == most
 
 
 def test_a_late_request_does_not_hold_up_the_other_row_groups(
@@ -543,20 +567,23 @@ def test_a_late_request_does_not_hold_up_the_other_row_groups(
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
-    order, blobs = [], dataset.rowstore.row_groups.caches[0]
-    other = LocalTier(tmp_path / "cache")  # as another process has it
-    for number, found in loads_of(blobs, {number: RowGroupLife() for number in range(10)}):
-        assert isinstance(found, list)
-        order.append(number)
-        if len(order) == 9:
-            with other.key_lock(blobs.lock_key(0)) as done, other.key_lock(blobs.lock_key(5)) as late:
-                assert (done is None, late is None) == (True, False)
-            arrives.set()
-    assert sorted(order) == list(range(10))
+    [cache] = dataset.rowstore.row_groups.caches
+    other, order = LocalTier(tmp_path / "cache"), list[int]()  # the former as another process has it
+
+    class Noting(Reported):
+        def report(self, load: RowGroupLoad, result: Result) -> None:
+            super().report(load, result)
+            order.append(load.group)
+            if len(order) == 9:
+                with other.key_lock(cache.key(0)) as done, other.key_lock(cache.key(5)) as late:
+                    assert (done is None, late is None) == (True, False)
+                arrives.set()
+
+    assert sorted(Noting().make(dataset.rowstore.row_groups, range(10)).made) == list(range(10))
     assert order[-1] == 5
 
 
-def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
+def test_late_requests_of_each_list_do_not_hold_up_the_next_one(
     tmp_path: Path, large: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_group_memory, "usable_memory", lambda: 12 << 30)
@@ -564,7 +591,7 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
     dataset = opened(folder, tmp_path / "cache")
     scheduler, maker, blocks = dataset.rowstore.scheduler, dataset.rowstore.row_groups.caches[0].maker, dataset.blocks
     dataset.rowstore.row_groups.memory.use(RankShare.of(1, 1))
-    late, arrives, fetch = {0, 10, 18, 24}, threading.Event(), blocks.fetch_into  # one of each of the first bunches
+    late, arrives, fetch = {0, 10, 18, 24}, threading.Event(), blocks.fetch_into  # one of each of the first lists
     firsts = {min(start for start, _ in maker.sources(number)[1]) for number in late}
 
     def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
@@ -573,45 +600,50 @@ def test_late_requests_of_each_bunch_do_not_hold_up_the_next_ones(
         fetch(obj, start, memory)
 
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
-    bunched, load = list[set[int]](), scheduler._made_together
-    monkeypatch.setattr(
-        scheduler, "_made_together", lambda lives, late: (bunched.append({*lives}), load(lives, late))[1]
-    )
+    lists, make = list[set[int]](), pipeline.make
+
+    def noting(loads: Any, *rest: Any) -> None:
+        lists.append({load.group for load in loads})
+        make(loads, *rest)
+
+    monkeypatch.setattr(pipeline, "make", noting)
     request_all(dataset)
-    lives = scheduler._lives.copy()
-    for number in lives.keys() - late:
-        assert lives[number].contents.result(200) is not None
-    assert [len(bunch & late) for bunch in sorted(bunched, key=min)[:4]] == [1] * 4
+    loads = scheduler._loads.copy()
+    for number in loads.keys() - late:
+        assert loads[number].contents.result(200) is not None
+    assert [len(made & late) for made in sorted(lists, key=min)[:4]] == [1] * 4
     assert dataset.rowstore.row_groups.memory.held.reserved < 5 * 4 * (1 << 20)  # of the late ones only
     arrives.set()
-    assert all(lives[number].contents.result(200) is not None for number in late)
+    assert all(loads[number].contents.result(200) is not None for number in late)
 
 
-def test_row_groups_that_a_bunch_does_not_make_do_not_wait_for_it(
+def test_cached_and_locked_row_groups_do_not_wait_for_the_others_of_their_list(
     tmp_path: Path, large: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = large
     dataset = opened(folder, tmp_path / "cache")
-    blobs, blocks, arrives = dataset.rowstore.row_groups.caches[0], dataset.blocks, threading.Event()
-    blobs.make(7)
+    [cache], blocks, arrives = dataset.rowstore.row_groups.caches, dataset.blocks, threading.Event()
+    assert make_cached(cache, 7)
     other, fetch = LocalTier(tmp_path / "cache"), blocks.fetch_into  # the first as another process has it
 
     def fetch_into(obj: Any, start: int, memory: memoryview) -> None:
         assert arrives.wait(200)
         fetch(obj, start, memory)
 
+    class Noting(Reported):
+        def report(self, load: RowGroupLoad, result: Result) -> None:
+            super().report(load, result)
+            if load.group == 7:
+                assert (self.left, self.made, load.is_hit) == ([3], [7], True)
+                with other.key_lock(cache.key(7)) as done, other.key_lock(cache.key(5)) as being_made:
+                    assert (done is None, being_made is None) == (True, False)
+                arrives.set()
+
     monkeypatch.setattr(blocks, "fetch_into", fetch_into)
-    with other.key_lock(blobs.lock_key(3)) as other_makes_it:
+    with other.key_lock(cache.key(3)) as other_makes_it:
         assert other_makes_it is None
-        loads = loads_of(blobs, {number: RowGroupLife() for number in range(10)})
-        assert next(loads) == (3, None)
-    number, cached = next(loads)
-    assert number == 7
-    assert isinstance(cached, list)
-    with other.key_lock(blobs.lock_key(7)) as done, other.key_lock(blobs.lock_key(5)) as being_made:
-        assert (done is None, being_made is None) == (True, False)
-    arrives.set()
-    assert sorted(number for number, made in loads if isinstance(made, list)) == [0, 1, 2, 4, 5, 6, 8, 9]
+        found = Noting().make(dataset.rowstore.row_groups, range(10))
+    assert sorted(found.made) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_hit_does_not_say_that_the_cache_keeps_what_is_made(tmp_path: Path, write: Any) -> None:
@@ -621,8 +653,8 @@ def test_a_hit_does_not_say_that_the_cache_keeps_what_is_made(tmp_path: Path, wr
     scheduler = dataset.rowstore.scheduler
     scheduler.is_cached = False
     request_all(dataset)
-    lives = scheduler._lives.copy()
-    assert all(life.contents.result(200) is not None for life in lives.values())
+    loads = scheduler._loads.copy()
+    assert all(load.contents.result(200) is not None for load in loads.values())
     assert not scheduler.is_cached
 
 
@@ -631,21 +663,20 @@ def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path
     texts = [[f"{number:04d}" * 500] * 400 for number in range(40)]
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"text": texts}), tmp_path / "data" / "0.parquet", row_group_size=4)
-    blobs = opened(tmp_path / "data", tmp_path / "cache").rowstore.row_groups.caches[0]
-    assert blobs.bunched_bytes(0)
-    found = made_together(blobs, {number: RowGroupLife() for number in range(5)})
-    assert all(len(blob) > row_group_maker.INLINE_BYTES for [blob] in found.values())
-    assert not any(blobs.bunched_bytes(number) for number in range(10))
+    dataset = opened(tmp_path / "data", tmp_path / "cache")
+    [cache] = dataset.rowstore.row_groups.caches
+    assert cache.small_bytes(0)
+    found = made_of(dataset, range(5))
+    assert all(len(found.blob(number)) > row_group_cache.SMALL_BYTES for number in range(5))
+    assert not any(cache.small_bytes(number) for number in range(10))
 
 
 def test_a_row_group_that_the_cache_does_not_keep_is_made_alone_later(tmp_path: Path, write: Any) -> None:
-    blobs = make_dataset(
-        str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000)
-    ).rowstore.row_groups.caches[0]
-    found = made_together(blobs, {number: RowGroupLife() for number in range(FILES)})
-    kept = [is_file_map(found[number][0]) for number in range(FILES)]
+    dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000))
+    [cache], found = dataset.rowstore.row_groups.caches, made_of(dataset)
+    kept = [is_file_map(found.blob(number)) for number in range(FILES)]
     assert set(kept) == {True, False}
-    assert [blobs.bunched_bytes(number) > 0 for number in range(FILES)] == kept
+    assert [cache.small_bytes(number) > 0 for number in range(FILES)] == kept
 
 
 def test_a_process_with_too_many_maps_makes_them_in_other_memory(
@@ -656,10 +687,9 @@ def test_a_process_with_too_many_maps_makes_them_in_other_memory(
     def take(size: int) -> Any:
         raise OSError(errno.ENOMEM, f"no map of {size} bytes")
 
-    monkeypatch.setattr(bunches.blob_buffers, "take", take)
+    monkeypatch.setattr(pipeline.blob_buffers, "take", take)
     dataset = opened(folder, tmp_path / "cache")
-    found = made_together(dataset.rowstore.row_groups, {number: RowGroupLife() for number in range(10)})
-    assert all(isinstance(each, list) for each in found.values())
+    assert len(made_of(dataset, range(10)).made) == 10
     monkeypatch.undo()
     assert is_equal(dataset, images)
 
@@ -667,37 +697,37 @@ def test_a_process_with_too_many_maps_makes_them_in_other_memory(
 def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, asked = opened(write("numbers"), tmp_path / "cache"), set[int]()
-    reserve = dataset.rowstore.scheduler._reserve_uncached
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    choose = scheduler.choose
 
-    def reserve_later(group: int, life: RowGroupLife) -> bool:
-        is_first = group not in asked
-        asked.add(group)
-        return not is_first and reserve(group, life)
+    def choose_later(now: scheduler.Situation) -> scheduler.Place:
+        place = choose(now)
+        if place is scheduler.Place.HERE and not now.is_awaited:
+            return scheduler.Place.LATER
+        return place
 
-    monkeypatch.setattr(dataset.rowstore.scheduler, "_reserve_uncached", reserve_later)
+    monkeypatch.setattr(scheduler, "choose", choose_later)
     request_all(dataset)
     assert sum(len(batch[0]) for batch in rows_of(dataset)) == FILES * ROWS
-    assert asked == set(range(FILES))
 
 
 def test_row_groups_that_share_blocks_of_a_remote_file_are_made_alone(
     bucket: Any, dataset_of: Any, cache: CacheConfig
 ) -> None:
-    alone = make_dataset(dataset_of([[5]] * 3), storage_options=bucket.options, cache=cache).rowstore.row_groups.caches[
-        0
-    ]
-    assert all(alone.bunched_bytes(number) for number in range(3))
-    shared = make_dataset(
+    [alone] = make_dataset(
+        dataset_of([[5]] * 3), storage_options=bucket.options, cache=cache
+    ).rowstore.row_groups.caches
+    assert all(alone.small_bytes(number) for number in range(3))
+    [shared] = make_dataset(
         dataset_of([[5, 5]] * 3, folder="two"), storage_options=bucket.options, cache=cache
-    ).rowstore.row_groups.caches[0]
-    assert not any(shared.bunched_bytes(number) for number in range(6))
+    ).rowstore.row_groups.caches
+    assert not any(shared.small_bytes(number) for number in range(6))
 
 
 def test_an_error_after_some_row_groups_ends_each_of_the_others(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bunches, "CACHED_AT_ONCE", 1)
+    monkeypatch.setattr(pipeline, "PUBLISHED_BYTES", 1)
     put, calls = BulkWriter.put_together, itertools.count()
 
     def put_together(self: Any, blobs: Any) -> Any:
@@ -708,29 +738,27 @@ def test_an_error_after_some_row_groups_ends_each_of_the_others(
     monkeypatch.setattr(BulkWriter, "put_together", put_together)
     dataset = opened(write("numbers"), tmp_path / "cache")
     request_all(dataset)
-    lives = dataset.rowstore.scheduler._lives.copy()
-    assert {str(life.contents.exception(60)) for life in lives.values()} == {"None", "not today"}
+    loads = dataset.rowstore.scheduler._loads.copy()
+    assert {str(load.contents.exception(60)) for load in loads.values()} == {"None", "not today"}
     answers = answers_of(opened(write("numbers", folder="more"), tmp_path / "cache"))
     assert {done.error is None for done in answers.values()} == {True, False}
     assert answers.keys() == set(range(FILES))
 
 
-def test_a_row_group_that_is_requested_twice_is_in_two_bunches(tmp_path: Path, write: Any) -> None:
-    dataset = opened(write("numbers"), tmp_path / "cache")
+def test_a_row_group_that_is_requested_twice_is_in_two_lists(tmp_path: Path, write: Any) -> None:
+    row_groups = opened(write("numbers"), tmp_path / "cache").rowstore.row_groups
     threads, found = DaemonExecutor(8, "test"), list[list[int]]()
 
-    def load(lives: Any, _: Any) -> Any:
-        found.append([*lives])
-        return ((number, []) for number in lives)
+    def run(loads: Any, *_: Any) -> None:
+        found.append([load.group for load in loads])
 
-    queue = bunch_queue.BunchQueue(dataset.rowstore.row_groups, threads)
-    loading = bunch_queue.Loading(load, lambda *_: None, lambda group, _: found.append([group]))
+    queue = load_queue.LoadQueue(threads, row_groups.memory)
     with queue._mutex:
         for number in [*range(8), *range(4), *sorted([*range(4, 8)] * 2), *range(4)]:
-            assert queue.add(number, RowGroupLife(), loading)
+            queue.add(RowGroupLoad(number, *row_groups.of(number)), load_queue.Work(run, lambda *_: None))
     until(lambda: threads.idle)
     assert sorted(itertools.chain(*found)) == sorted([*range(8)] * 3)
-    assert all(len(set(bunch)) == len(bunch) for bunch in found)
+    assert all(len(set(each)) == len(each) for each in found)
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 1000, 300_000])
@@ -766,54 +794,43 @@ def test_equal_rows_make_equal_blobs(kinds: tuple[str, ...]) -> None:
     assert made[0] == made[1]
 
 
-def test_calls_of_a_bunch_keep_their_place_before_later_ones(
+def test_row_groups_that_a_list_leaves_come_before_later_ones(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests of a bunch have a turn. The row groups that it leaves to others, and the next bunch, have none."""
-    dataset = opened(write("numbers"), tmp_path / "cache")
-    monkeypatch.setattr(bunch_queue, "BUNCHES_AT_ONCE", 1)
+    """The requests of a list have a priority. Before them come those that it leaves to others, and the next list."""
+    row_groups = opened(write("numbers"), tmp_path / "cache").rowstore.row_groups
+    monkeypatch.setattr(load_queue, "LISTS_AT_ONCE", 1)
     threads, order = DaemonExecutor(1, "test"), list[str]()
-    bunches_of = itertools.count(1)
 
-    def load(lives: Any, late: Any) -> Any:
-        order.append(f"bunch {(number := next(bunches_of))}")
-        if number == 1:
-            late()
-            yield next(iter(lives)), None
-            with priority(0):
-                threads.submit(order.append, "later")
+    def run(loads: Any, report: Any, leave: Any, stalled: Any) -> None:
+        order.append("left" if len(loads) == 1 else f"list from {loads[0].group}")
+        if loads[0].group == 0 and len(loads) > 1:
+            threads.submit(order.append, "later")
+            stalled()
+            leave(loads[0])
 
-    def alone(*_: Any) -> None:
-        threads.submit(order.append, "alone")
-
-    queue = bunch_queue.BunchQueue(dataset.rowstore.row_groups, threads)
+    queue = load_queue.LoadQueue(threads, row_groups.memory)
     with queue._mutex:
-        for number in range(2 * bunch_queue.MOST_IN_A_BUNCH):
-            assert queue.add(number, RowGroupLife(), bunch_queue.Loading(load, lambda *_: None, alone))
+        for number in range(2 * load_queue.MOST_TOGETHER):
+            queue.add(RowGroupLoad(number, *row_groups.of(number)), load_queue.Work(run, lambda *_: None))
     until(lambda: threads.idle)
-    assert order.index("later") > order.index("bunch 2")
-    assert order.index("later") > order.index("alone")
+    assert order == ["list from 0", f"list from {load_queue.MOST_TOGETHER}", "left", "later"]
 
 
-def test_the_seconds_of_a_bunch_count_if_another_process_makes_its_first_row_group(
+def test_the_seconds_of_a_list_count_if_another_process_makes_its_first_row_group(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
-    scheduler, blobs = dataset.rowstore.scheduler, dataset.rowstore.row_groups.caches[0]
-    other, count, load_alone = LocalTier(tmp_path / "cache"), 8, scheduler._load_alone
-    monkeypatch.setattr(bunch_queue, "BUNCHES_AT_ONCE", 1)
+    scheduler, [cache] = dataset.rowstore.scheduler, dataset.rowstore.row_groups.caches
+    other, count, queue = LocalTier(tmp_path / "cache"), 8, scheduler._queue
+    monkeypatch.setattr(load_queue, "LISTS_AT_ONCE", 1)
 
-    def alone(group: int, life: RowGroupLife) -> None:
-        life.timeline = Timeline()  # as the thread does that loads it
-        load_alone(group, life)
-
-    monkeypatch.setattr(scheduler, "_load_alone", alone)
-    with other.key_lock(blobs.lock_key(0)):
-        with scheduler._bunches._mutex:
+    with other.key_lock(cache.key(0)):
+        with queue._mutex:
             for number in range(count):
                 scheduler.request(number, count)
-        lives = scheduler._lives.copy()
+        loads = scheduler._loads.copy()
         for number in range(1, count):
-            assert lives[number].contents.result(200) is not None
+            assert loads[number].contents.result(200) is not None
         until(lambda: scheduler._spent.snapshot().get("decode"))
-    assert lives[0].contents.result(200) is not None
+    assert loads[0].contents.result(200) is not None

@@ -1,14 +1,17 @@
-"""The life of a row group in a process: planned, fetching, decoding, cached, mapped; or failed."""
+"""The load of a row group in a process: planned, fetching, decoding, cached, mapped; or failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from enum import Enum
 from time import perf_counter
 from typing import Any
 
+from dataload.cache.tier import Span
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.wait_timeline import Timeline
@@ -29,40 +32,62 @@ _NEXT = {
     State.PLANNED: {State.FETCHING, State.CACHED, State.FAILED},  # CACHED: found, or made by another process
     State.FETCHING: {State.DECODING, State.PLANNED, State.FAILED},  # PLANNED: the bytes are damaged
     State.DECODING: {State.CACHED, State.PLANNED, State.FAILED},
-    State.CACHED: {State.MAPPED, State.FAILED},  # FAILED: the rest of its bunch could not be loaded
+    State.CACHED: {State.MAPPED, State.FAILED},
     State.MAPPED: set[State](),
     State.FAILED: set[State](),
 }
 
 
-class RowGroupLife:
-    """One life of a row group, from its request until it is mapped or has failed. A later request begins another.
+class RowGroupLoad:
+    """One load of a row group, from its request until it is mapped or has failed. A later request begins another.
 
     Args:
+        group: The row group's number among all that the process loads.
+        cache: The row groups of its dataset.
+        number: Its number there.
         account: Account that its cost is charged to, see `Ledger`.
+        span: The bytes of each blob to look up; None: all of them. (0, 0) finds out whether they are cached.
 
     Attributes:
         state: The present state.
         timeline: Timeline of the thread that loads the row group, or of the latest one.
-        account: As above.
         cancelled: Done once a loop has ended and no loop has requested the row group since.
-        contents: The blobs; None if the life was cancelled before memory was reserved for it.
+        contents: The blobs; None if the load was cancelled before memory was reserved for it.
         ended: When the contents were there, by `perf_counter`.
         awaited: Whether a thread waits for the contents.
         uncached_bytes: Bytes of the contents that are in memory of this process, because the cache does not keep them.
         is_hit: Whether the cache had the blobs when this process looked for them first.
     """
 
-    def __init__(self, account: Counters | None = None) -> None:
+    def __init__(
+        self,
+        group: int,
+        cache: RowGroupCache,
+        number: int,
+        account: Counters | None = None,
+        span: Span | None = None,
+    ) -> None:
+        self.group, self.cache, self.number = group, cache, number
+        self.account = account or Counters()
+        self.span = span
         self.state = State.PLANNED
         self.timeline = Timeline()
-        self.account = account or Counters()
         self.cancelled: Future[None] = Future()
         self.contents: Future[list[memoryview] | None] = Future()
         self.ended = 0.0
         self.awaited = False
         self.uncached_bytes = 0
         self.is_hit = False
+
+    @cached_property
+    def small_bytes(self) -> int:
+        """See `RowGroupCache.small_bytes`."""
+        return self.cache.small_bytes(self.number)
+
+    def find(self) -> list[memoryview] | None:
+        """Return the blobs, or `span` of each, if this host has cached them. Charge the look-up to the row group."""
+        with charged_to(self.account):
+            return self.cache.find(self.number, self.span)
 
     def enter(self, state: State) -> None:
         """Change the state.
@@ -79,18 +104,17 @@ class RowGroupLife:
         self.enter(State.CACHED)
         self.is_hit = True
 
+    def made(self, blobs: list[memoryview]) -> None:
+        """Note the blobs that this process or another one has made."""
+        self.enter(State.CACHED)
+        self.cache.note_made(self.number, blobs)
+
     def begin(self) -> bool:
-        """Return whether a thread may load the row group. It may not if the life was cancelled before."""
+        """Return whether a thread may load the row group. It may not if the load was cancelled before."""
         return self.contents.set_running_or_notify_cancel()
 
-    @contextmanager
-    def charged(self) -> Iterator[None]:
-        """Charge the time and cost of this thread to the row group for the duration of the block."""
-        with charged_together([self]), charged_to(self.account):
-            yield
-
     def finish(self, found: list[memoryview] | BaseException) -> None:
-        """End the life with the blobs, or with the reason why there are none."""
+        """End the load with the blobs, or with the reason why there are none."""
         if isinstance(found, BaseException):
             self.enter(State.FAILED)
         self.account.add(under_way=-1)
@@ -103,12 +127,12 @@ class RowGroupLife:
             self.contents.set_result(found)
 
     def finish_with(self, call: Future[Any]) -> None:
-        """End the life if its call was cancelled: the program exits, and no thread loads the row group."""
+        """End the load if its call was cancelled: the program exits, and no thread loads the row group."""
         if call.cancelled() and not self.contents.cancel():
             self.contents.set_exception(CancelledError())
 
     def is_stale(self) -> bool:
-        """Whether the life ended without contents, so that the next request must begin another."""
+        """Whether the load ended without contents, so that the next request must begin another."""
         contents = self.contents
         return contents.cancelled() or (
             contents.done() and (contents.exception() is not None or contents.result() is None)
@@ -118,7 +142,7 @@ class RowGroupLife:
         return self.cancelled.done()
 
     def cancel(self) -> bool:
-        """Notify the loading thread and the loops that wait. Return whether the life ends here: no thread had begun it.
+        """Notify the loading thread and the loops that wait. Return whether the load ends here: no thread had begun it.
 
         This uses no name of a module, because it may run while the interpreter shuts down.
         """
@@ -135,15 +159,11 @@ class RowGroupLife:
             self.cancelled = Future()
 
 
-Lives = Mapping[int, RowGroupLife]
-"""Lives of several row groups, by number."""
-
-
 @contextmanager
-def charged_together(lives: Iterable[RowGroupLife]) -> Iterator[Timeline]:
+def timed(loads: Iterable[RowGroupLoad]) -> Iterator[Timeline]:
     """Charge the time of this thread to row groups that it loads together, for the duration of the block."""
     timeline = Timeline()
-    for life in lives:
-        life.timeline = timeline
+    for load in loads:
+        load.timeline = timeline
     with timeline.here():
         yield timeline

@@ -1,30 +1,27 @@
-"""Mapped row groups: blobs of records in the cache, which a function of the user makes."""
+"""Makes mapped row groups: a function of the user makes their rows."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.tier import Span
-from dataload.catalog.manifest import Manifest
+from dataload.cache.tier import BlobKey, Span
 from dataload.errors import DataError
-from dataload.formats.schema import Layout
 from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.plan import MappedPlan
 from dataload.mapping.stage import Stage
 from dataload.rows.columns import Column, concatenate
-from dataload.rows.making.row_group_maker import RowGroupMaker
-from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
+from dataload.rows.making.maker import Columns, Opened
+from dataload.rows.making.row_group_memory import DECODED_COPIES, MemoryNeed, RowGroupMemory, packing_bytes
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_group_plan import RowGroupPlan
-from dataload.rows.size_sampling import ValueSizes
-from dataload.runtime.cached_property import cached_property
+from dataload.rows.row_group_plan import BLOB_BYTES
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
@@ -63,82 +60,41 @@ class ChunkSize:
         self.rows = max(1, min(self._most, 2 * self.rows, int(self._limit / max(1.0, row_bytes))))
 
 
-class MappedRowGroups(RowGroupCache):
-    """The row groups of a mapped dataset.
-
-    Args:
-        source: The row groups that are mapped. They are not cached on the way, but used if they are.
-        stage: The map.
-        columns: Names of the mapped columns to store, in this order; None: all.
-        blocks: The cache.
-    """
-
-    is_mapped = True
-
-    def __init__(
-        self, source: RowGroupCache, stage: Stage, blocks: Blocks, columns: Sequence[str] | None = None
-    ) -> None:
-        self._source, self._stage, self.selection = source, stage, stage.selection
-        super().__init__(stage.stored(), stage.schema.names if columns is None else columns, blocks)
-
-    def _new_plan(self) -> RowGroupPlan:
-        return MappedPlan(self.manifest, self._columns, self._stage, self._source.plan)
-
-    def _new_maker(self) -> RowGroupMaker:
-        return MappedMaker(self.manifest, self.plan, self._source, self._stage, self.blocks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = self._source, self._stage, self.blocks, self._columns
-        return MappedRowGroups, arguments, {"rank": self.memory.rank}
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether `num_bytes` comes from a sample."""
-        return bool(self.plan.layout.ragged)
-
-    @cached_property
-    def value_sizes(self) -> ValueSizes:
-        """No sizes, because the sample of `map` has measured all."""
-        return ValueSizes(self.manifest, Layout(()), self.blocks, self.plan.blob_rows.tolist())
-
-    def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
-        """Return the columns of each blob, made of cached blobs of the source, or None if these are not cached."""
-        columns = self._source.cached_columns(number)
-        assert isinstance(self.maker, MappedMaker)
-        return None if columns is None else self.maker.mapped(columns, number)
-
-
-def head_of(source: RowGroupCache, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
+def head_of(source: RowGroupCache, number: int, rows: int) -> Iterator[tuple[Columns, int]]:
     """Yield the columns of a row group and their rows: all rows of a cached blob, or `rows` at a time."""
     # From cached blobs of its own source, a mapped one would map whole blobs.
-    is_cached = not source.is_mapped or source.get_all(source.keys(number), (0, 0)) is not None
+    is_cached = not source.is_mapped or source.find(number, (0, 0)) is not None
     columns = source.cached_columns(number) if is_cached else None
     if columns is None:
         return source.maker.head(number, rows)
     return zip(columns, source.plan.lengths(number), strict=True)
 
 
-class MappedMaker(RowGroupMaker, ForkAware):
-    """Makes the blobs of mapped row groups, within the memory budget.
+class MapMaker(ForkAware):
+    """Makes the blobs of mapped row groups. See `Maker`.
 
     Args:
-        manifest: The mapped rows, `Stage.stored`.
-        plan: Names, lengths and sizes of the blobs.
-        source: The row groups that are mapped.
+        source: The row groups that are mapped. They are not cached on the way, but used if they are.
         stage: The map.
         blocks: The cache.
+        columns: Names of the mapped columns to store, in this order; None: all.
     """
 
-    _computing = staticmethod(nullcontext)  # The function may wait, and other threads call it meanwhile.
+    is_mapped = True
+    known_nulls = None
+    value_sizes = None  # The sample of `map` has measured all.
 
     def __init__(
-        self, manifest: Manifest, plan: RowGroupPlan, source: RowGroupCache, stage: Stage, blocks: Blocks
+        self, source: RowGroupCache, stage: Stage, blocks: Blocks, columns: Sequence[str] | None = None
     ) -> None:
-        self._source, self._stage = source, stage
-        super().__init__(manifest, plan, stage.schema, blocks, None)
-        source.maker.share(self.memory)
+        self._source, self._stage, self.blocks = source, stage, blocks
+        self._columns = stage.schema.names if columns is None else tuple(columns)
+        self.selection = stage.selection
+        self.manifest = stage.stored()
+        self.plan = MappedPlan(self.manifest, self._columns, stage, source.plan)
+        self.share(RowGroupMemory(self.need))
         self.after_fork_in_child()
-        ForkAware.__init__(self)
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         """Start new threads, and leave the processes to the parent."""
@@ -146,42 +102,55 @@ class MappedMaker(RowGroupMaker, ForkAware):
         self._starting = threading.Lock()
         self._processes: ProcessRunner | None = None
 
-    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
-        """Return the byte ranges to fetch for a row group. See `Footer.fetched`."""
-        return self._source.maker.sources(number, columns)
-
-    def reservation(self, number: int) -> int:
-        """Return the bytes of a row group of the source that are fetched and held."""
-        return self._source.maker.reservation(number)
-
-    def share(self, memory: RowGroupMemory) -> None:
-        """Use a memory that bounds this maker, that of the source, and others together."""
-        super().share(memory)
-        self._source.maker.share(memory)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MapMaker, (self._source, self._stage, self.blocks, self._columns)
 
     @property
     def need(self) -> MemoryNeed:
         """The memory that these row groups need, their sources included."""
-        own, source = super().need, self._source.maker.need
-        return MemoryNeed(source.held, own.largest, own.decoding + 2 * CHUNK_BYTES + source.decoding)
+        source = self._source.maker.need
+        largest = max((group.bytes for group in self.manifest.row_groups), default=0)
+        return MemoryNeed(source.held, largest, DECODED_COPIES * BLOB_BYTES + 2 * CHUNK_BYTES + source.decoding)
 
-    def decompressed_bytes(self, number: int, sizes: Sequence[int]) -> int:  # noqa: ARG002 - whatever its file
-        """Return the bytes of a blob: only the source is decompressed."""
-        return max(sizes)
+    def share(self, memory: RowGroupMemory) -> None:
+        """Use a memory that bounds this maker, that of the source, and others together."""
+        self.memory = memory
+        self._source.maker.share(memory)
 
-    def decoding_bytes(self, number: int) -> int:
+    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
+        return self._source.maker.sources(number, columns)
+
+    def discard_sources(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
+        """Keep the blocks of files, which another map may need."""
+
+    def reservation(self, number: int) -> int:
+        return self._source.maker.reservation(number)
+
+    def decoding_bytes(self, number: int, growth: float) -> int:
         """Return the bytes that decoding and mapping a row group take."""
-        mapping = min(2 * CHUNK_BYTES, self._source.plan.bytes_of(number) + self._plan.bytes_of(number))
-        return super().decoding_bytes(number) + mapping + self._source.maker.decoding_bytes(number)
+        sizes = self.plan.blob_sizes(number)
+        mapping = min(2 * CHUNK_BYTES, self._source.plan.bytes_of(number) + self.plan.bytes_of(number))
+        own = math.ceil(growth * (max(sizes) + packing_bytes(sizes)))
+        return own + mapping + self._source.decoding_bytes(number)
+
+    def opens_at_once(self, number: int) -> bool:
+        return self._source.maker.opens_at_once(number)
 
     @contextmanager
-    def opened(self, number: int, blocks: Blocks) -> Iterator[Iterator[dict[str, Column]]]:
-        """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
-        opened = self._source.maker.opened(number, blocks)
-        with opened as columns, closing(self.mapped(columns, number)) as mapped:
-            yield mapped
+    def open(self, number: int, blocks: Blocks) -> Iterator[Opened]:
+        with self._source.maker.open(number, blocks) as opened, ExitStack() as stack:
 
-    def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
+            def columns() -> Iterator[Columns]:
+                return stack.enter_context(closing(self._mapped(opened.columns(), number)))
+
+            yield Opened(opened.fetches, columns)
+
+    def from_cache(self, number: int) -> Generator[Columns, None, None] | None:
+        """Map cached blobs of the source. See `Maker`."""
+        columns = self._source.cached_columns(number)
+        return None if columns is None else self._mapped(columns, number)
+
+    def head(self, number: int, rows: int) -> Iterator[tuple[Columns, int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
         chunks = self._chunks(head_of(self._source, number, rows), number, chunk)
@@ -189,7 +158,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
             self._stage.function.check_same()
             yield mapped
 
-    def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Generator[dict[str, Column], None, None]:
+    def _mapped(self, columns: Iterable[Columns], number: int) -> Generator[Columns, None, None]:
         """Yield the columns of each mapped blob of a row group.
 
         Args:
@@ -200,7 +169,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
             ConfigError: The function has changed since `map` was called.
             DataError: The function failed. It names file, row group and row.
         """
-        lengths, fields = self._plan.lengths(number), self._plan.layout.fields
+        lengths, fields = self.plan.lengths(number), self.plan.layout.fields
         if not sum(lengths):
             from dataload.mapping.running import no_rows
 
@@ -211,7 +180,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
         chunks = self._chunks(sources, number, chunk, lengths[0])
         with closing(self._called(chunks, number, chunk, self._calls)) as done:
             for length in lengths:
-                parts: list[dict[str, Column]] = []
+                parts: list[Columns] = []
                 missing, size = length, 0
                 while missing:
                     part, rows = next(done)
@@ -223,7 +192,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
 
     def _check(self, number: int, size: int, rows: int) -> None:
         """Raise DataError if a blob is larger than its forecast, and than all row groups of a host may be together."""
-        forecast = max(self._plan.blob_sizes(number))
+        forecast = max(self.plan.blob_sizes(number))
         if size > 2 * forecast and size > (limit := usable_memory() // MEMORY_DIVISOR):
             raise DataError(
                 f"{self._where(number)}: map {self._stage.function.name}: the results of {rows} rows take more than "
@@ -238,13 +207,13 @@ class MappedMaker(RowGroupMaker, ForkAware):
 
     def _chunk_rows(self, number: int) -> int:
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
-        plans = self._plan, self._source.plan
+        plans = self.plan, self._source.plan
         row_bytes = sum(max(plan.blob_sizes(number)) // max(plan.lengths(number)) for plan in plans)
         most = CHUNK_BYTES // self._calls // max(1, row_bytes)
         return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
 
     def _chunks(
-        self, sources: Iterable[tuple[dict[str, Column], int]], number: int, chunk: ChunkSize, blob_rows: int = 1 << 62
+        self, sources: Iterable[tuple[Columns, int]], number: int, chunk: ChunkSize, blob_rows: int = 1 << 62
     ) -> Iterator[Records]:
         """Yield the rows to map, in chunks of `chunk.rows` at most that are in one blob of the source and one result.
 
@@ -268,7 +237,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
 
     def _called(
         self, chunks: Iterator[Records], number: int, chunk: ChunkSize, ahead: int
-    ) -> Generator[tuple[dict[str, Column], int], None, None]:
+    ) -> Generator[tuple[Columns, int], None, None]:
         """Yield the mapped rows of each chunk. ahead: as for `_each`.
 
         Raises:
@@ -303,9 +272,9 @@ class MappedMaker(RowGroupMaker, ForkAware):
                 yield columns, sizes[index]
                 done += sizes[index]
 
-    def _each(self, chunks: Iterator[Records], ahead: int) -> Generator[dict[str, Column], None, None]:
+    def _each(self, chunks: Iterator[Records], ahead: int) -> Generator[Columns, None, None]:
         """Yield the mapped rows of each chunk, in order. ahead: calls that are under way, besides the one awaited."""
-        stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
+        stage, given, fields = self._stage, self._source.plan.layout, self.plan.layout.fields
         if stage.processes is None:
             return stage.runner(given.fields).each(chunks, fields, self._threads(), ahead)
         with self._starting:
@@ -324,4 +293,4 @@ class MappedMaker(RowGroupMaker, ForkAware):
             return self._callers[count]
 
     def _where(self, number: int) -> str:
-        return where(self._manifest.row_groups[number], self._blocks)
+        return where(self.manifest.row_groups[number], self.blocks)
