@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from itertools import chain, islice
-from typing import Any, ClassVar, Final, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,12 @@ from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.samplers.order import Order
 from dataload.samplers.partition import check_locality, is_local
+from dataload.samplers.position import Position
 from dataload.samplers.row_iterator import RowIterator
 from dataload.samplers.share import Share
 from dataload.world import World
 
 Int64 = npt.NDArray[np.int64]
-
-STATE_VERSION: Final = 1
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +90,17 @@ class RankSampler(DistributedSampler[int]):
         node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
 
     Attributes:
-        order: The order of the current epoch.
-        next_order: The order from the next epoch on.
+        position: Where the next iteration begins.
+        order: The order of its epoch.
+        handed_out: The last position up to which rows were handed out since `position` was set, if that is another
+            place: in an iteration that goes on, or at the end of the epoch before. None: there is none.
+        restored: Whether the number of the epoch is from a state, and not from the caller.
     """
 
+    position: Position
     order: PositionOrder
-    next_order: PositionOrder
+    handed_out: Position | None = None
+    restored = False
     _differences: ClassVar[str] = "other files or filters, or row groups of other sizes"  # between two datasets
 
     def __init__(
@@ -123,25 +126,53 @@ class RankSampler(DistributedSampler[int]):
         num_nodes = 1 if num_nodes is None else whole_number("num_nodes", num_nodes, least=1)
         if not 0 <= rank < num_replicas:
             raise ConfigError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
+        self.order, self._given = order, order.options
+        self.position = Position(order.digest, 0, 0, self._given)
         super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(order.shuffle), order.seed, drop_last)
         self.batch_size = batch_size
         self.num_nodes = num_nodes
         self._node_share = node_share or 0.0
         if num_nodes > 1 and order.num_streams > 1:
             check_locality(order.num_streams, num_nodes, num_replicas, batch_size)
-        self.cursor = 0
-        self._given = order.options
         self._advances = False  # whether the consumer marks batches
-        # torch takes the last rows of an epoch before the consumer has had all its batches. The sampler is then in the
-        # next epoch, and this copy of it is at the consumer's position.
-        self._draining: RankSampler | None = None
         self._follow(order)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch of the next iteration."""
+        return self.position.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def cursor(self) -> int:
+        """Rows of the epoch, of all ranks, before the next iteration."""
+        return self.position.cursor
+
+    @property
+    def next_order(self) -> PositionOrder:
+        """The order from the next epoch on."""
+        return self._order_of(self._next_options())
+
+    @property
+    def begun(self) -> Position | None:
+        """Up to where rows of the current epoch were handed out; None: no iteration has begun."""
+        return None if self.handed_out is None or self.handed_out.epoch != self.epoch else self.handed_out
+
+    @property
+    def last(self) -> Position:
+        """The position that a state has: up to where rows were handed out, or where the next iteration begins."""
+        # Only a consumer that marks batches can be late.
+        return (self.handed_out if self._advances else self.begun) or self.position
 
     def use_file_order(self) -> None:
         """Begin the epoch in file order, without a shuffle."""
         self._given = {**self._given, "shuffle": False}
-        self._follow(self.next_order.with_options(shuffle=False))
-        self.seek(self.epoch, 0)
+        options = {**self._next_options(), "shuffle": False}
+        self._begin(self.epoch, 0, options, self._order_of(options))
+        self.handed_out = None
 
     @property
     def num_rows(self) -> int:
@@ -214,30 +245,44 @@ class RankSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The cursor stays if the epoch is already the current one."""
-        self._draining = None
-        if epoch != self.epoch:
-            self.seek(epoch, 0)
+        self.seek(epoch, self.cursor if epoch == self.epoch else 0)
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch, because an iteration has ended."""
+        options = self._next_options()
+        self._begin(self.epoch + 1, 0, options, self._order_of(options))
 
     def advance(self, batches: int = 1) -> None:
         """Mark the next `batches` global batches as consumed: of an epoch that is iterated, as long as it has any."""
-        self._advances, draining = True, self._draining
-        here = self if draining is None else draining
-        here.seek(here.epoch, here.cursor + batches * here.global_batch_size)
-        if draining is not None and draining.finished_at(draining.cursor):
-            self._draining = None
+        self._advances = True
+        late = self.handed_out
+        here = self.position if late is None else late
+        order = self._order_of(here.options)
+        moved = here.at(min(here.cursor + batches * self.global_batch_size, order.n))
+        if late is None:
+            self.position = moved
+        else:
+            self.handed_out = None if self._share.num_batches(order.n - moved.cursor) == 0 else moved
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
-        number, position = whole_number("epoch", epoch), whole_number("cursor", cursor)
-        if number != self.epoch:
-            self._follow(self.next_order)
-        self.epoch, self.cursor = number, _checked(min(position, self.num_rows), self.order)
-        self._draining = None
+        number, rows = whole_number("epoch", epoch), whole_number("cursor", cursor)
+        options = self.position.options if number == self.epoch else self._next_options()
+        order = self._order_of(options)
+        self._begin(number, min(rows, order.n), options, order)
+        self.handed_out, self.restored = None, False
+
+    def renew(self) -> None:
+        """Follow changes of the data, such as new weights of a mixture, unless an epoch goes on."""
+
+    def padding_ahead(self) -> int:
+        """Return the number of this rank's padding rows in the iteration that goes on or comes next."""
+        self.renew()
+        return self.padding_from(self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
-        draining = self._draining if self._advances else None
-        return self._state() if draining is None else draining.state_dict()
+        return self.last.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The world may differ.
@@ -249,74 +294,87 @@ class RankSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state is of another dataset or version, or incomplete.
         """
-        if (version := state.get("version") if isinstance(state, Mapping) else None) != STATE_VERSION:
-            raise ConfigError(
-                f"the state has version {version!r}; this release reads {STATE_VERSION}: give a state_dict() of it"
-            )
-        if state.get("dataset") != self.order.digest:
-            raise ConfigError(
-                f"the state is of another dataset ({state.get('dataset')!r}, this is {self.order.digest!r}): "
-                f"{self._differences}. Use those of the state, or begin an epoch with set_epoch instead of "
-                "load_state_dict"
-            )
-        if missing := self.state_dict().keys() - state.keys():
-            raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
-        epoch, cursor = (whole_number(name, state[name]) for name in ("epoch", "cursor"))
-        order, later = self._orders_of(state)
+        position = Position.from_state(state).restored(self.position, self._known_lists(), self._differences)
+        cursor, saved = position.cursor, position.options
+        renewed = self._with_given(saved)
+        options = saved if cursor else renewed
+        try:
+            order = self._order_of(options)
+        except (TypeError, OverflowError) as error:
+            raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error
         self._check_start(order, cursor)
-        given, next_order = self._given, order
-        changed = {name: given[name] for name in order.chosen if order.options[name] != given[name]}
-        if changed:
-            self._warn(changed, order, epoch + bool(cursor))
-            next_order = order.with_options(**changed, num_streams=given["num_streams"])
-        elif self.rank == 0 and self._shares(given["num_streams"]) and not self._shares(order.num_streams):
+        if (later := self._next_options(options)) is not options:
+            self._order_of(later)  # raises before anything has changed
+        streams = self._given["num_streams"]
+        if changed := [name for name in order.chosen if renewed[name] != saved[name]]:
+            self._warn(changed, saved, position.epoch + bool(cursor))
+        elif self.rank == 0 and self._shares(streams) and not self._shares(order.num_streams):
             log.warning(
                 "the state has num_streams=%d, which stays, so each of the %d nodes reads the whole dataset: to change "
                 "it, begin an epoch with set_epoch instead of load_state_dict",
                 order.num_streams,
                 self.num_nodes,
             )
-        after = next_order.with_options(**later) if later else next_order  # raises before anything has changed
-        self._follow(order if cursor else next_order)
-        self.seek(epoch, cursor)
-        self.next_order = after
+        self._begin(position.epoch, cursor, options, order)
+        self.handed_out, self.restored = None, True
 
     def _rows_from(self, epoch: int, cursor: int, skipped: int) -> Iterator[int]:
         """Yield the rank's rows from `cursor` on, except the first `skipped`. Move to the next epoch at the end."""
-        self._draining = None
+        if self.handed_out is not None and self.handed_out.epoch != epoch:
+            self.handed_out = None
         batches, rows = divmod(skipped, self.batch_size)
         runs = self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows))
         yield from islice(chain.from_iterable(run.ravel().tolist() for run in runs), rows, None)
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
-            draining = copy(self)
-            self.seek(epoch + 1, 0)
-            self._draining = None if draining.finished_at(draining.cursor) else draining
+            # torch takes the last rows of an epoch before the consumer has had all its batches.
+            self.handed_out = None if self.finished_at(self.cursor) else self.position
+            self.end_epoch()
 
-    def _state(self) -> dict[str, Any]:
-        place = {"epoch": self.epoch, "cursor": self.cursor}
-        return {"version": STATE_VERSION, "dataset": self.order.digest, **place, **self.order.options}
+    def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Return the options of the epoch after one with these options; None: after the current one."""
+        return self._with_given(self.position.options if options is None else options)
+
+    def _with_given(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options with the arguments of this sampler, if any that it may choose differ."""
+        given = self._given
+        changed = {name: given[name] for name in self.order.chosen if options[name] != given[name]}
+        return {**options, **changed, "num_streams": given["num_streams"]} if changed else options
+
+    def _known_lists(self) -> dict[str, list[Sequence[int]]]:
+        """Return the lists that a digest in a state may stand for, by the name of the option."""
+        return {}
 
     def _shares(self, num_streams: int) -> bool:
         """Return whether several nodes share the dataset with these streams."""
         return self.num_nodes > 1 and is_local(num_streams, self.num_nodes, self.num_replicas, self.batch_size)
 
-    def _warn(self, changed: Mapping[str, Any], order: PositionOrder, epoch: int) -> None:
+    def _warn(self, changed: Iterable[str], options: Mapping[str, Any], epoch: int) -> None:
         """Log once for all ranks which arguments differ from a state, and from which epoch on they hold."""
         if self.rank == 0:
-            saved, given = shown(changed, order.options), shown(changed, changed)
+            saved, given = shown(changed, options), shown(changed, self._given)
             log.warning("the state has %s: %s, as passed here, holds from epoch %d on", saved, given, epoch)
 
-    def _orders_of(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the order of a complete state of this data, and options that later epochs have instead."""
-        return self.order.with_options(**{name: state[name] for name in self.order.options}), {}
+    def _order_of(self, options: Mapping[str, Any]) -> PositionOrder:
+        """Return the order of this data with these options."""
+        if options is self.position.options:
+            return self.order
+        return self.order.with_options(**{name: options[name] for name in self.order.options})
 
     def _check_start(self, order: Any, cursor: int) -> None:
         """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""
         _checked(cursor, order)
 
+    def _begin(self, epoch: int, cursor: int, options: Mapping[str, Any], order: PositionOrder) -> None:
+        """Let the next iteration begin here, in the order with these options."""
+        _checked(cursor, order)
+        if order is not self.order:
+            options = {**options, **order.options}
+            self._follow(order)
+        self.position = Position(order.digest, epoch, cursor, options)
+
     def _follow(self, order: PositionOrder) -> None:
         """Use this order from now on."""
-        self.order = self.next_order = order
+        self.order = order
         world = self.num_replicas, self.rank, self.batch_size, self.drop_last
         self._share = Share(*world, order.num_streams, self.num_nodes, order.homogeneous, order.run_rows)
         self.seed, self.shuffle = order.seed, bool(order.shuffle)

@@ -166,10 +166,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         batch, skipped = self._checked(rows, answer.batch, make, name, stop)
         return replace(answer, batch=batch, skipped=skipped)
 
-    def collate(self, rows: NumberedRows) -> Any:
-        """Return the batch of these rows.
+    def collate(self, rows: NumberedRows) -> tuple[Any, Mapping[str, int], tuple[int, ...]]:
+        """Return the batch of these rows, its rows by source, and the numbers of the rows that were replaced.
 
-        A plain DataLoader calls this, such as the one that accelerate's `skip_first_batches` makes of a loader.
+        A DataLoader that is no loader calls this, see `dataload.loader.trainer_batches`.
 
         Raises:
             ConfigError: The transform takes `rng`, which only the loader has.
@@ -179,7 +179,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 "transform(batch, rng) needs the loader itself: skip batches by its load_state_dict, not by "
                 "skip_first_batches (which a Hugging Face Trainer calls unless ignore_data_skip=True)"
             )
-        return self._checked(rows.shaped(**self._shape), None, self._made, "this batch")[0]
+        [by_source] = self._dataset.rows_by_source(rows.numbers, [len(rows)])
+        batch, skipped = self._checked(rows.shaped(**self._shape), None, self._made, "this batch")
+        return batch, by_source, skipped
 
     def _numbered(self, records: Records, numbers: Array) -> NumberedRows:
         return NumberedRows(records, numbers, self._dataset.locate, **self._shape)

@@ -18,9 +18,9 @@ from dataload.dataset import MapStyle, make_dataset
 from dataload.errors import ConfigError, DataError
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
-from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
+from dataload.loader.samplers import DatasetSampler, MixedSampler
 from dataload.mixture import Mixture
 from dataload.rows.known_nulls import IN_PYTHON
 from dataload.rows.numbered_rows import ROW_IDS
@@ -176,17 +176,17 @@ def make_loader(
 
 def _sampler(
     dataset: MapStyle, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
-) -> TrainerSampler | TrainerMixtureSampler:
+) -> DatasetSampler | MixedSampler:
     nodes = 1 if num_streams == 1 else world.num_streams
     streams = num_streams or nodes
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
     order |= {"batch_size": batch_size, "num_streams": streams, "num_nodes": nodes, "node_share": world.node_share}
     windows = [each.window if window is None else window for each in dataset.datasets]
     if isinstance(dataset, Mixture):
-        return TrainerMixtureSampler(dataset, world.world_size, world.rank, windows=windows, **order)
+        return MixedSampler(dataset, world.world_size, world.rank, windows=windows, **order)
     [only], [width] = dataset.datasets, windows
     key = only.order_key.encode()
-    return TrainerSampler(only.block_lengths, world.world_size, world.rank, window=width, dataset_key=key, **order)
+    return DatasetSampler(only.block_lengths, world.world_size, world.rank, window=width, dataset_key=key, **order)
 
 
 def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch: int | None) -> dict[str, Any]:

@@ -31,10 +31,12 @@ from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, a
 from dataload.loader.lookahead import Lookahead, RecordedNeeds, lookahead_of, needs_of
 from dataload.loader.ranks import check_data_parallel, share_host
 from dataload.loader.requests import Answer, Requests
+from dataload.loader.trainer_batches import LatestLoop, TrainerBatches, TrainerCollate
 from dataload.loader.worker_transport import unpack
 from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
+from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing
@@ -80,6 +82,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         stats_dir: Path | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
+        if isinstance(batch_sampler, TrainerBatches):  # Lightning has made one with another sampler.
+            batch_size, sampler, batch_sampler = batch_sampler.batch_size, batch_sampler.sampler, None
         if isinstance(sampler, SequentialSampler):
             rank_sampler = copy(rank_sampler)
             rank_sampler.use_file_order()
@@ -88,7 +92,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         batching: dict[str, Any] = {"batch_sampler": batch_sampler}
         if batch_sampler is None:
             batching = {"batch_size": batch_size, "sampler": rank_sampler, "drop_last": drop_last}
-        super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": maker.collate})
+        self._latest = LatestLoop()
+        collate_fn = TrainerCollate(maker, self._latest)
+        super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": collate_fn})
+        if batch_sampler is None:  # torch has made one, and takes no other besides a sampler.
+            vars(self)["batch_sampler"] = TrainerBatches(rank_sampler, batch_size, drop_last, self._latest.begin)
         self.rank_sampler = rank_sampler
         self.maker = maker
         self.device = device
@@ -101,7 +109,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
         self._requests = Requests(self.rank_sampler, batch_sampler)
-        self._stats = LoaderStats()
         self._workers: dict[int, DataLoader[Answer]] = {}  # by the process that made them
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
         self._capacity = Capacity(dataset, self.rank_sampler)
@@ -136,8 +143,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
         After a whole loop, it is the padding of that loop, until the next one begins or the position is set.
         """
-        ended = self.rank_sampler.ended_padding
-        return self.rank_sampler.padding_ahead() if ended is None else ended
+        padding = None if self.rank_sampler.handed_out is None else self._latest.padding
+        return self.rank_sampler.padding_ahead() if padding is None else padding
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A position that was restored in this epoch is kept."""
@@ -146,9 +153,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
         sampler = self.rank_sampler
-        if sampler.yielded is not None and sampler.yielded[0] == sampler.epoch:
-            return {**sampler.state_dict(), "cursor": sampler.yielded[1]}
-        sampler.renew()
+        if sampler.begun is None:
+            sampler.renew()
         return sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,7 +170,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def stats(self) -> LoaderStats:
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""
-        return self._stats
+        return self._latest.stats
 
     def row_group_states(self) -> dict[str, int]:
         """Return how many row groups of this process are planned, fetching, decoding, cached and mapped.
@@ -190,13 +196,15 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             RuntimeError: The workers are persistent and a later iterator has begun, or another process began this one.
         """
         owner = os.getpid()
-        epoch, cursor = self.rank_sampler.yielded = self._begin_epoch()
-        sampler, rows, step = self.rank_sampler, self.rank_sampler.num_rows, self.rank_sampler.global_batch_size
+        start = self.rank_sampler.handed_out = self._begin_epoch()
+        sampler, epoch, cursor = self.rank_sampler, start.epoch, start.cursor
+        rows, step = sampler.num_rows, sampler.global_batch_size
         tail = (rows - cursor) % step
         # Without padding, accelerate must not cut anything off the last batch.
         remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
         device = self.device or device or trainer_device()
-        stats = self._stats = _new_stats(self, epoch, device)
+        stats = _new_stats(self, epoch, device)
+        self._latest.begin(stats, sampler.padding_from(cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
         with (
@@ -207,36 +215,34 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             for answer in recorder.timed(answers):
                 used = min(answer.cursor + step, rows)
                 if sampler.epoch == epoch:
-                    sampler.yielded = epoch, used
+                    sampler.handed_out = sampler.position.at(used)
                 if used >= end:
                     announce_last()
                 recorder.hand_out(answer, used, last=used >= end)
                 yield answer.batch
                 check_process(owner)
-                if self.persistent_workers and self._stats is not stats:
+                if self.persistent_workers and self._latest.stats is not stats:
                     raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
         if self._agreement is not None:
             self._agreement.check()
         if sampler.epoch == epoch:  # The loop may have called set_epoch.
-            sampler.end(cursor)
+            sampler.end_epoch()
 
-    def _begin_epoch(self) -> tuple[int, int]:
-        """Return the epoch that begins or goes on, and the rows of it before the first batch."""
+    def _begin_epoch(self) -> Position:
+        """Return where the loop begins: a new epoch, or one that goes on."""
         sampler = self.rank_sampler
         if self.detected:
             check_data_parallel(sampler.rank, sampler.num_replicas, search=not self._checked)
             self._checked = True
         if self._agreement is not None:
             self._agreement.check()
-        yielded = sampler.yielded
-        if yielded is not None and yielded[0] == sampler.epoch and sampler.finished_at(yielded[1]):
-            self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
+        if sampler.begun is not None and sampler.finished_at(sampler.begun.cursor):
+            sampler.end_epoch()  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
-            sampler.yielded = None  # The epoch begins, perhaps for a second time.
-        sampler.ended_padding = None
+            sampler.handed_out = None  # The epoch begins, perhaps for a second time.
         sampler.renew()
         share_host(self.maker, self.dataset, self.local_world_size, self.num_workers)
-        return sampler.epoch, sampler.cursor if self.sampler is sampler else 0  # A batch sampler has the whole epoch.
+        return sampler.position if self.sampler is sampler else sampler.position.at(0)  # A batch sampler has all of it.
 
     def _answers(
         self, epoch: int, cursor: int, needs: RecordedNeeds, waiting: Timeline, device: torch.device | None

@@ -19,8 +19,10 @@ from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import on_device
 from dataload.runtime.cached_property import cached_property
+from dataload.samplers.position import Position
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
+from dataload.train.checkpoint.progress import Progress
 from dataload.train.checkpoint.state import all_equal, check_plain, map_leaves, rng_state, set_rng_state, to_meta
 from dataload.train.epoch_metrics import (
     AVERAGED,
@@ -141,8 +143,7 @@ class TrainingLoop:
         agree("the checkpoint to resume from", path and path.name)  # Ranks may have paths of their own to its folder.
         if path is None:
             return Resumed()
-        rest = load(path, self._parts)
-        self.history, self.step, processes = rest["history"], rest["step"], rest["processes"]
+        self.history, self.step, processes = load(path, self._parts, Progress.read)
         ranks = first_of_each(processes)
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
         self._resume_loader(path, [rank["loader"] for rank in ranks])
@@ -174,8 +175,8 @@ class TrainingLoop:
                 f"{path} has a different loader state for each of {len(states)} ranks, which no other number of ranks "
                 f"can resume: start {len(states)} ranks, not {self.world.world_size}"
             )
-        if self._is_of_other_data(own):
-            if own["cursor"]:
+        if (position := self._of_other_data(path, own)) is not None:
+            if position.cursor:
                 raise ConfigError(
                     f"{path} was saved within an epoch of another dataset: use the files and filters of that run "
                     "until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is kept: "
@@ -186,11 +187,15 @@ class TrainingLoop:
             return
         self.loader.load_state_dict(own)
 
-    def _is_of_other_data(self, state: Any) -> bool:
-        """Return whether a loader of this package had this state with another dataset."""
-        if not (isinstance(self.loader, Loader) and isinstance(state, Mapping) and "cursor" in state):
-            return False
-        return bool(state.get("dataset") != self.loader.state_dict()["dataset"])
+    def _of_other_data(self, path: Path, state: Any) -> Position | None:
+        """Return the position of a state of this package's loader if it is of another dataset than the loader."""
+        if not isinstance(self.loader, Loader):
+            return None
+        try:
+            position = Position.from_state(state)
+        except ConfigError as error:
+            raise ConfigError(f"{path} has the state of another loader: {error}, or pass resume=None") from error
+        return None if position.dataset == self.loader.rank_sampler.position.dataset else position
 
     def run(self, epochs: int, resumed: Resumed, *, show_progress: bool) -> list[dict[str, Any]]:
         """Train until `epochs` epochs are done, those before a resume included. Return the metrics of each."""
@@ -322,8 +327,8 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             own = {"generators": rng_state(self._generators), "so far": metrics, "loader": loader_state}
-            rest = {"history": self.history, "step": self.step, "processes": gather((self.world.rank, own))}
-            self.checkpoints.save(self._states(), rest)
+            progress = Progress(self.history, self.step, gather((self.world.rank, own)))
+            self.checkpoints.save(self._states(), progress._asdict())
 
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._parts.items()}

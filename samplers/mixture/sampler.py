@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import MixtureSource
-from dataload.samplers.mixture.state import compact, expand
 from dataload.samplers.order import Shuffle
+from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import RankSampler, shown
 
 TOLERANCE = 0.1  # part of the rows by which streams and whole batches may change the length of an epoch without a word
@@ -61,7 +61,6 @@ class MixtureSampler(RankSampler):
     """
 
     order: MixtureOrder
-    next_order: MixtureOrder
     _differences: ClassVar[str] = (
         "sources of other names, in another number or in another order, or with other files or filters, or row groups "
         "of other sizes"
@@ -105,15 +104,18 @@ class MixtureSampler(RankSampler):
             num_nodes=num_nodes,
             node_share=node_share,
         )
+        options = {**self.position.options, "next_weights": None}
         if batching != "mixed":  # The size of a global batch is known now.
-            self._follow(order.with_options(batching=batching, batch_rows=self.global_batch_size))
+            order = order.with_options(batching=batching, batch_rows=self.global_batch_size)
+        self._begin(0, 0, options, order)
         if self.rank == 0:
             _warn_of_length(self.order)
 
     @property
     def next_weights(self) -> list[int] | None:
         """The weights from the next epoch on, if they are others."""
-        return None if self.next_order.weights == self.order.weights else list(self.next_order.weights)
+        weights: list[int] | None = self.position.options["next_weights"]
+        return weights
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Use other weights from the next epoch on, or from this one if it has not begun. All ranks must do the same.
@@ -121,22 +123,15 @@ class MixtureSampler(RankSampler):
         Raises:
             ConfigError: A weight cannot work.
         """
-        has_begun = self.cursor or self.next_order is not self.order
-        self.next_order = self.next_order.with_options(weights=weights)
-        if isinstance(self._draining, MixtureSampler):
-            self._draining.set_weights(weights)
-        if not has_begun:
-            self._follow(self.next_order)
-        elif self.finished_at(self.cursor):
-            self.seek(self.epoch + 1, 0)
-
-    def _state(self) -> dict[str, Any]:
-        """Return the position and the order, as in `RankSampler`, and the next weights.
-
-        Digests replace the weights and windows of hundreds of sources. A process that restores such a state needs the
-        same weights and windows.
-        """
-        return compact({**super()._state(), "next_weights": self.next_weights})
+        order = self.order.with_options(weights=weights)
+        if self.handed_out is not None:
+            self.handed_out = with_next_weights(self.handed_out, order.weights)
+        if not self.cursor and self._next_options() is self.position.options:
+            self._begin(self.epoch, 0, self.position.options, order)
+            return
+        self.position = with_next_weights(self.position, order.weights)
+        if self.finished_at(self.cursor):
+            self.end_epoch()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in its order and with its weights. The world may differ.
@@ -149,22 +144,26 @@ class MixtureSampler(RankSampler):
         given = self._own_options(self.next_weights or self.order.weights)
         super().load_state_dict(state)
         if self.rank == 0:
-            _warn_of_kept(self._own_options(self.next_order.weights), given)
+            _warn_of_kept(self._own_options(self._next_options()["weights"]), given)
 
     def _own_options(self, weights: Sequence[int]) -> dict[str, Any]:
         """Return the arguments that a state brings with it for all later epochs, with the weights of those."""
         return {**{name: getattr(self.order, name) for name in FIXES}, "weights": list(weights)}
 
-    def _orders_of(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        whole = expand(state, self._given["windows"], self._known_weights())
-        later: dict[str, Any] = {} if whole["next_weights"] is None else {"weights": whole["next_weights"]}
-        if whole["batching"] == "homogeneous":
-            own_batches = {"batch_rows": self.global_batch_size}
-            if state["cursor"]:
-                later |= own_batches
-            else:  # No batch of the epoch has been taken.
-                whole |= own_batches
-        return super()._orders_of(whole)[0], later
+    def _with_given(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        options = super()._with_given(options)
+        if options["batching"] == "mixed" or options["batch_rows"] == self.global_batch_size:
+            return options
+        return {**options, "batch_rows": self.global_batch_size}  # No batch of the epoch has been taken.
+
+    def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        options = super()._next_options(options)
+        weights = options["next_weights"]
+        return options if weights is None else {**options, "weights": weights, "next_weights": None}
+
+    def _known_lists(self) -> dict[str, list[Sequence[int]]]:
+        known = self._known_weights()
+        return {"weights": known, "next_weights": known, "windows": [self._given["windows"]]}
 
     def _known_weights(self) -> list[Sequence[int]]:
         """Return the weights that a digest in a state may mean."""
@@ -187,6 +186,12 @@ class MixtureSampler(RankSampler):
                 f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
                 f"{math.gcd(done, order.unit)} rows, or a divisor of it"
             )
+
+
+def with_next_weights(position: Position, weights: Sequence[int]) -> Position:
+    """Return the position with these weights from its next epoch on."""
+    later = list(weights)
+    return position.with_options(next_weights=None if later == position.options["weights"] else later)
 
 
 def _warn_of_kept(kept: Mapping[str, Any], given: Mapping[str, Any]) -> None:

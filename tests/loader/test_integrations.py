@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from dataload import World, make_dataset, make_loader
 from dataload.errors import ConfigError
-from dataload.loader.integrations import TrainerSampler
 from dataload.loader.loader import Loader
-from dataload.samplers.sharded import ShardedSampler
 
 N = 301
 GROUPS = [40, 60, 7, 93, 50, 50, 1]
@@ -103,7 +101,9 @@ def once(ranks: list[list[int]]) -> bool:
 
 def test_accelerate_cannot_shard_a_loader_a_second_time(accelerated: Seen) -> None:
     for rank in accelerated:
-        assert "a second time: use the loader as it is, or accelerator.prepare(loader)" in rank["sharded again"]
+        assert len(rank["sharded again"]) == 3
+        for error in rank["sharded again"]:
+            assert "a second time: use the loader as it is, or accelerator.prepare(loader)" in error
 
 
 def test_prepare_returns_the_loader_itself(accelerated: Seen) -> None:
@@ -154,6 +154,13 @@ def test_accelerate_has_each_row_of_a_mixture_once_and_resumes_with_its_next_wei
 def test_skip_first_batches(accelerated: Seen) -> None:
     for rank in accelerated:
         assert rank["skipped"] == rank["unskipped"][3:]
+
+
+def test_statistics_of_an_epoch_whose_first_batches_are_skipped(accelerated: Seen, epochs_of: Any) -> None:
+    for rank, rows in enumerate(epochs_of(1)):
+        left = rows[4 * 16 :]
+        expected = [left, [1, len(left), 6, rank, 2], [2, len(rows)]]
+        assert accelerated[rank]["continued"] == [expected] * 2
 
 
 def test_batches_are_on_the_device_of_accelerate(accelerated: Seen) -> None:
@@ -245,26 +252,30 @@ def test_tensor_parallel_peers_get_equal_batches(folder: Path, tmp_path: Path, t
 # In this process
 
 
-def test_epochs_counted_from_0_continue_at_the_restored_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = ShardedSampler([9, 9], 1, 0)
-    state.seek(3, 5)
+def test_epochs_that_fabric_counts_from_0_continue_at_the_restored_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fabric sets the epoch of the sampler before each loop: to the number of earlier loops."""
+    dataset = make_dataset(str(folder), cache=False)
+    state = {**make_loader(dataset, 16).state_dict(), "epoch": 3, "cursor": 64}
 
     def epochs(*counted: int) -> list[tuple[int, int]]:
-        sampler = TrainerSampler([9, 9], 1, 0)
-        sampler.load_state_dict(state.state_dict())
-        found = []
-        for epoch in counted:
-            sampler.set_epoch(epoch)
-            found.append((sampler.epoch, sampler.cursor))
+        """Return the epoch and the batches of each loop. The second one breaks after a batch."""
+        loader, found = make_loader(dataset, 16), []
+        loader.load_state_dict(state)
+        for number, epoch in enumerate(counted):
+            loader.sampler.set_epoch(epoch)
+            list(islice(loader, 1) if number == 1 else loader)
+            found.append((loader.stats().epoch, loader.stats().batches))
         return found
 
     for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert epochs(0, 1) == [(0, 0), (1, 0)]
+    assert epochs(0, 1, 2) == [(0, 19), (1, 1), (2, 19)]
     monkeypatch.setitem(sys.modules, "lightning.fabric.wrappers", sys)
-    assert epochs(0, 1, 2) == [(3, 5), (4, 0), (5, 0)]
-    assert epochs(3, 4) == [(3, 5), (4, 0)]
-    assert epochs(4, 3) == [(4, 0), (3, 0)]
+    assert epochs(0, 1, 2, 3) == [(3, 15), (4, 1), (5, 19), (6, 19)]
+    assert epochs(3, 4) == [(3, 15), (4, 1)]
+    assert epochs(4, 3, 5) == [(4, 19), (3, 1), (5, 19)]
 
 
 def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

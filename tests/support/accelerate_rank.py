@@ -47,10 +47,12 @@ for split, even, stateful in itertools.product([False, True], repeat=3):
         gathered += accelerator.gather_for_metrics(batch[COLUMN]).tolist()
     seen["once"][f"split={split} even={even} stateful={stateful}"] = gathered
 
-try:
-    seen["sharded again"] = rows_of(prepare_data_loader(make_loader(dataset, 16)))
-except ConfigError as error:
-    seen["sharded again"] = str(error)
+seen["sharded again"] = []
+for options in ({}, {"use_seedable_sampler": True}, {"dispatch_batches": True, "put_on_device": True}):
+    try:
+        seen["sharded again"].append(rows_of(prepare_data_loader(make_loader(dataset, 16), **options)))
+    except ConfigError as error:
+        seen["sharded again"].append(str(error))
 
 # A resumed epoch and one that drops its tail have a different padding from a whole epoch.
 loader = accelerator.prepare(make_loader(dataset, 16))
@@ -118,6 +120,20 @@ for name in ("mixed", "mixed resumed"):
     rest = [row for batch in batches for row in accelerator.gather_for_metrics(batch[COLUMN]).tolist()]
     seen[name] = begun + rest, rows_of(loader)
     accelerator.wait_for_everyone()
+
+# The Hugging Face Trainer sets the epoch of the batches that it skips, and takes as many batches as there are.
+seen["continued"] = []
+for workers in (0, 2):
+    loader = make_loader(dataset, 16, transform=dict, num_workers=workers)
+    list(loader)
+    skipping = skip_first_batches(loader, 4)
+    skipping.batch_sampler.batch_sampler.set_epoch(1)
+    rows = rows_of(itertools.islice(skipping, len(skipping)))
+    stats = loader.stats()
+    seen["continued"].append([rows, (stats.epoch, stats.rows, stats.batches, stats.rank, stats.world_size)])
+    loader.set_epoch(2)
+    list(loader)
+    seen["continued"][-1].append((loader.stats().epoch, loader.stats().rows))
 
 loader = make_loader(dataset, 16, group={"x": ["half"]})
 seen["skipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in skip_first_batches(loader, 3)]

@@ -681,7 +681,7 @@ def test_a_damaged_checkpoint_is_never_loaded(tmp_path, trials):
         model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
         again = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
         try:
-            assert load(kept.find("auto"), again)["number"] == 1
+            assert load(kept.find("auto"), again, dict)["number"] == 1
         except ConfigError as error:
             assert "is damaged" in str(error), (trial, kind)
             assert "checkpoint-000001 is whole" in str(error)
@@ -726,6 +726,41 @@ def test_a_state_of_another_shape_is_named(tmp_path, change):
     for folder in (tmp_path, None):
         with pytest.raises(ConfigError, match=r"checkpoint-000001 cannot be read .* another program wrote it"):
             train_with_noise(folder, 2, resume=tmp_path / "checkpoint-000001")
+
+
+def changed_process(**changes):
+    return lambda rest: {**rest, "processes": [(rank, {**own, **changes}) for rank, own in rest["processes"]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda rest: {**rest, "history": None}, "has a NoneType as 'history'"),
+        (lambda rest: {**rest, "history": ["epoch 0"]}, r"history\[0\] is str"),
+        (lambda rest: {**rest, "history": [{"loss": 0.5}]}, r"history\[0\] lacks 'epoch'"),
+        (lambda rest: {**rest, "history": rest["history"] * 2}, r"history\[1\] is of epoch 0"),
+        (lambda rest: {**rest, "step": "7"}, "has a str as 'step'"),
+        (lambda rest: {**rest, "step": True}, "has a bool as 'step'"),
+        (lambda rest: {**rest, "step": -1}, "step is -1"),
+        (lambda rest: {name: value for name, value in rest.items() if name != "step"}, "lacks 'step'"),
+        (lambda rest: {**rest, "processes": []}, "processes are of ranks"),
+        (lambda rest: {**rest, "processes": [1]}, r"processes\[0\] is no pair"),
+        (lambda rest: {**rest, "processes": [(1, rest["processes"][0][1])]}, r"processes are of ranks \[1\]"),
+        (lambda rest: {**rest, "processes": [(0, {})]}, r"processes\[0\] lacks 'generators'"),
+        (changed_process(generators={}), r"processes\[0\]: generators lacks 'torch'"),
+        (changed_process(**{"so far": {"sums": {}}}), r"processes\[0\]: so far lacks 'rows'"),
+        (changed_process(**{"so far": {"sums": {"loss": "x"}, "rows": {}, "counts": {}}}), "sums so far has a str"),
+    ],
+)
+def test_progress_that_makes_no_sense_is_named_before_anything_is_loaded(tmp_path, change, named):
+    train_with_noise(tmp_path, 1)
+    checkpoint = tmp_path / "checkpoint-000001"
+    change_state(checkpoint, change(saved_state(checkpoint)))
+    model = nn.Sequential(nn.Linear(1, 1))  # Its state does not fit, either.
+    with pytest.raises(ConfigError, match=f"checkpoint-000001 cannot be read .*{named}.*another program wrote it"):
+        fit(
+            model, torch.optim.SGD(model.parameters(), 0.1), [], None, epochs=2, checkpoint_dir=tmp_path, progress=False
+        )
 
 
 @pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="this torch has no such error")
@@ -905,7 +940,7 @@ def test_states_come_back_as_they_were(tmp_path, number):
     first["optimizer"].step()
     first["scheduler"].step()
     Checkpoints(tmp_path, 1).save({name: part.state_dict() for name, part in first.items()}, {"more": [1]})
-    assert load(tmp_path / "checkpoint-000001", second)["more"] == [1]
+    assert load(tmp_path / "checkpoint-000001", second, dict)["more"] == [1]
     for name in ("model", "optimizer"):
         torch.testing.assert_close(second[name].state_dict(), first[name].state_dict(), rtol=0, atol=0)
     assert second["scheduler"].state_dict() == first["scheduler"].state_dict()
@@ -938,7 +973,7 @@ class Upgraded(nn.Module):
 def test_modules_get_the_version_of_their_state(tmp_path):
     Checkpoints(tmp_path, 1).save({"model": nn.Sequential(Upgraded(4.0)).state_dict()}, {})
     again = nn.Sequential(Upgraded())
-    load(tmp_path / "checkpoint-000001", {"model": again})
+    load(tmp_path / "checkpoint-000001", {"model": again}, dict)
     assert again[0].scale == 4
 
 
@@ -1044,7 +1079,7 @@ def test_a_second_run_where_there_are_no_locks_takes_no_number_of_the_first(tmp_
     second.close()
     model = nn.Module()
     model.register_buffer("x", torch.tensor(0))
-    load(tmp_path / "checkpoint-000001", {"model": model})
+    load(tmp_path / "checkpoint-000001", {"model": model}, dict)
     assert model.x == 1
 
 

@@ -16,13 +16,13 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -50,6 +50,8 @@ LEASE_SECONDS = 120.0  # the same of a run on another host: NFS ends a dead node
 PAUSE = 0.1  # between two tries
 UNFINISHED = ".checkpoint-"  # prefix of folders that a killed process may have left half written or half removed
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -212,13 +214,15 @@ class Checkpoints:
                 log.info("%s cannot be removed yet: %s", folder, error)
 
 
-def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
-    """Load the state of each part from the checkpoint at `path`, which `find` has verified; return the rest.
+def load(path: Path, parts: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+    """Load the state of each part from the checkpoint at `path`, which `find` has verified; return read(the rest).
 
     Raises:
         ConfigError: The checkpoint has other parts, or the state of another model or optimizer, or nonsense.
     """
     states, _, rest = _state_of(path)
+    with _reading(path):
+        found = read(rest)
     if unmatched := (states.keys() ^ parts.keys()) - {"evaluate"}:
         raise ConfigError(
             f"{path} does not match this call of fit: only one of the two has {', '.join(sorted(unmatched))}; pass "
@@ -243,7 +247,7 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
                 f"{path} has the state of another {name} ({' '.join(repr(error).split())}): resume with that {name}, "
                 "or give this run a checkpoint_dir of its own, or resume=None"
             ) from error
-    return rest
+    return found
 
 
 def _load_optimizer(path: Path, optimizer: Any, state: dict[str, Any]) -> None:

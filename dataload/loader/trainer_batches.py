@@ -1,0 +1,143 @@
+"""The batches of a loader for a DataLoader that a trainer makes of the loader's parts.
+
+accelerate's `skip_first_batches` makes one, by which the Hugging Face Trainer reads the rest of a resumed epoch. It
+takes row numbers from the loader's `batch_sampler`, and batches from its `collate_fn`, perhaps in workers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+from uuid import uuid4
+from weakref import WeakValueDictionary
+
+from torch.utils.data import BatchSampler, get_worker_info
+
+from dataload.errors import ConfigError
+from dataload.loader.batch_maker import BatchMaker
+from dataload.loader.integrations import TrainerEpochs
+from dataload.rows.numbered_rows import NumberedRows
+from dataload.telemetry.loader_stats import LoaderStats
+
+
+class LatestLoop:
+    """The latest loop over a loader, or over a DataLoader that a trainer has made of it.
+
+    Attributes:
+        stats: Its statistics. A trainer's DataLoader counts rows and batches only.
+        padding: Its padding; None if it is a trainer's.
+    """
+
+    def __init__(self) -> None:
+        self.begin(LoaderStats())
+        self._key = uuid4().hex
+        _loops[self._key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _loops.setdefault(self._key, self)
+
+    def begin(self, stats: LoaderStats, padding: int | None = None) -> None:
+        """Begin a loop."""
+        self.stats = stats
+        self.padding = padding
+
+    def taken(self, batch: Any, *counts: Any) -> Any:
+        """Return a batch that a trainer takes, and count it: in a worker, as soon as the batch arrives here."""
+        if get_worker_info() is not None:
+            return _Sent(self._key, batch, counts)
+        self.stats.count(*counts)
+        return batch
+
+
+_loops = WeakValueDictionary[str, LatestLoop]()
+
+
+class _Sent:
+    """A batch on its way from a worker, which counts when it is unpickled."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return _arrived, self._arguments
+
+
+def _arrived(key: str, batch: Any, counts: tuple[int, Mapping[str, int], tuple[int, ...]]) -> Any:
+    if (loop := _loops.get(key)) is not None:
+        loop.stats.count(*counts)
+    return batch
+
+
+class TrainerCollate:
+    """The `collate_fn` of a loader for other DataLoaders."""
+
+    def __init__(self, maker: BatchMaker, latest: LatestLoop) -> None:
+        self._maker, self._latest = maker, latest
+
+    def __call__(self, rows: NumberedRows) -> Any:
+        batch, by_source, skipped = self._maker.collate(rows)
+        return self._latest.taken(batch, len(rows), by_source, skipped)
+
+
+class TrainerBatches(BatchSampler):
+    """The `batch_sampler` of a loader for other DataLoaders. It has the whole epoch.
+
+    Args:
+        sampler: The sampler of the loader.
+        batch_size: Rows of a batch.
+        drop_last: As in torch.
+        begin: Called with the statistics of an epoch when its batches begin.
+    """
+
+    def __init__(
+        self,
+        sampler: TrainerEpochs,
+        batch_size: int,
+        drop_last: bool,
+        begin: Callable[[LoaderStats], object] = lambda _: None,
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self._begin = begin
+
+    @property
+    def sampler(self) -> TrainerEpochs:
+        """The sampler.
+
+        Raises:
+            ConfigError: accelerate's `prepare_data_loader` asks for it, which would shard the batches.
+        """
+        if _is_sharded():
+            raise ConfigError(
+                "prepare_data_loader would shard this loader among the ranks a second time: use the loader as it is, "
+                "or accelerator.prepare(loader), which does not shard it"
+            )
+        return self._sampler
+
+    @sampler.setter
+    def sampler(self, sampler: TrainerEpochs) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the row numbers of each batch of the epoch."""
+        sampler = self._sampler
+        self._begin(LoaderStats(sampler.epoch, rank=sampler.rank, world_size=sampler.num_replicas))
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch. The Hugging Face Trainer does so here if it has skipped batches."""
+        self._sampler.begin(epoch)
+
+
+def _is_sharded() -> bool:
+    """Return whether accelerate's `prepare_data_loader` asks, and is about to divide the batches among ranks."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
+    while frame is not None and frame.f_globals.get("__name__") == "accelerate.data_loader":
+        asked = frame.f_locals
+        if frame.f_code.co_name == "prepare_data_loader":
+            ranks = asked["state"].num_processes if asked["dispatch_batches"] else asked["num_processes"]
+            return bool(ranks > 1)
+        frame = frame.f_back
+    return False

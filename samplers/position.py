@@ -1,0 +1,116 @@
+"""A place in the epochs of a dataset: what samplers move, loaders hand out and checkpoints hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from dataload.arguments import whole_number
+from dataload.errors import ConfigError
+from dataload.samplers.keys import derive_key
+
+STATE_VERSION: Final = 1
+PLACE: Final = ("version", "dataset", "epoch", "cursor")
+
+# The options of a mixture that have a number for each source. In a state, the last ones become digests first.
+LISTS: Final = ("weights", "next_weights", "windows")
+MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in an epoch, and the order of the epoch. Its JSON is the state of samplers and loaders.
+
+    Any rank of any world can continue at a position, because it counts the rows of all ranks together.
+
+    Attributes:
+        dataset: Digest of the data.
+        epoch: Number of the epoch.
+        cursor: Rows of the epoch that are consumed.
+        options: The options of the order, as JSON-able values.
+    """
+
+    dataset: str
+    epoch: int
+    cursor: int
+    options: Mapping[str, Any]
+
+    def at(self, cursor: int) -> Self:
+        """Return another position in the same epoch."""
+        return replace(self, cursor=cursor)
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the same place with some other options."""
+        return replace(self, options={**self.options, **options})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as a JSON-able dict of at most 4 KB. Digests replace lists that are too long for it."""
+        options, left = dict(self.options), MOST_CHARACTERS
+        for name in LISTS:
+            if options.get(name) is not None:
+                size = len(json.dumps(options[name]))
+                if size <= left:
+                    left -= size
+                else:
+                    options[name] = digest(options[name])
+        place = {"version": STATE_VERSION, "dataset": self.dataset, "epoch": self.epoch, "cursor": self.cursor}
+        return {**place, **options}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Self:
+        """Return the position of a state, which may come from anywhere.
+
+        Raises:
+            ConfigError: `state` is no state of this release.
+        """
+        if (version := state.get("version") if isinstance(state, Mapping) else None) != STATE_VERSION:
+            raise ConfigError(
+                f"the state has version {version!r}; this release reads {STATE_VERSION}: give a state_dict() of it"
+            )
+        _require(PLACE, state)
+        epoch, cursor = (whole_number(name, state[name]) for name in ("epoch", "cursor"))
+        for name in LISTS:
+            if not isinstance(state.get(name), list | tuple | str | None):
+                raise ConfigError(f"the state has {name}={state[name]!r}: give all that state_dict() returned")
+        options = {name: value for name, value in state.items() if name not in PLACE}
+        return cls(state["dataset"], epoch, cursor, options)
+
+    def restored(self, here: Position, known: Mapping[str, Iterable[Sequence[int]]], differences: str) -> Self:
+        """Return this position with the options that `here` has, and lists in place of their digests.
+
+        Args:
+            here: A position of the sampler that continues.
+            known: The lists that a digest may stand for, by the name of the option.
+            differences: How two datasets may differ, for the error.
+
+        Raises:
+            ConfigError: This is a position of another dataset, or it lacks an option, or no known list has a digest.
+        """
+        if self.dataset != here.dataset:
+            raise ConfigError(
+                f"the state is of another dataset ({self.dataset!r}, this is {here.dataset!r}): {differences}. Use "
+                "those of the state, or begin an epoch with set_epoch instead of load_state_dict"
+            )
+        _require(here.options, self.options)
+        options = {name: self.options[name] for name in here.options}
+        for name in LISTS:
+            if isinstance(stored := options.get(name), str):
+                options[name] = next((list(each) for each in known[name] if digest(each) == stored), None)
+                if options[name] is None:
+                    raise ConfigError(
+                        f"the state has only a digest of its {name}, because of the number of sources, and these "
+                        "differ: make the mixture and the loader with those of the run that saved it"
+                    )
+        return replace(self, options=options)
+
+
+def _require(names: Iterable[str], state: Mapping[str, Any]) -> None:
+    if missing := set(names) - state.keys():
+        raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
+
+
+def digest(numbers: Sequence[int]) -> str:
+    """Return a short name of these numbers."""
+    return f"{derive_key('numbers', *numbers):016x}"
