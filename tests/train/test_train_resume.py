@@ -732,6 +732,22 @@ def changed_process(**changes):
     return lambda rest: {**rest, "processes": [(rank, {**own, **changes}) for rank, own in rest["processes"]]}
 
 
+def test_the_state_of_another_loader_is_refused(tmp_path):
+    pq.write_table(pa.table({"id": range(8)}), tmp_path / "rows.parquet")
+    model, loader = nn.Linear(1, 1), make_loader(tmp_path / "rows.parquet", 4, cache=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+
+    def train(epochs):
+        options = {"epochs": epochs, "checkpoint_dir": tmp_path / "run", "progress": False}
+        fit(model, optimizer, loader, lambda model, batch: model(batch["id"].float()[:, None]).mean(), **options)
+
+    train(1)
+    checkpoint = tmp_path / "run" / "checkpoint-000001"
+    change_state(checkpoint, changed_process(loader={"yielded": 4})(saved_state(checkpoint)))
+    with pytest.raises(ConfigError, match=r"000001 has the state of another loader: .*, or pass resume=None"):
+        train(2)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
