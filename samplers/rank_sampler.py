@@ -258,7 +258,8 @@ class RankSampler(DistributedSampler[int]):
         late = self.handed_out
         here = self.position if late is None else late
         order = self._order_of(here.options)
-        moved = here.at(min(here.cursor + batches * self.global_batch_size, order.n))
+        cursor = here.cursor + whole_number("batches", batches) * self.global_batch_size
+        moved = here.at(_checked(min(cursor, order.n), order))
         if late is None:
             self.position = moved
         else:
@@ -370,7 +371,7 @@ class RankSampler(DistributedSampler[int]):
         if order is not self.order:
             options = {**options, **order.options}
             self._follow(order)
-        self.position = Position(order.digest, epoch, cursor, options)
+        self.position = Position(self.position.dataset, epoch, cursor, options)
 
     def _follow(self, order: PositionOrder) -> None:
         """Use this order from now on."""

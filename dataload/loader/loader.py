@@ -31,7 +31,7 @@ from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, a
 from dataload.loader.lookahead import Lookahead, RecordedNeeds, lookahead_of, needs_of
 from dataload.loader.ranks import check_data_parallel, share_host
 from dataload.loader.requests import Answer, Requests
-from dataload.loader.trainer_batches import LatestLoop, TrainerBatches, TrainerCollate
+from dataload.loader.trainer_batches import LatestLoop, TrainerBatches
 from dataload.loader.worker_transport import unpack
 from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
@@ -93,7 +93,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if batch_sampler is None:
             batching = {"batch_size": batch_size, "sampler": rank_sampler, "drop_last": drop_last}
         self._latest = LatestLoop()
-        collate_fn = TrainerCollate(maker, self._latest)
+        collate_fn = partial(self._latest.collate, maker)
         super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": collate_fn})
         if batch_sampler is None:  # torch has made one, and takes no other besides a sampler.
             vars(self)["batch_sampler"] = TrainerBatches(rank_sampler, batch_size, drop_last, self._latest.begin)

@@ -7,7 +7,7 @@ takes row numbers from the loader's `batch_sampler`, and batches from its `colla
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 from uuid import uuid4
@@ -44,12 +44,12 @@ class LatestLoop:
         self.stats = stats
         self.padding = padding
 
-    def taken(self, batch: Any, *counts: Any) -> Any:
-        """Return a batch that a trainer takes, and count it: in a worker, as soon as the batch arrives here."""
+    def collate(self, maker: BatchMaker, rows: NumberedRows) -> Any:
+        """Return a batch for a trainer's DataLoader, and count it. A batch of a worker counts when it arrives."""
+        batch, *counts = maker.collate(rows)
         if get_worker_info() is not None:
-            return _Sent(self._key, batch, counts)
-        self.stats.count(*counts)
-        return batch
+            return _Sent(self._key, batch, len(rows), *counts)
+        return _arrived(self._key, batch, len(rows), *counts)
 
 
 _loops = WeakValueDictionary[str, LatestLoop]()
@@ -65,21 +65,10 @@ class _Sent:
         return _arrived, self._arguments
 
 
-def _arrived(key: str, batch: Any, counts: tuple[int, Mapping[str, int], tuple[int, ...]]) -> Any:
+def _arrived(key: str, batch: Any, *counts: Any) -> Any:
     if (loop := _loops.get(key)) is not None:
         loop.stats.count(*counts)
     return batch
-
-
-class TrainerCollate:
-    """The `collate_fn` of a loader for other DataLoaders."""
-
-    def __init__(self, maker: BatchMaker, latest: LatestLoop) -> None:
-        self._maker, self._latest = maker, latest
-
-    def __call__(self, rows: NumberedRows) -> Any:
-        batch, by_source, skipped = self._maker.collate(rows)
-        return self._latest.taken(batch, len(rows), by_source, skipped)
 
 
 class TrainerBatches(BatchSampler):
