@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple
 
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
@@ -19,8 +18,7 @@ LISTS: Final = ("weights", "next_weights", "windows")
 MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """A place in an epoch, and the order of the epoch. Its JSON is the state of samplers and loaders.
 
     Any rank of any world can continue at a position, because it counts the rows of all ranks together.
@@ -37,13 +35,13 @@ class Position:
     cursor: int
     options: Mapping[str, Any]
 
-    def at(self, cursor: int) -> Self:
+    def at(self, cursor: int) -> Position:
         """Return another position in the same epoch."""
-        return replace(self, cursor=cursor)
+        return Position(self.dataset, self.epoch, cursor, self.options)
 
-    def with_options(self, **options: Any) -> Self:
+    def with_options(self, **options: Any) -> Position:
         """Return the same place with some other options."""
-        return replace(self, options={**self.options, **options})
+        return self._replace(options={**self.options, **options})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a JSON-able dict of at most 4 KB. Digests replace lists that are too long for it."""
@@ -59,7 +57,7 @@ class Position:
         return {**place, **options}
 
     @classmethod
-    def from_state(cls, state: Any) -> Self:
+    def from_state(cls, state: Any) -> Position:
         """Return the position of a state, which may come from anywhere.
 
         Raises:
@@ -77,7 +75,7 @@ class Position:
         options = {name: value for name, value in state.items() if name not in PLACE}
         return cls(state["dataset"], epoch, cursor, options)
 
-    def restored(self, here: Position, known: Mapping[str, Iterable[Sequence[int]]], differences: str) -> Self:
+    def restored(self, here: Position, known: Mapping[str, Iterable[Sequence[int]]], differences: str) -> Position:
         """Return this position with the options that `here` has, and lists in place of their digests.
 
         Args:
@@ -103,7 +101,7 @@ class Position:
                         f"the state has only a digest of its {name}, because of the number of sources, and these "
                         "differ: make the mixture and the loader with those of the run that saved it"
                     )
-        return replace(self, options=options)
+        return self._replace(options=options)
 
 
 def _require(names: Iterable[str], state: Mapping[str, Any]) -> None:

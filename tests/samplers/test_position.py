@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def test_a_position_is_a_value():
     assert Position.from_state(json.loads(json.dumps(PLACE.state_dict()))) == PLACE
     assert pickle.loads(pickle.dumps(PLACE)) == PLACE
     assert PLACE.at(640) == PLACE != PLACE.at(641)
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         PLACE.cursor = 1  # type: ignore[misc]
 
 
