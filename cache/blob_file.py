@@ -4,8 +4,8 @@ All numbers are little-endian. After the payload come:
 
 - an XXH3-64 for each 64 KiB of the payload (the last segment may be shorter), so that a small read verifies little;
 - the blob's name in UTF-8, for rebuilding a lost index;
-- a footer of 72 bytes: magic (8), format version (u32), bytes of the name (u32), bytes of the payload (u64), digest of
-  the key (32), XXH3-64 of checksums and name (8), XXH3-64 of the preceding footer fields (8).
+- a footer of 72 bytes: magic (8), format version (u16), kind of the blob (u16), bytes of the name (u32), bytes of the
+  payload (u64), digest of the key (32), XXH3-64 of checksums and name (8), XXH3-64 of the preceding footer fields (8).
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from typing import NamedTuple
 
 import xxhash
 
-from dataload.cache.tier import BlobKey, Span
+from dataload.cache.tier import BlobKey, Kind, Span
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
 
 MAGIC = b"dataload"
-VERSION = 1
+VERSION = 2
 SEGMENT_BYTES = 64 << 10
 DISK_BLOCK = 4 << 10  # the unit in which disks allocate
 ENTRY_BYTES = 1 << 10  # of a file in its folder and in the index, at most, unless its name is long
 # Bytes of one write call. For a large write the kernel allocates a large folio, from memory that is cold in the CPU's
 # caches. Small folios come from recently freed memory.
 WRITTEN_BYTES = 32 << 10
+_KINDS = {kind.value: kind for kind in Kind}
 _SUM_BYTES = 8
-_FIELDS = struct.Struct("<8sIIQ32s8s")
+_FIELDS = struct.Struct("<8sHHIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
 STRUCTURE = 1  # the bit of a blob whose structure is checked
@@ -51,12 +52,14 @@ class Footer(NamedTuple):
     """The footer of a blob file.
 
     Attributes:
+        kind: What the blob holds.
         payload: Bytes of the payload.
         name: Bytes of the name.
         digest: Digest of the blob's key.
         checksum: XXH3-64 of the payload's checksums and the name.
     """
 
+    kind: Kind
     payload: int
     name: int
     digest: bytes
@@ -100,7 +103,7 @@ def path_in(blobs: str | Path, digest: bytes) -> str:
 
 def file_bytes(payload: int, name: str) -> int:
     """Return the size in bytes of the file of a blob with a payload of `payload` bytes."""
-    return Footer(payload, len(name.encode()), b"", b"").size
+    return Footer(Kind.RECORDS, payload, len(name.encode()), b"", b"").size
 
 
 def allocated(size: int) -> int:
@@ -118,19 +121,19 @@ def create(path: str | Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
+def seal(written: mmap.mmap, payload: int, kind: Kind, digest: bytes, name: str) -> None:
     """Write checksums, name and footer after the first `payload` bytes of a map of at least `file_bytes` bytes."""
     with memoryview(written)[: file_bytes(payload, name)] as whole:
-        whole[payload:] = _end(whole[:payload], digest, name)
+        whole[payload:] = _end(whole[:payload], kind, digest, name)
 
 
-def write_whole(descriptor: int, payload: memoryview, digest: bytes, name: str) -> int:
+def write_whole(descriptor: int, payload: memoryview, kind: Kind, digest: bytes, name: str) -> int:
     """Write a whole sealed blob into an empty open file. Return its size in bytes.
 
     Raises:
         OSError: The file cannot be written.
     """
-    parts: list[bytes | memoryview] = [payload, _end(payload, digest, name)]
+    parts: list[bytes | memoryview] = [payload, _end(payload, kind, digest, name)]
     size = sum(map(len, parts))
     done = os.writev(descriptor, parts)
     while done < size:  # The disk is full, or a signal came.
@@ -148,11 +151,11 @@ def map_written(descriptor: int, size: int, payload: int, digest: bytes, verifie
     return FileMap(descriptor, size).view[:payload]
 
 
-def _end(payload: memoryview, digest: bytes, name: str) -> bytes:
+def _end(payload: memoryview, kind: Kind, digest: bytes, name: str) -> bytes:
     """Return the checksums, the name and the footer that follow a payload."""
     encoded = name.encode()
     proof = _sums(payload) + encoded
-    fields = _FIELDS.pack(MAGIC, VERSION, len(encoded), len(payload), digest, xxhash.xxh3_64_digest(proof))
+    fields = _FIELDS.pack(MAGIC, VERSION, kind.value, len(encoded), len(payload), digest, xxhash.xxh3_64_digest(proof))
     return proof + fields + xxhash.xxh3_64_digest(fields)
 
 
@@ -296,10 +299,10 @@ def _is_read_only(descriptor: int) -> bool:
 def _parse(path: str | Path, found: bytes | memoryview, file_bytes: int | None) -> Footer:
     if found[_FIELDS.size :] != xxhash.xxh3_64_digest(found[: _FIELDS.size]):
         raise CorruptEntry(f"{path} has no valid footer")
-    magic, version, name, payload, digest, checksum = _FIELDS.unpack_from(found)
-    footer = Footer(payload, name, digest, checksum)
-    if (magic, version) != (MAGIC, VERSION):
-        raise CorruptEntry(f"{path} has another format: {magic!r} {version}")
+    magic, version, kind, name, payload, digest, checksum = _FIELDS.unpack_from(found)
+    if (magic, version) != (MAGIC, VERSION) or kind not in _KINDS:
+        raise CorruptEntry(f"{path} has another format: {magic!r} {version}, kind {kind}")
+    footer = Footer(_KINDS[kind], payload, name, digest, checksum)
     if file_bytes is not None and footer.size != file_bytes:
         raise CorruptEntry(f"{path} has {file_bytes} bytes, its footer says {footer.size}")
     return footer

@@ -155,14 +155,12 @@ class Division:
     """How the needs of a host share a cache. `divide` makes one.
 
     Attributes:
-        region: Bytes of the transient region: the groups that do not stay evict each other there. 0: all groups stay.
+        region: Bytes that kept blobs leave free for the groups that do not stay. 0: all groups stay.
         total: Bytes that all needs have together; what several needs share counts once.
         stays_below: The groups with numbers below it stay.
         groups: Numbers of all needed groups, ascending, uint64 [n].
         sample: If a need has a sample, only multiples of this number are in `groups`.
         filter: The filter of all needed groups then.
-        parts: Each need of another name, with the bytes of its part of the region, by name: processes list needs in
-            different orders.
     """
 
     region: int = 0
@@ -171,27 +169,29 @@ class Division:
     groups: Numbers = field(default_factory=lambda: np.empty(0, np.uint64))
     sample: int = 1
     filter: Bits | None = None
-    parts: tuple[tuple[Need, int], ...] = ()
 
-    def is_needed(self, group: int) -> bool:
-        """Return whether a loader needs a group of blobs. If a need has a sample, some others count as needed, too."""
-        return _is_in(group, self.groups, self.sample, self.filter)
-
-    def part_of(self, group: int) -> tuple[bytes, int]:
-        """Return (name, bytes) of the first part of the region whose need has a group; (b"", 0) if there is none."""
-        return next(((need.name, part) for need, part in self.parts if group in need), (b"", 0))
+    def is_like(self, other: Division) -> bool:
+        """Return whether the same groups stay, in the same space."""
+        shares = (self.region, self.total, self.stays_below) == (other.region, other.total, other.stays_below)
+        return shares and np.array_equal(self.groups, other.groups)
 
     def stays(self, group: int) -> bool:
-        """Return whether a group of blobs is among those that stay."""
-        return group < self.stays_below and self.is_needed(group)
+        """Return whether a group of blobs is among those that stay.
+
+        If a need has a sample, so do some groups that no loader needs.
+        """
+        return group < self.stays_below and _is_in(group, self.groups, self.sample, self.filter)
 
 
 def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     """Divide a cache among the needs of all processes of a host.
 
-    A group that several loaders need counts once. If not all groups fit, each dataset keeps the same part of its bytes,
-    so the shares are by need. The numbers of groups are digests, and those with the smallest numbers stay. So all
-    processes agree on the groups that stay, and a change of the shares moves no other groups.
+    A group that several loaders need counts once. The numbers of groups are digests, and those with the smallest
+    numbers stay, as many as fit. So all processes agree on them, each dataset keeps the same part of its bytes, and a
+    change of the shares moves only the groups between two borders.
+
+    What is read at a time needs space besides. As some of it stays, kept groups may take K = (C - w) / (1 - w / D) of a
+    cache of C bytes, for D bytes of data of which w are read at a time.
 
     Args:
         limit: Size of the cache in bytes.
@@ -218,15 +218,15 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     sizes = np.zeros(len(groups))
     np.maximum.at(sizes, which_group, listed_sizes * sample)  # the same for all processes, whatever they know
     total = float(sizes.sum())
-    parts = _parts(limit, total, listed)
-    region = min(limit, parts.total())
-    stays_below = 1 << 64
-    if region and any(int(which.sum()) != len(groups) for which in kept):  # A single dataset may fill the cache freely.
-        count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
-        stays_below = int(groups[count]) if count < len(groups) else stays_below
-    filtered, named = _joined_filter(needs) if sample > 1 else None, {need.name: need for need in needs}
-    shared = tuple((named[name], part) for name, part in sorted(parts.items())) if region else ()
-    return Division(region, total, stays_below, groups, sample, filtered, shared)
+    filtered = _joined_filter(needs) if sample > 1 else None
+    window = _read_at_a_time(limit, total, listed)
+    if not window:
+        return Division(0, total, 1 << 64, groups, sample, filtered)
+    staying = max(0.0, limit * FITS - window) / (1 - window / total) if window < total else 0.0
+    count = int(np.searchsorted(np.cumsum(sizes), staying, side="right"))
+    stays_below = int(groups[count]) if count < len(groups) else 1 << 64
+    region = min(limit, math.ceil(window * (1 - staying / total)))
+    return Division(region, total, stays_below, groups, sample, filtered)
 
 
 def _joined_filter(needs: Iterable[Need]) -> Bits:
@@ -236,12 +236,12 @@ def _joined_filter(needs: Iterable[Need]) -> Bits:
     return joined
 
 
-def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Counter[bytes]:
-    """Return the bytes of the transient region by need. Ranks that read an epoch together share their part of it."""
-    parts: Counter[bytes] = Counter()
+def _read_at_a_time(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> int:
+    """Return the bytes that all needs read at a time. Ranks that read an epoch together count once."""
+    windows: Counter[bytes] = Counter()
     for needs in processes:
         own: Counter[bytes] = Counter()
         for need in needs:
             own[need.name] += need.transient_share(limit, total)[0]
-        parts |= own  # the larger count
-    return parts
+        windows |= own  # the larger count
+    return windows.total()

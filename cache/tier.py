@@ -19,8 +19,6 @@ from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
 PROOF_BYTES = 16
-RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
-INFO = "info"  # `BlobKey.what` of the first info of an object: it may be out of date, so hosts do not share it.
 FILL_SECONDS = 120.0  # Then a thread that waits for a lock asks whether the lock's holder was stopped.
 MAKE_SECONDS = 3600.0  # A process or host that runs, and makes a result for longer, hangs.
 
@@ -38,15 +36,33 @@ Fill = Callable[[Allocate], None]
 If it raises, the error reaches the caller of `get_or_fill`, and the tier caches nothing."""
 
 
+class Kind(Enum):
+    """What a blob holds. Files and index store the number: a new kind gets a new one."""
+
+    RECORDS = 1  # rows of a row group, decoded or made by `map`
+    BLOCK = 2  # a byte range of the object
+    INFO = 3  # the first info of an object; it may be out of date, so hosts do not share it
+    FOOTER = 4
+    FOOTERS = 5  # of a run of files
+    MANIFEST = 6
+    SELECTION = 7  # the rows that a filter selects
+    SAMPLE = 8  # what was measured on a few row groups
+    LOCK = 9  # nothing: only the lock of the key is used
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
 @dataclass(frozen=True)
 class BlobKey:
-    """The identity of a blob: `what` of one version of one object. Equal keys always mean equal bytes.
+    """The identity of a blob: a part of one version of one object. Equal keys always mean equal bytes.
 
     Attributes:
         origin: Identity of the store.
         path: Path of the object in the store.
         version: Version of the object.
-        what: Part or derivative of the object, such as a byte range.
+        kind: What the blob holds.
+        part: Which of the object's blobs of this kind it is, such as a byte range.
         group: Name of the blobs of the object that are read together, such as those of a row group. "": none.
         check: Checks the structure of the blob, where a process first reads all of it; None: any bytes will do.
         size: Bytes of the blob; None: unknown.
@@ -56,14 +72,15 @@ class BlobKey:
     origin: str
     path: str
     version: str
-    what: str
+    kind: Kind
+    part: str = ""
     group: str = ""
     check: Check | None = field(default=None, repr=False, compare=False)
     size: int | None = field(default=None, repr=False, compare=False)
     digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        digest = _digest_of(32, self.origin, self.path, self.version, self.what)
+        digest = _digest_of(32, self.origin, self.path, self.version, str(self.kind), self.part)
         if self.group:
             digest = digest[:-GROUP_BYTES] + _digest_of(GROUP_BYTES, self.origin, self.path, self.version, self.group)
         object.__setattr__(self, "digest", digest)
@@ -74,7 +91,7 @@ class BlobKey:
     @cached_property
     def name(self) -> str:
         """See `blob_name`."""
-        return blob_name(self.path, self.what)
+        return blob_name(self.path, self.kind, self.part)
 
     def proof(self, data: bytes | memoryview) -> bytes:
         """Return a digest of data and of this key. Each blob of metadata begins with it."""
@@ -102,9 +119,9 @@ class BlobKey:
                 raise CorruptEntry(f"{where} does not have the structure of {self.name}: {error!r}") from error
 
 
-def blob_name(path: str, what: str) -> str:
+def blob_name(path: str, kind: Kind, part: str = "") -> str:
     """Return the name of a blob in messages and in its file, and the prefix for eviction; without credentials."""
-    return f"{redacted(path)}#{what}".encode(errors="replace").decode()
+    return f"{redacted(path)}#{f'{kind} {part}'.rstrip()}".encode(errors="replace").decode()
 
 
 def group_number(digest: bytes) -> int:

@@ -20,7 +20,7 @@ import pytest
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 
 BLOB, SPAN = 4 << 20, 64 << 10  # bytes
 BLOBS = 32
@@ -36,7 +36,7 @@ with tier.folder.index._transaction(write=True):
 
 
 def key(name: object) -> BlobKey:
-    return BlobKey("benchmark", str(name), "1", "all")
+    return BlobKey("benchmark", str(name), "1", Kind.BLOCK)
 
 
 def touch(read: Any) -> Any:
@@ -129,7 +129,8 @@ def index(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     count = 1000 if request.config.getoption("size") == "tiny" else 1_000_000
     opened = open_folder(folder)
     digests = sorted(key(number).digest for number in range(count))
-    opened.index.enter(Row(digest, f"bucket/folder/{digest.hex()}#0-4194304", 1) for digest in digests)
+    names = {digest: f"bucket/folder/{digest.hex()}#block 0-4194304" for digest in digests}
+    opened.index.enter(Row(digest, Kind.BLOCK, name, 1) for digest, name in names.items())
     opened.close()
     return folder, count
 

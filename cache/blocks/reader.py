@@ -18,7 +18,7 @@ from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.limiter import limiter_of
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
-from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Check, Span, Tier
+from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Check, Kind, Span, Tier
 from dataload.errors import ConfigError
 from dataload.runtime.executor import LOOK_SECONDS, awaited, shared_executor
 from dataload.runtime.forks import ForkAware
@@ -148,10 +148,16 @@ class Blocks(ForkAware):
         return Blocks, (self.origin, self.tier, self.block_bytes, self._bypasses_cache, self.page_checksums)
 
     def key(
-        self, obj: Object, what: str, group: str = "", check: Check | None = None, size: int | None = None
+        self,
+        obj: Object,
+        kind: Kind,
+        part: str = "",
+        group: str = "",
+        check: Check | None = None,
+        size: int | None = None,
     ) -> BlobKey:
         """Return the cache key of a part or derivative of an object; other arguments as for `BlobKey`."""
-        return BlobKey(self.origin.identity, obj.unsigned_path, obj.version, what, group, check, size)
+        return BlobKey(self.origin.identity, obj.unsigned_path, obj.version, kind, part, group, check, size)
 
     @property
     def retains_blocks(self) -> bool:
@@ -293,7 +299,7 @@ class Blocks(ForkAware):
 
     def _key_of(self, obj: Object, number: int) -> BlobKey:
         start, stop = self._bounds(obj, number)
-        return self.key(obj, f"{start}-{stop}", size=stop - start)
+        return self.key(obj, Kind.BLOCK, f"{start}-{stop}", size=stop - start)
 
     def _block(self, obj: Object, number: int, span: Span | None = None, *, keep: bool = False) -> memoryview:
         start, stop = self._bounds(obj, number)

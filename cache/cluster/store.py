@@ -3,10 +3,10 @@
 A blob has the same format as on disk (payload, checksums, name, footer), split into parts of 8 MiB. With a key, the
 digest is keyed, and a tag of 32 bytes follows the footer; see `Mac`:
 
-    dataload:1:<digest>:0      its first 8 MiB
-    dataload:1:<digest>:1      the next 8 MiB
-    dataload:1:<digest>        the rest, with the footer: it gives the number of parts and is written last
-    dataload:1:<digest>:lease  exists while a host makes the blob
+    dataload:2:<digest>:0      its first 8 MiB
+    dataload:2:<digest>:1      the next 8 MiB
+    dataload:2:<digest>        the rest, with the footer: it gives the number of parts and is written last
+    dataload:2:<digest>:lease  exists while a host makes the blob
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Cluster(ForkAware):
         try:
             if not self.health.writes.allows():
                 raise ClusterUnavailable  # noqa: TRY301 (handled below like a failed command)
-            blob_file.seal(sealed, payload, key.digest, key.name)
+            blob_file.seal(sealed, payload, key.kind, key.digest, key.name)
             with memoryview(sealed) as whole:
                 whole[end:size] = self._mac.tag(name, whole[:end])
                 for start in range(0, last, PART_BYTES):

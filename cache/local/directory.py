@@ -6,25 +6,24 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import lmdb
 
 from dataload.cache import blob_file
 from dataload.cache.division import Division
+from dataload.cache.local.eviction import Lru, Policy, make_room, remove_until
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError, Shortage
+from dataload.cache.local.index import Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
 from dataload.cache.local.setup.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
-from dataload.cache.local.surplus import Surplus, TransientRows, release, release_if_enough
 from dataload.errors import ConfigError
 
 SETUP_SECONDS = 60.0
@@ -111,7 +110,9 @@ class CacheFolder:
             cause = error.strerror or error
             way = "name one you may write to by cache_dir or DATALOAD_CACHE_DIR, or read without a cache by cache=False"
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): {way}") from error
-        self._surplus, self._transient, self.uses = Surplus(), TransientRows(self.index), RecentUses(self.index)
+        self.uses = RecentUses(self.index)
+        self._evicting = threading.RLock()  # Else the threads of a process would evict the same blobs for each other.
+        self._labelled: weakref.WeakSet[Division] = weakref.WeakSet()
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.uses, self.staging, self.locks, self.ended
@@ -193,7 +194,7 @@ class CacheFolder:
             self.index.drop(digest, timeout=timeout)  # The row of a file that is there belongs to that file.
         remove(mark)
 
-    def reserve(self, row: Row, draft: str, limit: int, division: Division, *, pin: bool) -> bool:
+    def reserve(self, row: Row, draft: str, limit: int, policy: Policy) -> bool:
         """Enter a row, evicting as many blobs as it takes. Return whether it fits.
 
         The caller holds the lock of the row's key. A row that does not fit is not entered, and nothing is evicted.
@@ -203,44 +204,50 @@ class CacheFolder:
             row: The blob to admit.
             draft: The file that the caller writes the blob to. It leads a later sweep to the row after a kill.
             limit: Most bytes on disk.
-            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest of its need.
-            pin: Evict only blobs that no running process has used since it started, and those above their share.
+            policy: Chooses what to evict.
         """
-        index, allow_transient = self.index, False
-        missing = partial(index.shortage, row.size, limit=limit, region=division.region)
         _remove_damaged(self.file_of(row.digest), row.digest)
         for _ in range(ADMIT_ATTEMPTS):
             try:
-                if index.admit(row, limit=limit, region=division.region, allow_transient=allow_transient) is None:
-                    return True
+                return self.reserve_together([row], limit, policy)
             except RowExistsError:  # of the corrupt blob, or of drafts of a dead writer that are not swept yet
                 clear_drafts(self._tmp, row.digest, draft)
                 step("discard: unlinked")
-                index.drop(row.digest)
-                continue
-            self._flush_uses()
-            before = oldest_start(self._tmp) if pin else AFTER_ALL
-            if self._evict_for_pinned(row, missing, division, before):
-                allow_transient = False
-            elif self._evict_for_transient(row, missing, division, before):
-                allow_transient = True
-            else:
-                return False
+                self.index.drop(row.digest)
         return False
 
-    def evict(self, keep_bytes: int, *, pin: bool = False) -> None:
-        """Evict blobs, the least recently used first, until at most `keep_bytes` remain.
+    def reserve_together(self, rows: Sequence[Row], limit: int, policy: Policy) -> bool:
+        """Enter rows if all of them fit, as `reserve` does.
 
-        Args:
-            keep_bytes: Most bytes that remain.
-            pin: Keep pinned blobs that a running process has used since the oldest one started.
+        Raises:
+            RowExistsError: A blob has a row.
         """
+        if self.index.admit(rows, limit=limit, region=policy.region):
+            return True
+        self._flush_uses()
+        missing = partial(self.index.shortage, sum(row.size for row in rows), limit)
+        with self._evicting:
+            for _ in range(ADMIT_ATTEMPTS):
+                if not make_room(missing, policy.victims(), self.remove):
+                    return False
+                if self.index.admit(rows, limit=limit, region=policy.region):
+                    return True
+        return False
 
-        def over() -> int:
-            return self.index.used_bytes() - keep_bytes
+    def evict(self, keep_bytes: int, policy: Policy | None = None) -> None:
+        """Evict blobs until at most `keep_bytes` remain, as a policy allows; without one, the oldest."""
+        victims = (policy or Lru(self.index)).victims()
+        remove_until(lambda: self.index.used_bytes() - keep_bytes, victims, self.remove)
 
-        before = oldest_start(self._tmp) if pin else AFTER_ALL
-        release(over, chain(self.index.transient(), self.index.pinned(before)), self.remove)
+    def oldest_start(self) -> int:
+        """Return the start time of the oldest running process that uses the cache, in ns since the Unix epoch."""
+        return oldest_start(self._tmp)
+
+    def label(self, division: Division, is_kept: Callable[[Row], bool], most_kept: int) -> None:
+        """Let the index say which blobs are kept by a division, once for each; see `Index.relabel`."""
+        if division not in self._labelled:
+            self.index.relabel(is_kept, most_kept)
+            self._labelled.add(division)
 
     def _flush_uses(self) -> None:
         """Write the uses to the index. A full disk has no space for them, and an eviction makes some."""
@@ -249,29 +256,6 @@ class CacheFolder:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-
-    def _evict_for_pinned(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
-        """Evict blobs last used before a time (ns), or some that need not stay, until a row can be pinned."""
-
-        def size() -> int:
-            return max(missing())
-
-        if release_if_enough(size, self.index.pinned(before), self.remove):
-            return True
-        return division.stays(row.group) and self._surplus.release(division, size, self.index.pinned, self.remove)
-
-    def _evict_for_transient(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
-        """Evict transient blobs, then those last used before a time (ns), until a row fits as a transient one."""
-
-        def size() -> int:
-            return missing().total
-
-        victims: Iterator[Row] = chain(self._transient.victims(division, row), self.index.pinned(before))
-        if division.region and missing().pinned > row.size:  # Other data has filled the region with pinned blobs.
-            if self._surplus.release(division, size, self.index.pinned, self.remove):
-                return True
-            victims = self.index.pinned()
-        return release_if_enough(size, victims, self.remove)
 
     def remove(self, digests: Iterable[bytes]) -> int:
         """Remove a few blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.

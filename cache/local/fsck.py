@@ -164,7 +164,7 @@ def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
 def _problem(folder: CacheFolder, row: Row) -> str | None:
     path = folder.path_of(row.digest)
     try:
-        _, name, status = blob_file.read_footer(path)  # open_map does not verify the name of an empty blob.
+        footer, name, status = blob_file.read_footer(path)  # open_map does not verify the name of an empty blob.
         blob_file.open_map(path, row.digest, blob_file.VerifiedSegments())
     except FileNotFoundError:
         return "is in the index, but its file is missing"
@@ -173,8 +173,8 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
             raise
         return str(error)
     size = blob_file.allocated(status.st_size)
-    if (name, size) != (row.name, row.size):
-        return f"is {name!r} of {size} bytes, the index says {row.name!r} of {row.size}"
+    if (footer.kind, name, size) != (row.kind, row.name, row.size):
+        return f"is {name!r} ({footer.kind}) of {size} bytes, the index says {row.name!r} ({row.kind}) of {row.size}"
     return None
 
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dataload.cache.local.lmdb_file import LOCK_SECONDS, LmdbFile
-from dataload.cache.tier import group_number
+from dataload.cache.tier import Kind, group_number
 
 BATCH_ROWS = 256  # most rows of one transaction
 SUM_ATTEMPTS = 3
 _ROWS, _ORDER, _ACCOUNTS = b"rows", b"order", b"accounts"  # tables
 _USED, _TRANSIENT = b"used", b"passing"  # accounts: bytes of all rows, and of transient rows
 _LAST_USE = b"last use"  # account: the latest time of use, in ns
-_ROW = struct.Struct(">QQ")  # bytes on disk, stamp; followed by the name
+_ROW = struct.Struct(">QQB")  # bytes on disk, stamp, kind; followed by the name
 _STAMP = struct.Struct(">Q")
 AFTER_ALL = 1 << 63  # a time in ns after all uses
-_PINNED = 1 << 63  # the bit of a pinned row in its stamp, above the time: transient rows sort first
+_KEPT = 1 << 63  # the bit of a kept row in its stamp, above the time: transient rows sort first
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,20 @@ class Row:
 
     Attributes:
         digest: Digest of the blob's key.
+        kind: Kind of the blob.
         name: Name of the blob.
         size: Bytes on disk.
         used_at: Time of last use in ns since the Unix epoch, accurate to the delay of batched writes. For a transient
             row, the time of its admission. The index sets it, and it never runs back, as the clock may.
-        pinned: Whether the blob is pinned. Otherwise it is transient, in the region for blobs that do not fit.
+        kept: Whether the blob stays. Otherwise it is transient: it passes through, and the oldest leaves first.
     """
 
     digest: bytes
+    kind: Kind
     name: str
     size: int
     used_at: int = 0
-    pinned: bool = True
+    kept: bool = True
 
     @property
     def group(self) -> int:
@@ -52,24 +54,7 @@ class Row:
     @property
     def stamp(self) -> int:
         """The position of the row in the eviction order."""
-        return self.used_at | _PINNED * self.pinned
-
-
-class Shortage(NamedTuple):
-    """Bytes that must be freed to admit a row; 0 or less: none.
-
-    Attributes:
-        total: Bytes over the limit.
-        pinned: Bytes over the part of the limit that is for pinned rows.
-    """
-
-    total: int
-    pinned: int
-
-    @classmethod
-    def of(cls, size: int, *, used: int, transient: int, limit: int, region: int) -> Shortage:
-        """Return the shortage for a row of `size` bytes, by the bytes in use and those of transient rows."""
-        return cls(used + size - limit, used + size - transient - (limit - region))
+        return self.used_at | _KEPT * self.kept
 
 
 class RowExistsError(Exception):
@@ -111,37 +96,31 @@ class Index(LmdbFile):
             row = txn.get(digest, db=self._tables[_ROWS])
             return None if row is None else _ROW.unpack_from(row)[0]
 
-    def all_pinned(self, digests: Iterable[bytes]) -> bool:
-        """Return whether all of these have a row and are pinned."""
+    def all_kept(self, digests: Iterable[bytes]) -> bool:
+        """Return whether all of these have a row and are kept."""
         with self._transaction() as txn:
-            return all((row := self._row(txn, digest)) is not None and row.pinned for digest in digests)
+            return all((row := self._row(txn, digest)) is not None and row.kept for digest in digests)
 
     def rows(self) -> list[Row]:
         """Return all rows, least recently used first. A row that changes meanwhile may be missing or outdated."""
         return list({row.digest: row for row in self._scan(0)}.values())
 
-    def pinned(self, before: int = AFTER_ALL) -> Iterator[Row]:
-        """Yield the pinned rows, or those last used before a time (ns), least recently used first."""
-        return itertools.takewhile(lambda row: row.used_at < before, self._scan(_PINNED))
+    def kept(self, before: int = AFTER_ALL) -> Iterator[Row]:
+        """Yield the kept rows, or those last used before a time (ns), least recently used first."""
+        return itertools.takewhile(lambda row: row.used_at < before, self._scan(_KEPT))
 
-    def transient(self, since: int = 0) -> Iterator[Row]:
-        """Yield the transient rows admitted since a time (ns), oldest first."""
-        return itertools.takewhile(lambda row: not row.pinned, self._scan(since))
-
-    def holds(self, row: Row) -> bool:
-        """Return whether a row is still the same."""
-        with self._transaction() as txn:
-            return self._row(txn, row.digest) == row
+    def transient(self) -> Iterator[Row]:
+        """Yield the transient rows, oldest first."""
+        return itertools.takewhile(lambda row: not row.kept, self._scan(0))
 
     def used_bytes(self) -> int:
         """Return the bytes of all rows."""
         with self._transaction() as txn:
             return self._account(txn, _USED)
 
-    def shortage(self, size: int, *, limit: int, region: int) -> Shortage:
-        """Return the bytes that must be freed now to admit a row of `size` bytes, see `admit`."""
-        with self._transaction() as txn:
-            return self._shortage(txn, size, limit=limit, region=region)
+    def shortage(self, size: int, limit: int) -> int:
+        """Return the bytes that must be freed now to admit `size` bytes; 0 or less: none."""
+        return self.used_bytes() + size - limit
 
     def owed_bytes(self, *, repair: bool = False) -> int:
         """Return the difference in bytes between the accounts and the sums of the rows.
@@ -157,7 +136,7 @@ class Index(LmdbFile):
             sums = {_USED: 0, _TRANSIENT: 0}
             for row in self._scan(0):
                 sums[_USED] += row.size
-                sums[_TRANSIENT] += 0 if row.pinned else row.size
+                sums[_TRANSIENT] += 0 if row.kept else row.size
             with self._transaction(write=repair) as txn:
                 if txn.id() == (before + 1 if repair else before):  # A write gets the next ID.
                     owed = sum(abs(self._account(txn, name) - total) for name, total in sums.items())
@@ -174,44 +153,47 @@ class Index(LmdbFile):
                     self._drop(txn, row.digest)
                     self._put(txn, row)
 
-    def admit(self, row: Row, *, limit: int, region: int, allow_transient: bool) -> Shortage | None:
-        """Enter a row if it fits. Otherwise return the shortage.
+    def admit(self, rows: Sequence[Row], *, limit: int, region: int = 0) -> bool:
+        """Enter at most `BATCH_ROWS` rows if all of them fit. Return whether they do.
 
         Args:
-            row: The row to enter, pinned.
+            rows: The rows to enter.
             limit: Most bytes of all rows.
-            region: Bytes of the limit that are for transient rows.
-            allow_transient: Whether to enter the row as transient if it cannot be pinned.
+            region: Bytes of the limit that kept rows leave free. A row that would take them is transient.
 
         Raises:
-            RowExistsError: The blob has a row, which accounts for files of an earlier writer.
+            RowExistsError: A blob has a row, which accounts for files of an earlier writer.
         """
         with self._transaction(write=True) as txn:
-            if txn.get(row.digest, db=self._tables[_ROWS]) is not None:
-                raise RowExistsError(row.name)
-            missing = self._shortage(txn, row.size, limit=limit, region=region)
-            if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
-                return missing
-            # The time is of this transaction: no older row appears after a younger one.
-            self._put(txn, replace(row, pinned=missing.pinned <= 0, used_at=self._now(txn)))
-            return None
-
-    def admit_all(self, rows: Sequence[Row], *, limit: int, region: int) -> bool:
-        """Enter at most `BATCH_ROWS` rows if all of them are new and can be pinned. Otherwise enter none of them.
-
-        Returns:
-            Whether the rows were entered. If not, `admit` tells what is missing for each.
-        """
-        size = sum(row.size for row in rows)
-        with self._transaction(write=True) as txn:
-            missing = self._shortage(txn, size, limit=limit, region=region)
-            if max(missing) > 0 or any(txn.get(row.digest, db=self._tables[_ROWS]) is not None for row in rows):
-                return False
-            now = self._now(txn)
             for row in rows:
-                self._put_row(txn, replace(row, used_at=now))
-            self._count(txn, size)
+                if txn.get(row.digest, db=self._tables[_ROWS]) is not None:
+                    raise RowExistsError(row.name)
+            used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
+            if used + sum(row.size for row in rows) > limit:
+                return False
+            now = self._now(txn)  # of this transaction: no older row appears after a younger one
+            for row in rows:
+                kept = row.kept and used - transient + row.size <= limit - region
+                self._put_row(txn, replace(row, kept=kept, used_at=now))
+                used, transient = used + row.size, transient + row.size * (not kept)
+            self._set_account(txn, _USED, used)
+            self._set_account(txn, _TRANSIENT, transient)
             return True
+
+    def relabel(self, is_kept: Callable[[Row], bool], most_kept: int) -> None:
+        """Make rows kept or transient, as `is_kept` says. Rows become kept while at most `most_kept` bytes are."""
+        for batch in _batches(row for row in self.kept() if not is_kept(row)):
+            self._move(batch, most_kept)
+        for batch in _batches(row for row in self.transient() if is_kept(row)):
+            self._move(batch, most_kept)
+
+    def _move(self, rows: Iterable[Row], most_kept: int) -> None:
+        with self._transaction(write=True) as txn:
+            for row in rows:
+                kept_then = self._account(txn, _USED) - self._account(txn, _TRANSIENT) + row.size
+                if self._row(txn, row.digest) == row and (row.kept or kept_then <= most_kept):
+                    self._drop(txn, row.digest)
+                    self._put(txn, replace(row, kept=not row.kept))
 
     def drop(self, *digests: bytes, timeout: float = LOCK_SECONDS) -> int:
         """Drop at most `BATCH_ROWS` rows; missing ones are skipped. Return the bytes of the dropped rows."""
@@ -219,19 +201,15 @@ class Index(LmdbFile):
             return sum(self._drop(txn, digest) for digest in digests)
 
     def touch(self, digests: Iterable[bytes], timeout: float = LOCK_SECONDS) -> None:
-        """Set the time of last use of pinned blobs to now."""
+        """Set the time of last use of kept blobs to now."""
         for batch in _batches(digests):
             with self._transaction(write=True, timeout=timeout) as txn:
                 now = self._now(txn)
                 for digest in batch:
                     row = self._row(txn, digest)
-                    if row is not None and row.pinned:
+                    if row is not None and row.kept:
                         self._drop(txn, digest)
                         self._put(txn, replace(row, used_at=now))
-
-    def _shortage(self, txn: Any, size: int, *, limit: int, region: int) -> Shortage:
-        used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
-        return Shortage.of(size, used=used, transient=transient, limit=limit, region=region)
 
     def _scan(self, stamp: int) -> Iterator[Row]:
         """Yield the rows from a stamp on, in stamp order, read in short transactions."""
@@ -251,16 +229,16 @@ class Index(LmdbFile):
         value = txn.get(digest, db=self._tables[_ROWS])
         if value is None:
             return None
-        size, stamp = _ROW.unpack_from(value)
-        return Row(digest, value[_ROW.size :].decode(), size, stamp & ~_PINNED, bool(stamp & _PINNED))
+        size, stamp, kind = _ROW.unpack_from(value)
+        return Row(digest, Kind(kind), value[_ROW.size :].decode(), size, stamp & ~_KEPT, bool(stamp & _KEPT))
 
     def _put(self, txn: Any, row: Row) -> None:
         self._put_row(txn, row)
-        self._count(txn, row.size, pinned=row.pinned)
+        self._count(txn, row.size, kept=row.kept)
 
     def _put_row(self, txn: Any, row: Row) -> None:
         """Enter a row without counting its bytes."""
-        txn.put(row.digest, _ROW.pack(row.size, row.stamp) + row.name.encode(), db=self._tables[_ROWS])
+        txn.put(row.digest, _ROW.pack(row.size, row.stamp, row.kind.value) + row.name.encode(), db=self._tables[_ROWS])
         txn.put(_STAMP.pack(row.stamp) + row.digest, b"", db=self._tables[_ORDER])
 
     def _drop(self, txn: Any, digest: bytes) -> int:
@@ -269,7 +247,7 @@ class Index(LmdbFile):
             return 0
         txn.delete(digest, db=self._tables[_ROWS])
         txn.delete(_STAMP.pack(row.stamp) + digest, db=self._tables[_ORDER])
-        self._count(txn, -row.size, pinned=row.pinned)
+        self._count(txn, -row.size, kept=row.kept)
         return row.size
 
     def _now(self, txn: Any) -> int:
@@ -278,8 +256,8 @@ class Index(LmdbFile):
         self._set_account(txn, _LAST_USE, now)
         return now
 
-    def _count(self, txn: Any, size: int, *, pinned: bool = True) -> None:
-        for name in (_USED,) if pinned else (_USED, _TRANSIENT):
+    def _count(self, txn: Any, size: int, *, kept: bool = True) -> None:
+        for name in (_USED,) if kept else (_USED, _TRANSIENT):
             self._set_account(txn, name, self._account(txn, name) + size)
 
     def _account(self, txn: Any, name: bytes) -> int:

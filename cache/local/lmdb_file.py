@@ -147,7 +147,7 @@ class LmdbFile(ForkAware):
                     if self._lacks_space(error):
                         raise OSError(errno.ENOSPC, f"no space for the index: {error}", str(self._path)) from error
                     raise
-                except (struct.error, UnicodeDecodeError, OverflowError) as error:
+                except (struct.error, ValueError, OverflowError) as error:
                     raise lmdb.CorruptedError(f"the index holds an invalid value: {error}") from error
                 finally:  # Also after a Ctrl-C between the lock and the transaction.
                     if self._descriptor == descriptor:  # Otherwise it was closed, which released the lock.

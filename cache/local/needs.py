@@ -51,6 +51,7 @@ class HostNeeds(ForkAware):
         self._contents: dict[Path, Any] = {}
         self._others: dict[Path, list[Need]] = {}
         self._divided: dict[int, Division] = {}  # by limit: tiers in one folder may have several
+        self._current: set[int] = set()  # limits whose division is that of the needs now
         self._look_at = 0.0
 
     def add(self, need: Need) -> int:
@@ -75,19 +76,28 @@ class HostNeeds(ForkAware):
     def division(self, folder: CacheFolder, limit: int) -> Division:
         """Return how all needs share a cache of `limit` bytes in `folder`."""
         divided = self._divided.get(limit)
-        if divided is not None and time.monotonic() < self._look_at and folder is self._folder:
+        is_current = limit in self._current and time.monotonic() < self._look_at and folder is self._folder
+        if divided is not None and is_current:
             return divided
         while True:
             with self._mutex:
                 self._announce(folder)
                 with suppress(OSError):  # such as too many open files: the needs seen last hold
                     self._look(folder)
-                divided = self._divided.get(limit)
-                if divided is None:
-                    divided = self._divided[limit] = divide(limit, [self._announced, *self._others.values()])
+                divided = self._divide(limit)
                 self._look_at = time.monotonic() + LOOK_SECONDS
             if not self._changed:  # else a need has ended meanwhile
                 return divided
+
+    def _divide(self, limit: int) -> Division:
+        """Return the division of the needs now: the earlier one, if both are alike."""
+        found = self._divided.get(limit)
+        if limit not in self._current or found is None:
+            new = divide(limit, [self._announced, *self._others.values()])
+            found = new if found is None or not found.is_like(new) else found
+            self._divided[limit] = found
+            self._current.add(limit)
+        return found
 
     @property
     def _changed(self) -> bool:
@@ -105,7 +115,10 @@ class HostNeeds(ForkAware):
                 self._hidden = False
             except OSError:  # The disk is full, or the folder was removed.
                 self._hidden = True
-        self._announced, self._folder, self._divided = own, folder, {}
+        if folder is not self._folder:
+            self._divided = {}
+        self._announced, self._folder = own, folder
+        self._current.clear()
 
     def _look(self, folder: CacheFolder) -> None:
         """Read the needs of the other processes, if they have changed."""
@@ -116,7 +129,8 @@ class HostNeeds(ForkAware):
             file: self._others[file] if self._contents.get(file) is announced else _needs_in(announced.content)
             for file, announced in found.items()
         }
-        self._contents, self._divided = found, {}
+        self._contents = found
+        self._current.clear()
 
 
 def _needs_in(content: bytes) -> list[Need]:

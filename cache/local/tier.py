@@ -20,8 +20,8 @@ from dataload.cache import blob_file
 from dataload.cache.division import Division, Need
 from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local.directory import EXHAUSTED, CacheFolder
+from dataload.cache.local.eviction import Lru, Pin, Policy
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import Row
 from dataload.cache.local.key_waits import acquire, wait_for_holder
 from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.needs import Lease, host_needs
@@ -126,7 +126,9 @@ class LocalTier(ForkAware, Tier):
         if self._given_limit:  # A process without one makes no cache smaller.
             self._compare_limits(folder, self._given_limit)
             with suppress(OSError, lmdb.Error):  # Cached blobs are readable without it. A fill meets the error, too.
-                folder.evict(self._given_limit, pin=self.policy == "pin")
+                folder.evict(
+                    self._given_limit, Pin(folder, Division(), self._given_limit) if self.policy == "pin" else None
+                )
         self._folder = folder  # Last: other threads use it from here on.
         return folder
 
@@ -225,7 +227,7 @@ class LocalTier(ForkAware, Tier):
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         if self.health.state == "normal" and self.division().region and (folder := self.opened()) is not None:
             with self.fallback("looking up a blob", self.health.writes, folder):
-                return not folder.index.all_pinned(key.digest for key in keys)
+                return not folder.index.all_kept(key.digest for key in keys)
         return False
 
     @property
@@ -242,14 +244,20 @@ class LocalTier(ForkAware, Tier):
         folder = self.opened() if self.policy == "pin" else None
         return Division() if folder is None else self.needs.division(folder, self.limit)
 
+    def eviction(self, folder: CacheFolder) -> Policy:
+        """Return the policy, for how the loaders of the host share the cache now."""
+        if self.policy == "lru":
+            return Lru(folder.index)
+        return Pin(folder, self.needs.division(folder, self.limit), self.limit)
+
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: str, disk_limit: int = sys.maxsize) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits.
 
         disk_limit: Most bytes of the cache that a full disk has space for.
         """
         own = self._given_limit or max(folder.default_limit, folder.index.used_bytes())  # as at the opening
-        pin, row, limit = self.policy == "pin", Row(key.digest, key.name, size), min(own, disk_limit)
-        if folder.reserve(row, draft, limit, self.division(), pin=pin):
+        policy, limit = self.eviction(folder), min(own, disk_limit)
+        if folder.reserve(policy.admit(key, size), draft, limit, policy):
             return True
         if limit < own:  # The caller reports the full disk.
             return False

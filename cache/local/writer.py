@@ -16,7 +16,7 @@ from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.local.directory import FULL, CacheFolder
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import Row
+from dataload.cache.local.index import RowExistsError
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.staging import remove
 from dataload.cache.tier import BlobKey, CacheFullError, Draft, Span, cut
@@ -61,7 +61,7 @@ class BlobWriter(Draft):
         return super().memory_for(size) if self._buffer is None else memoryview(self._buffer)[:size]
 
     @property
-    def _allocated(self) -> int:
+    def size_on_disk(self) -> int:
         """Bytes that the disk allocates for the file."""
         return blob_file.allocated(self._size)
 
@@ -72,7 +72,7 @@ class BlobWriter(Draft):
         if payload is None or buffer is None or self._path is None or folder is None or folder.closed:
             return in_memory
         with doing("disk"), tier.fallback("writing a blob", tier.health.writes, folder):
-            blob_file.seal(buffer, len(payload), digest, self.key.name)
+            blob_file.seal(buffer, len(payload), self.key.kind, digest, self.key.name)
             with blob_file.opened(self._path) as descriptor:
                 blob_file.write(descriptor, buffer, self._size)
                 step("fill: sealed")
@@ -95,7 +95,7 @@ class BlobWriter(Draft):
         Raises:
             OSError: The disk is full, and the policy allows no eviction.
         """
-        reserve = partial(self._tier.reserve, folder, self.key, self._allocated, draft)
+        reserve = partial(self._tier.reserve, folder, self.key, self.size_on_disk, draft)
         try:
             return reserve()
         except OSError as error:
@@ -129,7 +129,7 @@ class BlobWriter(Draft):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if not self._tier.reserve(folder, self.key, self._allocated, draft, folder.index.used_bytes()):
+            if not self._tier.reserve(folder, self.key, self.size_on_disk, draft, folder.index.used_bytes()):
                 raise
             folder.index.drop(self.key.digest)
         return blob_file.create(draft)
@@ -145,7 +145,7 @@ class BlobWriter(Draft):
             folder.index.drop(self.key.digest)
             free = shutil.disk_usage(folder.path).free if error.errno == errno.ENOSPC else 0
             limit = folder.index.used_bytes() + free
-            if not self._tier.reserve(folder, self.key, self._allocated, self._path, limit):
+            if not self._tier.reserve(folder, self.key, self.size_on_disk, self._path, limit):
                 raise
         return write()
 
@@ -181,14 +181,13 @@ class BunchedBlobWriter(BlobWriter):
         self._target = folder
         self.draft = self._path = folder.staging.draft(key.digest)
         self._size = blob_file.file_bytes(len(payload), key.name)
-        self.row = Row(key.digest, key.name, self._allocated)
         self._descriptor = self._create(folder, self.draft)
         self.is_entered = False  # whether the index has the row
 
     def write(self) -> memoryview:
         """Write the blob, whose row is in the index, and return a read-only map of it. Raises OSError."""
         descriptor, digest = self._descriptor, self.key.digest
-        write = partial(blob_file.write_whole, descriptor, self._content, digest, self.key.name)
+        write = partial(blob_file.write_whole, descriptor, self._content, self.key.kind, digest, self.key.name)
         size = self._giving_way(self._target, descriptor, write)
         step("fill: sealed")
         self._target.publish(self.draft, digest)
@@ -254,10 +253,12 @@ class BulkWriter:
 
     def _reserved(self, folder: CacheFolder, writers: Sequence[BunchedBlobWriter]) -> list[bool]:
         """Enter the blobs of these writers in the index. Return which of them fit."""
-        tier = self.tier
-        rows, region = [writer.row for writer in writers], tier.division().region
+        tier, policy = self.tier, self.tier.eviction(folder)
+        rows = [policy.admit(writer.key, writer.size_on_disk) for writer in writers]
         try:
-            all_fit = folder.index.admit_all(rows, limit=tier.limit, region=region)
+            all_fit = folder.reserve_together(rows, tier.limit, policy)
+        except RowExistsError:
+            all_fit = False
         except OSError as error:
             if error.errno not in FULL:
                 raise

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.tier import Kind
 from dataload.catalog.filters import Filter, Filters, filter_of, lacks_member, shown
 from dataload.catalog.footer_cache import FooterReader, Metadata, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -67,7 +68,8 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     matches = Metadata(
         blocks,
         Object(first.file.path, 0, manifest.fingerprint),
-        f"matches {VERSION} {chosen.digest}",
+        Kind.SELECTION,
+        f"{VERSION} {chosen.digest}",
         partial(Selection.from_bytes, lengths=[group.rows for group in manifest.row_groups]),
     )
     found = matches.get()
@@ -158,7 +160,7 @@ class _Scan:
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
         each = partial(self._mask, tried=tried)
         parse = partial(Selection.from_bytes, lengths=[group.rows for group in groups])
-        matches = Metadata(self._blocks, groups[0].footer_at.run, f"matches {digest}", parse)
+        matches = Metadata(self._blocks, groups[0].footer_at.run, Kind.SELECTION, digest, parse)
         return matches.make_alone(lambda: Selection.of(self._threads.map(each, part)).to_bytes())
 
     def _mask(self, number: int, tried: Selection | None) -> Mask:

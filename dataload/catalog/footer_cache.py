@@ -17,7 +17,7 @@ import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.single_flight import fetch_once, make_once
-from dataload.cache.tier import PROOF_BYTES, Allocate, BlobKey, Tier, copy_into
+from dataload.cache.tier import PROOF_BYTES, Allocate, BlobKey, Kind, Tier, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, format_of, parse_footer
 from dataload.runtime.executor import DaemonExecutor, shared_executor
@@ -120,7 +120,7 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
         DataError: The file is neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
     """
-    own = Metadata(blocks, obj, "footer", lambda data: parse_footer(data, obj))
+    own = Metadata(blocks, obj, Kind.FOOTER, "", lambda data: parse_footer(data, obj))
     if (footer := own.get()) is not None:
         return footer
     found = stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
@@ -133,18 +133,19 @@ class Metadata(Generic[T]):
     Args:
         blocks: The cache.
         obj: The object.
-        what: What the blob tells of it.
+        kind: What the blob tells of it.
+        part: See `BlobKey`.
         parse: Returns what the bytes of the blob mean. If it raises an exception for cached ones, they are made again.
     """
 
-    def __init__(self, blocks: Blocks, obj: Object, what: str, parse: Callable[[memoryview], T]) -> None:
+    def __init__(self, blocks: Blocks, obj: Object, kind: Kind, part: str, parse: Callable[[memoryview], T]) -> None:
         checked: list[T] = []
 
         def check(key: BlobKey, blob: memoryview) -> None:  # no method, which would keep the cache open in a cycle
             checked[:] = [parse(key.proven(blob))]
 
         self._tier, self._checked, self._check = blocks.tier, checked, check
-        self._key = blocks.key(obj, what, check=check)
+        self._key = blocks.key(obj, kind, part, check=check)
 
     def get(self) -> T | None:
         """Return it, or None if this host has not cached it."""
@@ -161,14 +162,18 @@ class Metadata(Generic[T]):
         `get_or_make` waits for another process for two minutes only, and then makes the blob as well.
         """
         tier, find = self._tier, partial(self._tier.get, self._key)
-        found, what = find(), self._key.what
+        found = find()
         if found is None:
-            lock = replace(self._key, what=f"fetch {what}", check=None)
+            lock = self._lock("fetch")
             found = fetch_once(tier, lock, find, lambda: _fetched(tier, self._key))
         if found is None:
-            lock = replace(self._key, what=f"lock of {what}", check=None)
+            lock = self._lock("make")
             found = make_once(tier, lock, find, lambda: self._made(make), nullcontext)
         return self._parsed(found)
+
+    def _lock(self, purpose: str) -> BlobKey:
+        key = self._key
+        return replace(key, kind=Kind.LOCK, part=f"{purpose} {key.kind} {key.part}", check=None)
 
     def _made(self, make: Callable[[], bytes]) -> memoryview:
         def fill(allocate: Allocate) -> None:
@@ -205,7 +210,7 @@ def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview
         run = _fetched(blocks.tier, run_key(location.run, blocks))
         return None if run is None else _cut(run, location.number)
 
-    lock = blocks.key(location.run, "fetch footers")
+    lock = blocks.key(location.run, Kind.LOCK, "fetch footers")
     return fetch_once(blocks.tier, lock, lambda: stored_footer(location, blocks), fetch)
 
 
@@ -217,7 +222,7 @@ def _fetched(tier: Tier, key: BlobKey) -> memoryview | None:
 
 def run_key(run: Object, blocks: Blocks) -> BlobKey:
     """Return the key of the blob that holds the footers of a run of files."""
-    return blocks.key(run, "footers", check=lambda key, blob: _check_bounds(key.proven(blob)))
+    return blocks.key(run, Kind.FOOTERS, check=lambda key, blob: _check_bounds(key.proven(blob)))
 
 
 def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.tier import Kind
 from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
 from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
 from dataload.catalog.selection import Selection
@@ -314,8 +315,8 @@ def manifest_of(
         digest.update(json.dumps([obj.unsigned_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
-    what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)
-    found = Metadata(blocks, first, what, lambda data: Manifest.from_bytes(bytes(data), paths))
+    args = objects, blocks, fingerprint, progress
+    found = Metadata(blocks, first, Kind.MANIFEST, f"{VERSION}", lambda data: Manifest.from_bytes(bytes(data), paths))
     return found.make_alone(lambda: _read_footers(*args).to_bytes(paths))
 
 

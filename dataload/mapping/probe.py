@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.tier import Kind
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
@@ -68,8 +69,8 @@ def stage_of(
         raise ConfigError("map needs at least one row, and the dataset has none")
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
-    what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
-    sample = Metadata(blocks, first, what, _Sample.of).make_alone(
+    part = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
+    sample = Metadata(blocks, first, Kind.SAMPLE, part, _Sample.of).make_alone(
         lambda: _sampled(user, source, manifest, schema, blocks, chosen)
     )
     user.sources.forget()

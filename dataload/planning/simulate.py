@@ -7,15 +7,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count, groupby, takewhile
+from itertools import chain, count, groupby, takewhile
 from pathlib import Path
 
 import numpy as np
 
 from dataload.cache.blob_file import size_on_disk
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.local.index import Shortage
-from dataload.cache.tier import Span, blob_name
+from dataload.cache.division import divide
+from dataload.cache.tier import Kind, Span, blob_name
 from dataload.catalog.footer_cache import run_key, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
@@ -96,8 +96,11 @@ class Reader:
         self._costs, self._order = costs, order
         sources = list(zip(order.orders, costs.blobs, strict=True))
         need = need_of(sources, limit, bytes(16), 1 / order.num_streams, disk)
-        region, self._further = need.transient_share(limit, need.total)
-        self._cache = Cache(limit, region, costs.footer_bytes)
+        self._further = need.transient_share(limit, need.total)[1]
+        division = divide(limit, [[need]])
+        groups = chain.from_iterable(blobs.group_numbers.tolist() for blobs in costs.blobs)
+        self._stays = [division.stays(group) for group in groups]
+        self._cache = Cache(limit, division.region, costs.footer_bytes)
         self._fetched = Fetched()
         self._streams = None if order.num_streams == 1 else [0]
         self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch, streams=self._streams)))
@@ -168,7 +171,7 @@ class Reader:
             yield self._order.n + position, group
 
     def _is_transient(self, number: int) -> bool:
-        return not all((number, part) in self._cache.pinned for part in range(len(self._costs.groups[number].sizes)))
+        return not all((number, part) in self._cache.kept for part in range(len(self._costs.groups[number].sizes)))
 
     def _read(self, number: int) -> None:
         """Decode a row group unless it is cached, and cache as much of it as fits."""
@@ -180,13 +183,16 @@ class Reader:
             for first, last in self._blocks_of(file, start, stop):
                 if (file.path, first) not in cache:
                     self._fetched += Fetched(last - first, 1)
-                    cache.put((file.path, first), size_on_disk(last - first, blob_name(file.path, f"{first}-{last}")))
+                    cache.put(
+                        (file.path, first),
+                        size_on_disk(last - first, blob_name(file.path, Kind.BLOCK, f"{first}-{last}")),
+                    )
         for start, stop in [*cost.shared, *cost.own] if cache.region else cost.own:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
                 self._fetched += Fetched(stop - start, 1)
         for part, size in enumerate(cost.sizes):
             if (number, part) not in cache:
-                cache.put((number, part), size)
+                cache.put((number, part), size, stays=self._stays[number])
 
     def _blocks_of(self, file: Object, start: int, stop: int) -> Iterator[Span]:
         """Return the blocks that overlap [start, stop)."""
@@ -217,50 +223,45 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
         return 0
     runs = {group.footer_at.run for group in manifest.row_groups}
     footers = (tier.stored_bytes(run_key(run, blocks)) for run in runs)
-    name = blob_name(manifest.row_groups[0].file.path, f"manifest {VERSION}") if runs else ""
+    name = blob_name(manifest.row_groups[0].file.path, Kind.MANIFEST, f"{VERSION}") if runs else ""
     known = dict.fromkeys([*(group.file.path for group in manifest.row_groups), *(run.path for run in runs)])
     return sum(footers) + size_on_disk(len(manifest.to_bytes(known)), name)
 
 
 class Cache:
-    """A cache as its index accounts for it under the "pin" policy, without blobs of earlier jobs.
+    """A cache as its index accounts for it under the policy "pin", without blobs of earlier jobs.
 
-    See `CacheFolder.reserve`.
+    See `Pin` in `dataload.cache.local.eviction`.
 
     Args:
         limit: Size limit in bytes.
-        region: Bytes reserved for transient blobs.
+        region: Bytes that kept blobs leave free.
         used: Bytes in use.
 
     Attributes:
-        pinned: The blobs that are cached for good.
+        kept: The blobs that are cached for good.
     """
 
     def __init__(self, limit: int, region: int, used: int) -> None:
         self._limit, self.region, self.used = limit, region, used
-        self.pinned: set[tuple[object, int]] = set()
+        self.kept: set[tuple[object, int]] = set()
         self._transient: OrderedDict[tuple[object, int], int] = OrderedDict()
         self._transient_bytes = 0
 
     def __contains__(self, blob: tuple[object, int]) -> bool:
-        return blob in self.pinned or blob in self._transient
+        return blob in self.kept or blob in self._transient
 
-    def put(self, blob: tuple[object, int], size: int) -> None:
+    def put(self, blob: tuple[object, int], size: int, *, stays: bool = True) -> None:
         """Cache a blob if it fits. Evict the oldest transient blobs for it."""
-        missing = Shortage.of(
-            size, used=self.used, transient=self._transient_bytes, limit=self._limit, region=self.region
-        )
-        if missing.total > self._transient_bytes:
+        if self.used + size - self._limit > self._transient_bytes:
             return
-        excess = missing.total
-        while excess > 0:
+        while self.used + size > self._limit:
             _, freed = self._transient.popitem(last=False)
             self._transient_bytes -= freed
             self.used -= freed
-            excess -= freed
         self.used += size
-        if missing.pinned <= 0:
-            self.pinned.add(blob)
+        if stays and self.used - self._transient_bytes <= self._limit - self.region:
+            self.kept.add(blob)
         else:
             self._transient[blob] = size
             self._transient_bytes += size

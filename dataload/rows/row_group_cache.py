@@ -14,7 +14,7 @@ import pyarrow as pa
 from dataload.cache.blob_file import size_on_disk
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.single_flight import fetch_once, make_once
-from dataload.cache.tier import BlobKey, Check, Span, Tier, group_number
+from dataload.cache.tier import BlobKey, Check, Kind, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
@@ -218,7 +218,7 @@ class RowGroupCache(SizeForecast):
             self.discard_source_blocks(number)
             return made
 
-        found = fetch_once(tier, self._key(number, "fetch row group"), find, fetch, hold_fetched, alone=alone)
+        found = fetch_once(tier, self._lock_key(number, "fetch"), find, fetch, hold_fetched, alone=alone)
         if found is None:
             hold = partial(self.memory.hold, self.maker.reservation(number), life.is_cancelled)
             found = make_once(tier, self.lock_key(number), find, make, hold, alone=alone)
@@ -278,17 +278,20 @@ class RowGroupCache(SizeForecast):
         """Return the keys of a row group's blobs."""
         parts = zip(self.plan.parts(number), self.plan.lengths(number), strict=True)
         return [
-            self._key(number, part, partial(row_block.check, rows=rows, layout=self.plan.layout))
+            self._key(number, Kind.RECORDS, part, partial(row_block.check, rows=rows, layout=self.plan.layout))
             for part, rows in parts
         ]
 
     def lock_key(self, number: int) -> BlobKey:
         """Return the key whose lock the maker of a row group holds."""
-        return self._key(number, "row group")
+        return self._lock_key(number, "make")
 
-    def _key(self, number: int, part: str, check: Check | None = None) -> BlobKey:
-        file = self.manifest.row_groups[number].file
-        return self.blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number), check)
+    def _lock_key(self, number: int, purpose: str) -> BlobKey:
+        return self._key(number, Kind.LOCK, f"{purpose} row group")
+
+    def _key(self, number: int, kind: Kind, part: str, check: Check | None = None) -> BlobKey:
+        file, plan = self.manifest.row_groups[number].file, self.plan
+        return self.blocks.key(file, kind, plan.qualified(number, part), plan.group_name(number), check)
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:

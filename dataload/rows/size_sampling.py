@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks
+from dataload.cache.tier import Kind
 from dataload.catalog.footer_cache import FooterReader, Metadata
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
@@ -108,8 +109,8 @@ class ValueSizes:
     def _size(self, read: tuple[RowGroup, int, Field]) -> tuple[int, int]:
         """Return the bytes of a column's values in a row group: in the cache, and if no rows shared values."""
         group, rows, field = read
-        name = f"size {VERSION} {group.number} {min(rows, group.rows)} {digest_of(self._fill_null)} {field.name}"
-        sizes = Metadata(self._blocks, group.file, name, lambda text: bytes(text).split())
+        part = f"sizes {VERSION} {group.number} {min(rows, group.rows)} {digest_of(self._fill_null)} {field.name}"
+        sizes = Metadata(self._blocks, group.file, Kind.SAMPLE, part, lambda text: bytes(text).split())
         cached, whole = map(int, sizes.get_or_make(lambda: " ".join(map(str, self._sum(*read))).encode()))
         return cached, whole
 

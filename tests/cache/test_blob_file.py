@@ -18,13 +18,13 @@ from dataload.cache import blob_file
 from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.local import fsck
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, Kind
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
 
 SEGMENT = blob_file.SEGMENT_BYTES
 DATA = b"".join(number.to_bytes(4, "little") for number in range(SEGMENT))  # four segments
-NAME = "seaux/été/данные-0.parquet#0-262144"
+NAME = "seaux/été/данные-0.parquet#block 0-262144"
 DIGEST = bytes(range(32))
 SUMS = len(DATA)
 NAMED = SUMS + 4 * 8
@@ -35,7 +35,7 @@ def write(path: Path, data: bytes = DATA, name: str = NAME, digest: bytes = DIGE
     size = blob_file.file_bytes(len(data), name)
     buffer = mmap.mmap(-1, size)
     buffer[: len(data)] = data
-    blob_file.seal(buffer, len(data), digest, name)
+    blob_file.seal(buffer, len(data), Kind.BLOCK, digest, name)
     descriptor = blob_file.create(path)
     blob_file.write(descriptor, buffer, size)
     os.close(descriptor)
@@ -54,6 +54,7 @@ def test_any_size_and_name(tmp_path: Path, size: int) -> None:
     assert blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments()) == DATA[:size]
     footer, name, status = blob_file.read_footer(file)
     assert (footer.payload, footer.size, name, footer.digest) == (size, status.st_size, NAME, DIGEST)
+    assert footer.kind is Kind.BLOCK
 
 
 def flip(file: Path, at: int) -> None:
@@ -179,13 +180,13 @@ def test_a_fill_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     hashed: list[int] = []
     digest = xxhash.xxh3_64_digest
     monkeypatch.setattr(blob_file.xxhash, "xxh3_64_digest", lambda data: (hashed.append(len(data)), digest(data))[1])
-    tier, key = LocalTier(tmp_path / "c"), BlobKey("origin", "été/x", "v", "all")
+    tier, key = LocalTier(tmp_path / "c"), BlobKey("origin", "été/x", "v", Kind.FOOTER)
     assert tier.get_or_fill(key, filler(DATA)) == DATA
     assert tier.get(key) == DATA
     assert hashed.count(SEGMENT) == 4
     assert tier.get_or_fill(key, filler(b""), (SEGMENT, SEGMENT + 5)) == DATA[SEGMENT : SEGMENT + 5]
     assert fsck.verify(tier.folder).problems == []
-    assert fsck.evict(tier.folder, path="été") == blob_file.size_on_disk(len(DATA), "été/x#all")
+    assert fsck.evict(tier.folder, path="été") == blob_file.size_on_disk(len(DATA), "été/x#footer")
 
 
 def filler(data: bytes) -> Any:
@@ -297,6 +298,6 @@ def test_a_view_that_a_fill_kept_stays_as_it_was(tmp_path: Path) -> None:
         room[:] = DATA
         kept.append(room[:])
 
-    tier.get_or_fill(BlobKey("origin", "x", "v", "all"), fill)
-    tier.get_or_fill(BlobKey("origin", "y", "v", "all"), filler(bytes(len(DATA))))
+    tier.get_or_fill(BlobKey("origin", "x", "v", Kind.FOOTER), fill)
+    tier.get_or_fill(BlobKey("origin", "y", "v", Kind.FOOTER), filler(bytes(len(DATA))))
     assert kept[0] == DATA

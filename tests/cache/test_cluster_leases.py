@@ -19,11 +19,11 @@ from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.cluster.url import ClusterUrl
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, Kind
 from dataload.runtime.counters import Counters
 
-KEY = BlobKey("origin", "bucket/object", "version", "all")
-NAME = f"dataload:1:{KEY.digest.hex()}"
+KEY = BlobKey("origin", "bucket/object", "version", Kind.FOOTER)
+NAME = f"dataload:2:{KEY.digest.hex()}"
 LEASE = f"{NAME}:lease"
 GONE = -2  # what PTTL says of what is not there; -1: of what has no end
 
@@ -74,7 +74,7 @@ def make(folder: Path, server: Server) -> None:
     def fill(allocate: Allocate) -> None:
         allocate(1_000_000)
 
-    with tier.key_lock(BlobKey("origin", "bucket/object", "version", "group")):
+    with tier.key_lock(BlobKey("origin", "bucket/object", "version", Kind.FOOTER, "group")):
         tier.get_or_fill(KEY, fill)
 
 
@@ -124,7 +124,7 @@ def test_a_lease_that_no_thread_can_renew_is_not_taken(cluster_server: Server) -
 
 def test_a_blob_that_no_thread_can_write_is_written_at_once(cluster_server: Server) -> None:
     cluster = Cluster(cluster_server.url)
-    key = BlobKey("origin", "bucket/x", "1", "all")
+    key = BlobKey("origin", "bucket/x", "1", Kind.FOOTER)
     assert cluster.get(key) is None
     with no_more_threads():
         cluster.put(key, memoryview(b"x" * 1000))

@@ -32,20 +32,22 @@ from dataload.cache.cluster.store import Cluster, waiting_for_space
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import FILL_SECONDS, INFO, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
+from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, Allocate, BlobKey, Kind, Waited
 from dataload.errors import ConfigError
 from dataload.runtime.turns import in_turn
 
 PART = 64 << 10
+INFO = "info"  # the name of a blob of this kind
 Hosts = Callable[..., ClusterTier]
 
 
 def key(name: str = "a") -> BlobKey:
-    return BlobKey("origin", "bucket/folder/object", "version", name)
+    kind = Kind.INFO if name == INFO else Kind.FOOTER
+    return BlobKey("origin", "bucket/folder/object", "version", kind, name)
 
 
 def name_of(name: str = "a") -> str:
-    return f"dataload:1:{key(name).digest.hex()}"
+    return f"dataload:2:{key(name).digest.hex()}"
 
 
 def data_of(name: str, size: int = 10_000) -> bytes:
@@ -213,7 +215,7 @@ def test_a_value_without_a_valid_proof_of_the_key_is_made_again(
     names = cluster_server.ask("KEYS", "*")
     [name] = [each for each in names if cluster_server.ask("GET", each).startswith(data_of("a"))]
     sealed = mmap.mmap(-1, blob_file.file_bytes(10_000, key().name))
-    blob_file.seal(sealed, 10_000, key().digest, key().name)  # of zeros: the digest and the checksums are right
+    blob_file.seal(sealed, 10_000, key().kind, key().digest, key().name)  # of zeros: digest and checksums are right
     [other] = {*names} - {name}
     tag = cluster_server.ask("GET", name)[-32:]
     values = {
@@ -306,7 +308,7 @@ def test_a_row_group_that_no_host_has_takes_five_commands(cluster_server: Server
     client, commands = tier.cluster._client, list[str]()
     call = client._call
     client._call = lambda command, *args, **options: (commands.append(command), call(command, *args, **options))[1]
-    lock, blob = BlobKey("o", "p", "v", f"{RECORDS}0"), BlobKey("o", "p", "v", f"{RECORDS}0 rows 0+64")
+    lock, blob = BlobKey("o", "p", "v", Kind.LOCK, "0"), BlobKey("o", "p", "v", Kind.RECORDS, "0 rows 0+64")
 
     def make() -> list[memoryview]:
         return tier.fetch_from_cluster([blob]) or [tier.get_or_fill(blob, Filler(b"rows"))]
@@ -388,12 +390,12 @@ def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server,
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 tier = ClusterTier(LocalTier({str(tmp_path / "program")!r}, 1 << 30), Cluster({cluster_server.url!r}))
 def fill(allocate):
     allocate(1_000_000)
 for number in range(30):
-    tier.get_or_fill(BlobKey("o", "p", "v", str(number)), fill)
+    tier.get_or_fill(BlobKey("o", "p", "v", Kind.FOOTER, str(number)), fill)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
     assert cluster_server.ask("DBSIZE") == 30

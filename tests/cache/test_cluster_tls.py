@@ -23,9 +23,9 @@ from clusters import PATIENCE, Server
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, Kind
 
-KEY = BlobKey("origin", "bucket/object", "version", "all")
+KEY = BlobKey("origin", "bucket/object", "version", Kind.FOOTER)
 
 
 @contextmanager

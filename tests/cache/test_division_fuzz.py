@@ -17,7 +17,7 @@ from dataload.cache import blob_file
 from dataload.cache.division import Need
 from dataload.cache.local import fsck, key_waits, needs
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey, group_number
+from dataload.cache.tier import Allocate, BlobKey, Kind, group_number
 
 SIZE, GROUPS = 20_000, 24
 DATASETS = "abcd"
@@ -26,8 +26,8 @@ PATIENCE = 200  # seconds; only a hang takes that long
 
 
 def key(dataset: str, number: int, part: int) -> BlobKey:
-    what = f"records {number} rows {part}+8 digest"
-    return BlobKey("origin", f"bucket/{dataset}", "version", what, f"records {number}")
+    name = f"{number} rows {part}+8 digest"
+    return BlobKey("origin", f"bucket/{dataset}", "version", Kind.RECORDS, name, f"{number}")
 
 
 ON_DISK = blob_file.size_on_disk(SIZE, key("a", 0, 0).name)
@@ -89,7 +89,6 @@ def test_rows_and_limits_hold_whatever_ends_or_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("dataload.cache.local.surplus.PAUSES", 0)
     draw, path = random.Random(seed), tmp_path / "cache"
     ready, told = os.pipe()
     running = {start(path, number, told): False for number in range(PROCESSES)}  # by process: whether it is stopped

@@ -22,16 +22,16 @@ from tiers import drafts_in
 
 from dataload.cache import blob_file
 from dataload.cache.buffer_pool import BufferPool
-from dataload.cache.division import Division
 from dataload.cache.local import failpoints, fsck, staging, writer
 from dataload.cache.local.directory import CacheFolder
-from dataload.cache.local.index import Index, Row
+from dataload.cache.local.eviction import Lru
+from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import _open_folders, identity, open_folder
 from dataload.cache.local.setup import default_limit, recovery
 from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey, copy_into
+from dataload.cache.tier import Allocate, BlobKey, Kind, copy_into
 from dataload.errors import ConfigError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -39,7 +39,7 @@ SIZE = 100_000
 
 
 def key(name: str) -> BlobKey:
-    return BlobKey("origin", f"bucket/{name}", "version", "all")
+    return BlobKey("origin", f"bucket/{name}", "version", Kind.FOOTER)
 
 
 def row_bytes(name: str) -> int:
@@ -524,7 +524,7 @@ def test_a_damaged_name_of_an_empty_blob_is_found(tmp_path: Path) -> None:
     assert len(fsck.verify(tier.folder).problems) == 1
 
 
-@pytest.mark.parametrize("changed", [{"name": "bucket/b#all"}, {"size": ROW + 1}])
+@pytest.mark.parametrize("changed", [{"name": "bucket/b#footer"}, {"size": ROW + 1}])
 def test_an_index_that_differs_from_its_files_is_found(tmp_path: Path, changed: dict[str, Any]) -> None:
     tier = LocalTier(tmp_path / "c")
     put(tier, "a")
@@ -666,13 +666,14 @@ def test_processes_that_evict_at_once_evict_for_one_shortage(
 ) -> None:
     """Ranks that restart with a lower limit all find the whole shortage."""
     folder = LocalTier(tmp_path / "c").folder
-    folder.index.enter(Row(key(str(number)).digest, key(str(number)).name, ROW, 1 + number) for number in range(160))
+    for number in range(160):
+        folder.index.enter([replace(Lru(folder.index).admit(key(str(number)), ROW), used_at=1 + number)])
     remove = folder.remove
 
     def act(name: str) -> None:
         if fills:
-            new = Row(key(name).digest, key(name).name, ROW)
-            assert folder.reserve(new, "", 120 * ROW, Division(), pin=False)
+            policy = Lru(folder.index)
+            assert folder.reserve(policy.admit(key(name), ROW), "", 120 * ROW, policy)
         else:
             folder.evict(120 * ROW)
 
@@ -973,7 +974,7 @@ def test_evict_by_path(tmp_path: Path) -> None:
 def test_evict_a_url_with_a_query(tmp_path: Path) -> None:
     """Blobs are named without it."""
     tier, url = LocalTier(tmp_path / "c"), "https://host/x?id=7"
-    tier.get_or_fill(BlobKey("origin", url, "version", "all"), lambda allocate: copy_into(b"1", allocate))
+    tier.get_or_fill(BlobKey("origin", url, "version", Kind.FOOTER), lambda allocate: copy_into(b"1", allocate))
     put(tier, "x/1")
     put(tier, "x/22")
     assert fsck.evict(tier.folder, path=url) > 0

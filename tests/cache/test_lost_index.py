@@ -730,8 +730,13 @@ def test_evicting_what_is_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("table", "value"),
-    [("rows", b"\x01"), ("rows", b"\x00" * 16 + b"\xff\xfe"), ("accounts", b"\x00" * 8)],
-    ids=["a short row", "a name that is no text", "accounts of nothing"],
+    [
+        ("rows", b"\x01"),
+        ("rows", b"\x00" * 16 + b"\xff"),
+        ("rows", b"\x00" * 16 + b"\x01\xff\xfe"),
+        ("accounts", b"\x00" * 8),
+    ],
+    ids=["a short row", "an unknown kind", "a name that is no text", "accounts of nothing"],
 )
 def test_a_value_that_makes_no_sense_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, value: bytes

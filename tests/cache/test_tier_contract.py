@@ -18,7 +18,7 @@ from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.read_only import ReadOnlyTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
-from dataload.cache.tier import Allocate, BlobKey, Tier
+from dataload.cache.tier import Allocate, BlobKey, Kind, Tier
 
 LIMIT = 1 << 20
 TIERS: dict[str, Callable[[Path], Tier]] = {
@@ -41,7 +41,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
 
 
 def key(name: str) -> BlobKey:
-    return BlobKey("origin", "bucket/object", "version", name)
+    return BlobKey("origin", "bucket/object", "version", Kind.FOOTER, name)
 
 
 def test_a_missing_blob_is_none(tier: Tier) -> None:

@@ -1,9 +1,7 @@
-"""The order in which transient rows are evicted, and how much of the index an admission reads for it."""
+"""The rows of the index that an admission reads and changes, to evict what passes through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +9,31 @@ import numpy as np
 import pytest
 
 from dataload.cache.division import Need, divide
+from dataload.cache.local.eviction import Pin
 from dataload.cache.local.index import Index, Row
-from dataload.cache.local.surplus import TransientRows
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import BlobKey, group_number
+from dataload.cache.tier import BlobKey, Kind, group_number
 
-SIZE = 4096
-
-
-def row(dataset: str, number: int, used_at: int = 0, *, pinned: bool = False) -> Row:
-    key = BlobKey("origin", f"bucket/{dataset}", "version", f"records {number}", f"records {number}")
-    return Row(key.digest, key.name, SIZE, used_at, pinned=pinned)
+SIZE, WINDOW = 4096, 100
+COUNT = 1000  # row groups that fit
 
 
-def need_of(dataset: str, count: int, window: int) -> Need:
-    groups = [group_number(row(dataset, number).digest) for number in range(count)]
-    return Need.of(dataset.ljust(16).encode(), np.array(groups, np.uint64), np.full(count, SIZE), window * SIZE, 16)
+def key(number: int) -> BlobKey:
+    return BlobKey("origin", "bucket/a", "version", Kind.RECORDS, f"{number}", f"{number}")
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    tier = LocalTier(tmp_path / "cache", 1 << 30)
-    yield tier.folder.index
+def need_of(count: int) -> Need:
+    groups = [group_number(key(number).digest) for number in range(count)]
+    return Need.of(bytes(16), np.array(groups, np.uint64), np.full(count, SIZE), WINDOW * SIZE, 16)
 
 
 def test_an_admission_reads_few_rows_of_the_index_whatever_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, read = 900, []
-    tier = LocalTier(tmp_path / "cache", count * SIZE)
+    limit, read = COUNT * SIZE, []
+    tier = LocalTier(tmp_path / "cache", limit)
     folder = tier.folder
-    division = divide(count * SIZE, [[need_of("a", 3000, window=count)]])
-    folder.index.enter(row("a", number, 1 + number) for number in range(count))
+    policy = Pin(folder, divide(limit, [[need_of(3000)]]), limit)
     row_of = Index._row
 
     def counted(*given: Any) -> Row | None:
@@ -53,41 +44,35 @@ def test_an_admission_reads_few_rows_of_the_index_whatever_their_number(
 
     def admit(number: int) -> int:
         read.clear()
-        new = row("a", number, pinned=True)
-        assert folder.reserve(new, "", count * SIZE, division, pin=True)
+        assert folder.reserve(policy.admit(key(number), SIZE), "", limit, policy)
         return len(read)
 
-    assert admit(count) < 1.1 * count
-    assert max(admit(number) for number in range(count + 1, count + 100)) < 20
-    assert [found.name for found in folder.index.transient()] == [row("a", 100 + place).name for place in range(count)]
+    assert max(admit(number) for number in range(COUNT)) == 0
+    assert COUNT <= admit(COUNT) < 1.1 * COUNT  # once for a division: which rows it keeps
+    assert max(admit(number) for number in range(COUNT + 1, 2000)) < 20
+    kept = {row.name for row in folder.index.kept()}
+    assert kept == {key(n).name for n in range(2000) if policy.admit(key(n), SIZE).kept}
+    passing = [key(number).name for number in range(2000) if key(number).name not in kept]
+    assert [row.name for row in folder.index.transient()] == passing[len(kept) - COUNT :]
 
 
-def test_what_other_processes_evict_and_admit_counts(index: Index) -> None:
-    division = divide(30 * SIZE, [[need_of("a", 40, window=10), need_of("b", 40, window=10)]])
-    rows = [row(name, number, 1 + number) for name in "ab" for number in range(6)]
-    index.enter(rows)
-    transient, new = TransientRows(index), row("a", 30)
-    assert list(islice(transient.victims(division, new), 1)) == rows[:1]
-    index.drop(*(found.digest for found in rows[:4]))
-    index.enter(row("b", number, 100 + number) for number in range(6, 9))
-    expected = list(TransientRows(index).victims(division, new))
-    assert expected[:6] == rows[6:]
-    assert len(expected) == 11
-    assert list(transient.victims(division, new)) == expected
-
-
-def test_rows_that_could_not_be_evicted_come_again(index: Index) -> None:
-    division = divide(30 * SIZE, [[need_of("a", 40, window=10)]])
-    rows = [row("a", number, 1 + number) for number in range(6)]
-    index.enter(rows)
-    transient = TransientRows(index)
-    for _ in range(2):
-        assert list(transient.victims(division, row("a", 30))) == rows
-
-
-def test_a_transient_row_is_as_old_as_its_admission(index: Index) -> None:
+def test_a_transient_row_is_as_old_as_its_admission(tmp_path: Path) -> None:
     """The fill of a row that is admitted last may have started first."""
+    tier = LocalTier(tmp_path / "cache", 1 << 30)
+    index = tier.folder.index
     for number in (1, 0):
-        new = row("a", number, 1 + number, pinned=True)
-        assert index.admit(new, limit=1 << 20, region=1 << 20, allow_transient=True) is None
-    assert [found.name for found in index.transient()] == [row("a", number).name for number in (1, 0)]
+        new = Row(key(number).digest, Kind.RECORDS, key(number).name, SIZE, 1 + number, kept=False)
+        assert index.admit([new], limit=1 << 20)
+    assert [found.name for found in index.transient()] == [key(number).name for number in (1, 0)]
+
+
+def test_kept_rows_leave_space_for_what_is_read_at_a_time(tmp_path: Path) -> None:
+    """Even if they are larger than the footers told."""
+    limit = COUNT * SIZE
+    tier = LocalTier(tmp_path / "cache", limit)
+    folder = tier.folder
+    policy = Pin(folder, divide(limit, [[need_of(3000)]]), limit)
+    for number in range(3000):
+        assert folder.reserve(policy.admit(key(number), 3 * SIZE), "", limit, policy)
+    assert sum(row.size for row in folder.index.transient()) >= policy.region - 3 * SIZE > 50 * SIZE
+    assert folder.index.used_bytes() <= limit

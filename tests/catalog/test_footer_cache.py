@@ -18,7 +18,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.source import open_source
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 from dataload.catalog import footer_cache
 from dataload.catalog.footer_cache import (
     RUN,
@@ -47,7 +47,7 @@ def test_the_footers_of_a_run_are_copied_once() -> None:
     footers, memory = [bytes(1 << 20)] * 4, memoryview(bytearray(5 << 20))
     tracemalloc.start()
     try:
-        _join(BlobKey("", "", "", ""), footers, lambda size: memory[:size])
+        _join(BlobKey("", "", "", Kind.FOOTERS), footers, lambda size: memory[:size])
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -15,7 +15,7 @@ from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, Kind
 
 EVENTS, BLOBS, THREADS = 60, 400, 12
 
@@ -33,12 +33,12 @@ def test_every_byte_is_right_whatever_happens(tmp_path: Path, monkeypatch: pytes
         while not over.is_set():
             blob = chance.randrange(BLOBS)
             data = bytes([blob % 256]) * (1000 + blob * 700)
-            key = BlobKey("origin", "bucket/x", "1", f"{blob}")
+            key = BlobKey("origin", "bucket/x", "1", Kind.FOOTER, f"{blob}")
 
             def fill(allocate: Allocate, data: bytes = data) -> None:
                 allocate(len(data))[:] = data
 
-            with tier.key_lock(BlobKey("origin", "bucket/x", "1", f"group {blob}")) as other:
+            with tier.key_lock(BlobKey("origin", "bucket/x", "1", Kind.FOOTER, f"group {blob}")) as other:
                 if other is not None:
                     other()
                 brought = tier.fetch_from_cluster([key])

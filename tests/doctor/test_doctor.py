@@ -38,6 +38,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.setup import recovery
 from dataload.cache.origin.source import open_source
+from dataload.cache.tier import Kind
 from dataload.catalog import manifest
 from dataload.cli.commands.doctor import doctor
 from dataload.doctor import cache_dir, cluster, limits, object_store, processes, registry
@@ -172,7 +173,7 @@ def used(case: Case) -> None:
     index = Index(case.folder / "index")
     (case.folder / "index").mkdir(parents=True)
     index.make()
-    index.enter([Row(bytes(16), "x", 10**12)])
+    index.enter([Row(bytes(16), Kind.BLOCK, "x", 10**12)])
     index.close()
     recovery.note_open(case.folder / "index")
 

@@ -240,7 +240,7 @@ def test_a_fill_that_the_exit_interrupts_leaves_no_row(tmp_path: Path) -> None:
 import sys, threading
 from dataload.cache.local.tier import LocalTier
 from dataload.runtime.executor import DaemonExecutor
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 filling = threading.Event()
 def fill(allocate):
     allocate(100_000)
@@ -248,7 +248,7 @@ def fill(allocate):
     threading.Event().wait()
 tier = LocalTier(sys.argv[1], 10**6)
 threads = DaemonExecutor(1, "filling")
-threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", "all"), fill)
+threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", Kind.FOOTER), fill)
 filling.wait()
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=200)

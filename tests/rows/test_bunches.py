@@ -26,7 +26,7 @@ from dataload.cache import blob_file
 from dataload.cache.local import failpoints
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.local.writer import BulkWriter
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
 from dataload.formats.schema import Layout, fields_of
@@ -347,7 +347,9 @@ def tier(tmp_path: Path) -> LocalTier:
 
 def blobs_of(count: int, size: int) -> list[tuple[BlobKey, memoryview]]:
     names = [f"{size} {number}" for number in range(count)]
-    return [(BlobKey("o", "p", "v", name), memoryview(name.encode() * (size // len(name)))) for name in names]
+    return [
+        (BlobKey("o", "p", "v", Kind.FOOTER, name), memoryview(name.encode() * (size // len(name)))) for name in names
+    ]
 
 
 def test_blobs_are_cached_together_as_far_as_they_fit(tier: LocalTier) -> None:
@@ -394,7 +396,7 @@ def test_a_failed_transaction_leaves_the_rows_of_files_that_stay(
     def failing(*_: Any, **__: Any) -> bool:
         raise TimeoutError("the index is locked")
 
-    monkeypatch.setattr(tier.folder.index, "admit_all", failing)
+    monkeypatch.setattr(tier.folder.index, "admit", failing)
     assert tier.bulk.put_together(blobs[:1]) == [blobs[0][1]]
     assert len(list(tier.folder.index.rows())) == len(list(tier.path.glob("blobs/*/*"))) == 4
     assert not drafts_in(tier.path)
@@ -726,7 +728,7 @@ def test_a_blob_is_whole_when_the_system_writes_a_part(
     payload = memoryview(np.random.default_rng(0).bytes(300_001))
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:at_once]))
     descriptor = blob_file.create(tmp_path / "blob")
-    size = blob_file.write_whole(descriptor, payload, b"d" * 32, "name")
+    size = blob_file.write_whole(descriptor, payload, Kind.RECORDS, b"d" * 32, "name")
     os.close(descriptor)
     content = (tmp_path / "blob").read_bytes()
     assert len(content) == size

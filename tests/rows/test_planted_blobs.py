@@ -50,7 +50,7 @@ def places_in(name: str, payload: bytes) -> Places:
     count = 0
     if name.endswith("#footers"):
         count = int.from_bytes(payload[PROOF_BYTES:][:8], "little") // 8
-    elif "#matches" in name:
+    elif "#selection" in name:
         groups, blocks = (int.from_bytes(payload[PROOF_BYTES:][start:][:8], "little") for start in (0, 8))
         count = 2 + groups + 3 * blocks
     return [(place, 8) for place in range(PROOF_BYTES, PROOF_BYTES + 8 * count, 8)]

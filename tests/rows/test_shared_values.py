@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from row_groups import load
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 from dataload.errors import DataError
 from dataload.formats import parquet
 from dataload.formats.schema import Layout, fields_of
@@ -259,7 +259,7 @@ def test_codes_that_end_in_other_encodings(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_blob_with_rows_and_without_values_is_refused() -> None:
     """Its rows would refer to values that are not there."""
-    key = BlobKey("origin", "path", "version", "rows")
+    key = BlobKey("origin", "path", "version", Kind.FOOTER, "rows")
     layout = Layout(fields_of(pa.schema([("c", pa.string())])))
     blob = bytearray(packed_bytes(2, [0], layout))
     end = np.array([len(blob) - packed_bytes(0, [0], layout), 0, 0], np.int64)

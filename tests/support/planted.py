@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from dataload import CacheConfig, make_dataset
 from dataload.cache import blob_file
-from dataload.cache.tier import PROOF_BYTES, BlobKey
+from dataload.cache.tier import PROOF_BYTES, BlobKey, Kind
 from dataload.formats.schema import NULL, SPAN, Layout
 from dataload.rows.row_group_cache import RowGroupCache
 
@@ -98,7 +98,8 @@ def blobs_in(cache: Path) -> Iterator[tuple[Path, str, bytes, bytes]]:
 def sealed(payload: bytes, digest: bytes, name: str, draft: Path) -> bytes:
     """Return a blob with valid checksums."""
     descriptor = blob_file.create(draft)
-    blob_file.write_whole(descriptor, memoryview(payload), digest, name)
+    kind = Kind[name.rpartition("#")[2].partition(" ")[0].upper()]
+    blob_file.write_whole(descriptor, memoryview(payload), kind, digest, name)
     os.close(descriptor)
     whole = draft.read_bytes()
     draft.unlink()
@@ -152,6 +153,6 @@ def changed(payload: bytes, places: Places, dice: random.Random, others: Iterabl
 
 def proven(payload: bytes, digest: bytes) -> bytes:
     """Return the payload of metadata with the proof of its data."""
-    key = BlobKey("", "", "", "")
+    key = BlobKey("", "", "", Kind.FOOTERS)
     object.__setattr__(key, "digest", digest)
     return key.proof(payload[PROOF_BYTES:]) + payload[PROOF_BYTES:]

@@ -20,7 +20,7 @@ import pytest
 from dataload.cache import blob_file
 from dataload.cache.local import failpoints, fsck
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, Kind
 
 SIZES = (20_000, 1, 4096, 30_001, 0, 66_000)
 ROOM = 6000  # bytes; larger than a footer and the rest of a disk's block, for every size in SIZES
@@ -31,7 +31,7 @@ PRELOADED = ["pytest", "dataload.cache.local.tier", "dataload.cache.local.fsck"]
 
 
 def key(name: str) -> BlobKey:
-    return BlobKey("origin", f"bucket/{name}", "version", "all")
+    return BlobKey("origin", f"bucket/{name}", "version", Kind.FOOTER)
 
 
 class Filler:
@@ -56,7 +56,7 @@ def data_of(name: str) -> bytes:
 
 def name_of(row_name: str) -> str:
     """Return the argument of `key` for a name in the index."""
-    return row_name.removeprefix("bucket/").removesuffix("#all")
+    return row_name.removeprefix("bucket/").removesuffix("#footer")
 
 
 def fill_of(name: str) -> Callable[[Allocate], None]:

@@ -27,7 +27,7 @@ from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.local import key_waits
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Kind
 from dataload.cli import app
 from dataload.errors import ConfigError
 from dataload.formats import parquet
@@ -328,7 +328,7 @@ def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Host
 
 def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
     blobs = hosts(write(bucket, 2), cluster=cluster_server.url).rowstore.blobs
-    lease = f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease"
+    lease = f"dataload:2:{blobs.lock_key(0).digest.hex()}:lease"
     cluster_server.ask("SET", lease, "another's")
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
@@ -344,7 +344,7 @@ def test_a_host_takes_no_lease_after_waiting_for_another_host(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.blobs
-    tier, lease, leased = blobs.blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
+    tier, lease, leased = blobs.blocks.tier, f"dataload:2:{blobs.lock_key(0).digest.hex()}:lease", []
     bring = tier.fetch_from_cluster
 
     def looks(keys: Any) -> Any:
@@ -603,7 +603,7 @@ def shared_again(tier: Any) -> bool:
     """Return whether a new blob is written to the cluster."""
     written = tier.stats()["cluster"]["written"]
     shared_again.count += 1  # type: ignore[attr-defined]
-    key = BlobKey("origin", "bucket/x", "1", f"{shared_again.count}")  # type: ignore[attr-defined]
+    key = BlobKey("origin", "bucket/x", "1", Kind.FOOTER, f"{shared_again.count}")  # type: ignore[attr-defined]
 
     def fill(allocate: Callable[[int], memoryview]) -> None:
         allocate(3)[:] = b"one"

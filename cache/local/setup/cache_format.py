@@ -12,7 +12,7 @@ from dataload.cache.local.setup import recovery
 from dataload.errors import ConfigError
 from dataload.runtime.durable_file import write_durably
 
-FORMAT = 4
+FORMAT = 5
 
 
 def check(path: Path) -> None:

@@ -153,7 +153,8 @@ def _row(file: Path) -> Row | None:
         with suppress(IsADirectoryError):
             file.unlink(missing_ok=True)  # Safe: only caches write to blobs/.
         return None
-    return Row(footer.digest, name, blob_file.allocated(status.st_size), min(time.time_ns(), status.st_mtime_ns))
+    size = blob_file.allocated(status.st_size)
+    return Row(footer.digest, footer.kind, name, size, min(time.time_ns(), status.st_mtime_ns))
 
 
 def remove_a_blob(blobs: Path) -> bytes | None:
