@@ -212,7 +212,9 @@ class LocalTier(ForkAware, Tier):
     def retract(self, keys: Iterable[BlobKey]) -> None:
         if (folder := self.opened()) is not None:  # whatever the health: a disk that fails may still remove files
             with self.fallback("removing blobs", self.health.writes, folder):
-                folder.remove(key.digest for key in keys)
+                # Usually there are none, and then no lock and no transaction is needed.
+                if stored := [key.digest for key in keys if folder.path_of(key.digest).exists()]:
+                    folder.remove(stored)
 
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
