@@ -194,14 +194,18 @@ def parse_bytes(name: str, size: int | str) -> int:
     Raises:
         ConfigError: The size is invalid. The message names the argument.
     """
+    invalid = ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'")
     try:
         if isinstance(size, numbers.Real):
-            count = int(size)
+            exact, unit = size, ""
         else:
             number, unit = SIZE.fullmatch(str(size).strip()).groups(default="")  # type: ignore[union-attr]
-            count = round(Fraction(number) * UNITS[unit.upper()])
+            exact = Fraction(number) * UNITS[unit.upper()]
+        count = round(exact)
     except (AttributeError, ValueError, OverflowError):  # no such text; not a number; infinite
-        raise ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'") from None
+        raise invalid from None
+    if not unit and count != exact:  # Perhaps "0.5" was to be half of something.
+        raise invalid
     if count <= 0:
         raise ConfigError(f"{name}={size!r} must be at least one byte")
     return count

@@ -128,3 +128,7 @@ def epoch(system: str, task: str) -> None:
     seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
     figures = {"seconds": seconds, "first": first, "rows": rows, "cpu": cpu}
     sys.stdout.write(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    epoch(*sys.argv[1:])

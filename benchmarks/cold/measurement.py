@@ -20,6 +20,7 @@ from dataload.benchmarks.cold.epoch import IN_FLIGHT, Task
 from dataload.benchmarks.cold.peak import PeakGrowth
 from dataload.benchmarks.machine.hot_memory import touch_huge_pages
 from dataload.benchmarks.origin import Origin
+from dataload.runtime.child_process import as_child
 
 MOST_SECONDS = 300  # of an epoch
 HUGE_PAGES = 1 << 30  # bytes of huge pages that the machine has ready at the start: more than most systems take
@@ -37,10 +38,9 @@ def measure(system: str, task: Task, origin: Origin, folder: Path) -> dict[str, 
     origin.reset()
     server = psutil.Process(origin.pid)
     before = sum(server.cpu_times()[:2])
-    call = "import sys; from dataload.benchmarks.cold.epoch import epoch; epoch(*sys.argv[1:])"
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
         tasks = [replace(task, rank=rank, cache_dir=cache) for rank in range(task.ranks)]
-        command = [sys.executable, "-c", call, system]
+        command = [sys.executable, *as_child("dataload.benchmarks.cold.epoch", system)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [subprocess.Popen([*command, json.dumps(asdict(each))], **pipes) for each in tasks]
         try:

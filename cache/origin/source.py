@@ -85,7 +85,7 @@ def _check_url(url: str) -> None:
         fix = "which dataload cannot read: unpack the archive"
         raise ConfigError(f"{redacted(url)} names a file in an archive by '::', {fix}")
     if NO_BUCKET.fullmatch(last):
-        raise ConfigError(f"{url} names no bucket: name one, and a folder in it")
+        raise ConfigError(f"{redacted(url)} names no bucket: name one, and a folder in it")
     protocol, mark, rest = url.partition(":/")
     # fsspec takes file:/path for a local path.
     protocols = {*fsspec.available_protocols()} - {"file", "local"}

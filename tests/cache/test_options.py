@@ -114,14 +114,14 @@ def test_sizes(size: int | str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", ["", "GB", "many", "5iB", "1e3", "5 G B", "1,5GB", "1GB2", float("nan"), float("inf"), None]
+    "size", ["", "GB", "many", "5iB", "1e3", "5 G B", "1,5GB", "1GB2", float("nan"), float("inf"), None, "0.6", 1.5]
 )
 def test_what_is_not_a_size(size: str) -> None:
     with pytest.raises(ConfigError, match="is not a size: give bytes or text such as '500GB' or '4MiB'"):
         parse_bytes("cache_bytes", size)
 
 
-@pytest.mark.parametrize("size", [0, -1, "0GB", "-1MB", "0.1"])
+@pytest.mark.parametrize("size", [0, -1, "0GB", "-1MB", "0.0001kB"])
 def test_a_size_is_at_least_one_byte(size: int | str) -> None:
     with pytest.raises(ConfigError, match="must be at least one byte"):
         parse_bytes("cache_bytes", size)
