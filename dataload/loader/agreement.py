@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dataload.launchers import MeetingPlace
     from dataload.samplers.rank_sampler import RankSampler
 
-STORE_SECONDS = 20  # to connect to the store; a busy host took more than 2
+STORE_SECONDS = 2  # to connect to the store
 SAME_ATTEMPT_SECONDS = 300.0  # Processes that began further apart are of different attempts of a job.
 MOST_LOOKS = 16  # after which a rank that shows nothing runs another program
 MOST_FILES = 1 << 12  # of which a rank shows a digest each: the store of a large job has those of all ranks

@@ -49,10 +49,12 @@ def together(work: Callable[[int], Any], board: str) -> Any:
 
 def read(sources: Sequence[Any], board: str, cache: Any = False, **options: Any) -> list[int]:
     """Return the rows of one epoch of a rank. Options in a list are those of the ranks."""
+    kept: list[Any] = []  # What a rank shows in the cache ends with its loaders.
 
     def epoch(rank: int) -> list[int]:
         own = {name: value[rank] if isinstance(value, list) else value for name, value in options.items()}
         loader = make_loader(sources[rank], 10, **{"cache_dir": cache} if cache else {"cache": False}, **own)
+        kept.append(loader)
         return [row for batch in loader for row in batch["x"].tolist()]
 
     return together(epoch, board)
