@@ -27,7 +27,8 @@ DEFAULT_DIR = "DATALOAD_CACHE_DIR"  # the environment variable that names the de
 NEAR = 0.73  # "cache_size" is as near to a setting, "user" and "region" are less near
 # Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
 OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
-OF_FOLDER = {"of": "folder"}  # metadata of the settings that commands on a folder take, such as `dataload cache stats`
+# Metadata of settings: those that commands on a folder take, such as `dataload cache stats`, and those of `tiercache` only
+OF_FOLDER, OF_FILESYSTEM = {"of": "folder"}, {"of": "filesystem"}
 SIZE = re.compile(r"(-?(?:\d+\.?\d*|\.\d+))\s*([KMGTPE]I?)?B?", re.IGNORECASE)
 UNITS: dict[str, int] = {
     f"{prefix}{binary}": base**power
@@ -50,8 +51,9 @@ class CacheConfig:
         block_bytes: Size of the blocks in which objects are fetched and cached, in bytes or as text.
         policy: "pin" keeps the data that running jobs use, evicts other data, oldest first, and then admits nothing
             more; "lru" evicts the least recently used data.
-        consistency: When to check an object's version: once per "generation" (listing), at every "open", or never
-            again once known ("immutable", for objects that nobody overwrites: a restarted job asks for none of them).
+        consistency: When `tiercache` checks an object's version: once per "generation" (listing), at every "open", or
+            never again once known ("immutable", for objects that nobody overwrites: a restarted job asks for none of
+            them). A dataset lists its objects once and reads those versions.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3 if it supports
             all options of the s3fs filesystem. Else it uses fsspec, which takes three times the CPU time, and the log
             and `stats()` say why.
@@ -85,7 +87,7 @@ class CacheConfig:
     cache_bytes: int | str | None = None
     block_bytes: int | str = "4MiB"
     policy: str = "pin"
-    consistency: str = "generation"
+    consistency: str = field(default="generation", metadata=OF_FILESYSTEM)
     engine: str = "auto"
     in_flight: int = 64
     cluster: str | None = field(default=None, repr=False)
@@ -164,11 +166,11 @@ def chosen(cache: CacheConfig | Literal[False] | None, options: CacheOptions) ->
         options: Arguments of `CacheConfig`. None is the same as not given.
 
     Raises:
-        ConfigError: `cache` is of another type or comes with options, or an option is invalid.
+        ConfigError: `cache` is of another type or comes with options, or an option is invalid or of `tiercache` only.
     """
     given: Any = {name: value for name, value in options.items() if value is not None}
     if cache is None:
-        return CacheConfig(**given)
+        cache, given = CacheConfig(**given), {}
     if given:
         advice = (
             "not allowed with cache=False, leave it out" if cache is False else "pass it inside cache=CacheConfig(...)"
@@ -178,6 +180,9 @@ def chosen(cache: CacheConfig | Literal[False] | None, options: CacheOptions) ->
         return None
     if not isinstance(cache, CacheConfig):
         raise ConfigError(f"cache={cache!r} must be a CacheConfig, False for no cache, or None for the default cache")
+    if cache.consistency != CacheConfig.consistency:
+        way = "which lists its objects once and reads those versions: leave it out"
+        raise ConfigError(f"consistency={cache.consistency!r} is a setting of tiercache, not of a dataset, {way}")
     return cache
 
 

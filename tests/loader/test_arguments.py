@@ -96,6 +96,8 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
         ({"policy": "fifo"}, "policy='fifo' is unknown: use one of pin, lru"),
         ({"cache": CacheConfig(), "policy": "lru"}, r"policy: pass it inside cache=CacheConfig\(...\)"),
+        ({"consistency": "open"}, "consistency='open' is a setting of tiercache, not of a dataset"),
+        ({"cache": CacheConfig(consistency="immutable")}, "consistency='immutable' is a setting of tiercache, not of"),
         ({"source": None}, "the source is of type NoneType: use a URL"),
         ({"source": {"a": MISSING}}, "the source is of type dict: use a URL"),
         ({"source": [MISSING, 3]}, "the source has an item of type int: use a URL"),

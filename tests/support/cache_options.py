@@ -13,7 +13,7 @@ from dataload.cache import config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPTIONS, GUIDE = ROOT / "cache" / "options.py", ROOT / "docs" / "guides" / "filesystem.md"
-TABLE = re.compile(r"^\| setting \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^\| setting \|.*?(?=\n\n|\n\Z)", re.MULTILINE | re.DOTALL)
 HEAD = '''"""The settings of `CacheConfig` as keyword arguments, for type checkers. `make options` writes this file."""
 
 from __future__ import annotations

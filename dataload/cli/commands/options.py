@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dataload.cache.config import OF_FOLDER, CacheConfig, described, split_options
+from dataload.cache.config import OF_FILESYSTEM, OF_FOLDER, CacheConfig, described, split_options
 from dataload.cli.console import progress
 from dataload.errors import ConfigError
 
@@ -120,12 +120,16 @@ def mapping(text: str | None) -> dict[str, Any]:
 
 
 def with_cache_options(*, of_folder: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator of commands that replaces their argument `cache` by an option for each setting of a cache.
+    """Return a decorator of commands that replaces their argument `cache` by an option for each setting of a dataset's.
 
     Args:
         of_folder: Only the settings that say which folder it is, for commands that fetch nothing.
     """
-    settings = [each for each in fields(CacheConfig) if not of_folder or each.metadata == OF_FOLDER]
+    settings = [
+        each
+        for each in fields(CacheConfig)
+        if (each.metadata == OF_FOLDER if of_folder else each.metadata != OF_FILESYSTEM)
+    ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
