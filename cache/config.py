@@ -27,7 +27,7 @@ DEFAULT_DIR = "DATALOAD_CACHE_DIR"  # the environment variable that names the de
 NEAR = 0.73  # "cache_size" is as near to a setting, "user" and "region" are less near
 # Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
 OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
-# Metadata of settings: those that commands on a folder take, such as `dataload cache stats`, and those of `tiercache` only
+# Metadata of settings: of those that commands on a folder take, such as `dataload cache stats`; of those of `tiercache`
 OF_FOLDER, OF_FILESYSTEM = {"of": "folder"}, {"of": "filesystem"}
 SIZE = re.compile(r"(-?(?:\d+\.?\d*|\.\d+))\s*([KMGTPE]I?)?B?", re.IGNORECASE)
 UNITS: dict[str, int] = {
@@ -109,11 +109,15 @@ class CacheConfig:
             check_key("cluster_key", self.cluster_key)
             if self.cluster is None:
                 raise ConfigError("cluster_key: needs cluster=, the address of the Valkey whose values it protects")
-        if not isinstance(self.in_flight, int) or self.in_flight < 1:
+        if type(self.in_flight) is not int or self.in_flight < 1:
             raise ConfigError(f"in_flight={self.in_flight!r} must be an integer of at least 1")
-        for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
+        for name, allowed in (
+            *(("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)),
+            *(("allow_network_filesystem", (False, True)), ("page_checksums", (False, True))),
+        ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")
+                known = ", ".join(map(str, allowed))
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {known}")
 
     @property
     def folder(self) -> Path:
@@ -152,9 +156,9 @@ def described() -> dict[str, str]:
 
 
 def split_options(arguments: Mapping[str, Any]) -> tuple[CacheOptions, dict[str, Any]]:
-    """Return the arguments that are settings of a cache, and the others."""
+    """Return the arguments that are settings of a cache, and the others. A setting that is None is not given."""
     names = {each.name for each in fields(CacheConfig)}
-    options: Any = {name: value for name, value in arguments.items() if name in names}
+    options: Any = {name: value for name, value in arguments.items() if name in names and value is not None}
     return options, {name: value for name, value in arguments.items() if name not in names}
 
 
@@ -168,7 +172,7 @@ def chosen(cache: CacheConfig | Literal[False] | None, options: CacheOptions) ->
     Raises:
         ConfigError: `cache` is of another type or comes with options, or an option is invalid or of `tiercache` only.
     """
-    given: Any = {name: value for name, value in options.items() if value is not None}
+    given, _ = split_options(options)
     if cache is None:
         cache, given = CacheConfig(**given), {}
     if given:

@@ -47,7 +47,7 @@ class ClusterUrl:
             userinfo, _, hosts = found.netloc.rpartition("@")
             parsed = [urlsplit(f"//{host}") for host in hosts.split(",")]
             nodes = tuple((host.hostname or "", host.port or PORT) for host in parsed)
-        except ValueError:
+        except (ValueError, AttributeError):  # AttributeError: it is no text
             nodes = ()
         if (
             not nodes

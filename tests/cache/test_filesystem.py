@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from threads import AskedFirst
 
 from dataload.cache import config, filesystem
 from dataload.cache.blocks.reader import IN_FLIGHT, Object
+from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import reports
 from dataload.cache.origin.origin import Origin
@@ -670,11 +672,21 @@ def test_writing_is_refused(fs: TierCacheFileSystem, bucket: Any) -> None:
         {"block_bytes": "-1MB"},
         {"cache_size": "1GB"},
         {"cachedir": "/nvme/cache"},
+        {"page_checksums": "false"},
+        {"allow_network_filesystem": "no"},
+        {"in_flight": True},
+        {"cluster": 5},
     ],
 )
 def test_settings_that_cannot_work(bucket: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         open_fs(bucket, tmp_path, **wrong)
+
+
+def test_a_setting_that_is_none_has_its_default(bucket: Any, tmp_path: Path) -> None:
+    names = {each.name for each in fields(CacheConfig)} - {"cache_dir", "block_bytes", "cache_bytes"}
+    given, plain = (open_fs(bucket, tmp_path, **each).blocks.config for each in (dict.fromkeys(names), {}))
+    assert given == plain
 
 
 def test_names_that_libraries_pass_are_allowed(bucket: Any, tmp_path: Path) -> None:
