@@ -270,8 +270,9 @@ class RankSampler(DistributedSampler[int]):
         number, rows = whole_number("epoch", epoch), whole_number("cursor", cursor)
         options = self.position.options if number == self.epoch else self._next_options()
         order = self._order_of(options)
+        self.restored = self.restored and number == self.epoch
         self._begin(number, min(rows, order.n), options, order)
-        self.handed_out, self.restored = None, False
+        self.handed_out = None
 
     def renew(self) -> None:
         """Follow changes of the data, such as new weights of a mixture, unless an epoch goes on."""

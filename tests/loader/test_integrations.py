@@ -259,10 +259,15 @@ def test_epochs_that_fabric_counts_from_0_continue_at_the_restored_one(
     dataset = make_dataset(str(folder), cache=False)
     state = {**make_loader(dataset, 16).state_dict(), "epoch": 3, "cursor": 64}
 
-    def epochs(*counted: int) -> list[tuple[int, int]]:
-        """Return the epoch and the batches of each loop. The second one breaks after a batch."""
+    def epochs(*counted: int, own: int | None = None) -> list[tuple[int, int]]:
+        """Return the epoch and the batches of each loop. The second one breaks after a batch.
+
+        own: The epoch that the program itself sets after the restart.
+        """
         loader, found = make_loader(dataset, 16), []
         loader.load_state_dict(state)
+        if own is not None:
+            loader.set_epoch(own)
         for number, epoch in enumerate(counted):
             loader.sampler.set_epoch(epoch)
             list(islice(loader, 1) if number == 1 else loader)
@@ -274,6 +279,8 @@ def test_epochs_that_fabric_counts_from_0_continue_at_the_restored_one(
     assert epochs(0, 1, 2) == [(0, 19), (1, 1), (2, 19)]
     monkeypatch.setitem(sys.modules, "lightning.fabric.wrappers", sys)
     assert epochs(0, 1, 2, 3) == [(3, 15), (4, 1), (5, 19), (6, 19)]
+    assert epochs(0, 1, 2, own=3) == [(3, 15), (4, 1), (5, 19)]
+    assert epochs(0, 1, own=4) == [(0, 19), (1, 1)]
     assert epochs(3, 4) == [(3, 15), (4, 1)]
     assert epochs(4, 3, 5) == [(4, 19), (3, 1), (5, 19)]
 
