@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, ClassVar, Protocol, Self, cast
 
@@ -94,12 +94,14 @@ class RankSampler(DistributedSampler[int]):
         order: The order of its epoch.
         handed_out: The last position up to which rows were handed out since `position` was set, if that is another
             place: in an iteration that goes on, or at the end of the epoch before. None: there is none.
+        entered: Whether an iteration of torch has taken rows of the epoch, which `position` does not count.
         restored: Whether the number of the epoch is from a state, and not from the caller.
     """
 
     position: Position
     order: PositionOrder
     handed_out: Position | None = None
+    entered = False
     restored = False
     _differences: ClassVar[str] = "other files or filters, or row groups of other sizes"  # between two datasets
 
@@ -237,7 +239,7 @@ class RankSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
-        return RowIterator(lambda: (self.epoch, self.cursor), self._rows_from)
+        return self._iterator(lambda: (self.epoch, self.cursor))
 
     def __len__(self) -> int:
         """Return the rows of each rank in a full epoch, padding included."""
@@ -320,10 +322,15 @@ class RankSampler(DistributedSampler[int]):
         self._begin(position.epoch, cursor, options, order)
         self.handed_out, self.restored = None, True
 
+    def _iterator(self, begin: Callable[[], tuple[int, int]]) -> Iterator[int]:
+        """Return an iterator of the rank's rows from an epoch and a cursor on, which `begin` returns."""
+        return RowIterator(begin, self._rows_from, [self.num_replicas, self.batch_size])
+
     def _rows_from(self, epoch: int, cursor: int, skipped: int) -> Iterator[int]:
         """Yield the rank's rows from `cursor` on, except the first `skipped`. Move to the next epoch at the end."""
         if self.handed_out is not None and self.handed_out.epoch != epoch:
             self.handed_out = None
+        self.entered = self.entered or epoch == self.epoch
         batches, rows = divmod(skipped, self.batch_size)
         runs = self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows))
         yield from islice(chain.from_iterable(run.ravel().tolist() for run in runs), rows, None)
@@ -372,6 +379,7 @@ class RankSampler(DistributedSampler[int]):
         if order is not self.order:
             options = {**options, **order.options}
             self._follow(order)
+        self.entered = False
         self.position = Position(self.position.dataset, epoch, cursor, options)
 
     def _follow(self, order: PositionOrder) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dataload.errors import ConfigError
+
 
 class RowIterator(Iterator[int]):
     """The rows of one iteration of a sampler.
@@ -15,12 +17,16 @@ class RowIterator(Iterator[int]):
     Args:
         begin: Returns the epoch and the cursor of the first row. The iterator calls it at the first `next`.
         rows_from: Yields the rows of an epoch from a cursor on, except the first ones: (epoch, cursor, rows to skip).
+        world: [number of ranks, rows of one batch of one rank]. An iteration goes on with the same ones only.
     """
 
     def __init__(
-        self, begin: Callable[[], tuple[int, int]], rows_from: Callable[[int, int, int], Iterator[int]]
+        self,
+        begin: Callable[[], tuple[int, int]],
+        rows_from: Callable[[int, int, int], Iterator[int]],
+        world: list[int],
     ) -> None:
-        self._begin, self._rows_from = begin, rows_from
+        self._begin, self._rows_from, self._world = begin, rows_from, world
         self._start: tuple[int, int] | None = None
         self._yielded = 0
         self._rows: Iterator[int] | None = None
@@ -35,8 +41,17 @@ class RowIterator(Iterator[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small JSON-able dict."""
-        return {"start": self._start, "yielded": self._yielded}
+        return {"start": self._start, "yielded": self._yielded, "world": self._world}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows that the iterator of `state` had yielded."""
+        """Continue after the rows that the iterator of `state` had yielded.
+
+        Raises:
+            ConfigError: It had yielded rows of a rank of another world.
+        """
+        if state["yielded"] and state["world"] != self._world:
+            raise ConfigError(
+                f"the iteration of the state has num_replicas, batch_size = {state['world']}, this one {self._world}: "
+                "resume it with those"
+            )
         self._start, self._yielded, self._rows = state["start"], state["yielded"], None

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 
 from dataload.samplers.rank_sampler import RankSampler
-from dataload.samplers.row_iterator import RowIterator
 
 
 class PreparedForAccelerate:
@@ -77,7 +76,7 @@ class TrainerEpochs(RankSampler):
 
         After a restart, accelerate and the Hugging Face Trainer skip the batches that the epoch had before.
         """
-        return RowIterator(lambda: (self.epoch, 0), self._rows_from)
+        return self._iterator(lambda: (self.epoch, 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, as in `RankSampler`, except for Fabric after a restart.

@@ -239,7 +239,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if sampler.begun is not None and sampler.finished_at(sampler.begun.cursor):
             sampler.end_epoch()  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
-            sampler.handed_out = None  # The epoch begins, perhaps for a second time.
+            sampler.handed_out, sampler.entered = None, False  # The epoch begins, perhaps for a second time.
         sampler.renew()
         share_host(self.maker, self.dataset, self.local_world_size, self.num_workers)
         return sampler.position if self.sampler is sampler else sampler.position.at(0)  # A batch sampler has all of it.

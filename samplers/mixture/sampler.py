@@ -126,7 +126,7 @@ class MixtureSampler(RankSampler):
         order = self.order.with_options(weights=weights)
         if self.handed_out is not None:
             self.handed_out = with_next_weights(self.handed_out, order.weights)
-        if not self.cursor and self._next_options() is self.position.options:
+        if not (self.cursor or self.entered) and self._next_options() is self.position.options:
             self._begin(self.epoch, 0, self.position.options, order)
             return
         self.position = with_next_weights(self.position, order.weights)

@@ -413,6 +413,18 @@ def test_an_iteration_resumes_as_torchdata_does_it(taken, advances):
     assert list(resumed) == np.concatenate(list(saved.batches(3, 0))).tolist()
 
 
+@pytest.mark.parametrize(("num_replicas", "batch_size"), [(4, 10), (2, 5)])
+def test_an_iteration_resumes_in_the_same_world_only(num_replicas, batch_size):
+    """The state of an iterator counts the rows of its rank."""
+    rows = iter(ShardedSampler([103], 2, 1, batch_size=10))
+    begun, (_, *_) = rows.state_dict(), islice(rows, 20)
+    other = iter(ShardedSampler([103], num_replicas, 1, batch_size=batch_size))
+    other.load_state_dict(begun)
+    with pytest.raises(ConfigError, match=rf"= \[2, 10\], this one \[{num_replicas}, {batch_size}\]: resume it"):
+        other.load_state_dict(json.loads(json.dumps(rows.state_dict())))
+    assert len(list(other)) == math.ceil(103 / num_replicas)
+
+
 def test_set_epoch_keeps_a_cursor_of_the_same_epoch():
     sampler = ShardedSampler(LENGTHS, 2, 0, batch_size=3)
     sampler.set_epoch(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 
 import numpy as np
 import pytest
@@ -224,6 +224,22 @@ def test_weights_that_are_set_in_an_epoch_hold_from_the_next_one_on():
     resumed.load_state_dict({**state, "next_weights": None})  # An earlier change does not hold any more.
     list(resumed)
     assert resumed.order.weights == (3, 1, 4)
+
+
+def test_weights_that_are_set_in_an_iteration_hold_from_the_next_epoch_on():
+    """StatefulDataLoader saves the sampler and its iterator, and marks no batches."""
+    sampler, resumed, plain = (MixtureSampler(SOURCES, 1, 0, batch_size=10, weights=WEIGHTS) for _ in range(3))
+    rows = iter(sampler)
+    begun = list(islice(rows, 20))
+    sampler.set_weights([1, 1, 1])
+    resumed.load_state_dict(sampler.state_dict())
+    rest = iter(resumed)
+    rest.load_state_dict(rows.state_dict())
+    assert [*begun, *rest] == [*begun, *rows] == list(plain)
+    assert resumed.order.weights == sampler.order.weights == (1, 1, 1)
+    assert list(resumed) == list(sampler)
+    sampler.set_weights(WEIGHTS)  # No iteration goes on.
+    assert sampler.order.weights == (3, 1, 4)
 
 
 def test_other_arguments_and_weights_hold_from_the_next_epoch_on(caplog):
