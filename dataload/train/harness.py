@@ -23,7 +23,7 @@ from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import ModuleSelector, begin_training, check_not_wrapped, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
-from dataload.train.ranks.collectives import agree, gather, is_first, on_first
+from dataload.train.ranks.collectives import agree, gather, is_first, on_all, on_first
 from dataload.train.ranks.exchange import exchange_between
 from dataload.train.ranks.process_group import check_ranks_run, device_of, process_group
 from dataload.train.ranks.replica import COMM_HOOKS
@@ -172,6 +172,7 @@ def fit(
 
     def train() -> list[dict[str, Any]]:
         _check_ranks(loader, world, mesh)
+        stats_dir = on_all(lambda: None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir))
         move(model, optimizer, device)
         begin_training(model)
         with recomputed(model, activation_checkpointing), closing(Checkpoints(checkpoint_dir, keep)) as checkpoints:
@@ -187,7 +188,7 @@ def fit(
                 checkpoint_every=checkpoint_every,
                 evaluate=evaluate,
                 mesh=mesh,
-                stats_dir=None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir),
+                stats_dir=stats_dir,
             )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, profile):

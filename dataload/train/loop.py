@@ -37,7 +37,7 @@ from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, even_batches, feed
-from dataload.train.ranks.collectives import agree, gather, on_first, process_number, share_buffers
+from dataload.train.ranks.collectives import gather, on_first, process_number, share_buffers
 from dataload.train.ranks.process_group import sampler_with
 from dataload.train.ranks.sharded import check_replicated, reshard
 from dataload.train.tensorboard import TensorBoardWriter
@@ -134,13 +134,12 @@ class TrainingLoop:
         self._generators = [] if self._stateful else _generators_of(self.loader)
 
     def resume(self, path: Path | None) -> Resumed:
-        """Resume from the checkpoint at `path`, the same one on all ranks. Do nothing if it is None.
+        """Resume from the checkpoint at `path`, of which each rank may have a copy. Do nothing if it is None.
 
         Raises:
             ConfigError: The checkpoint does not fit this run.
         """
         reshard(self.model)
-        agree("the checkpoint to resume from", path and path.name)  # Ranks may have paths of their own to its folder.
         if path is None:
             return Resumed()
         self.history, self.step, processes = load(path, self._parts, Progress.read)

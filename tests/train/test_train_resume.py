@@ -34,6 +34,7 @@ from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.train.checkpoint import checkpoints, manifest, run_lock
 from dataload.train.checkpoint.checkpoints import STATE, TENSORS, Checkpoints, load
+from dataload.train.checkpoint.state import rng_state
 from dataload.train.harness import fit
 from dataload.train.rank_batches import batches_on
 from dataload.world import World
@@ -597,6 +598,15 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
         train_with_noise(tmp_path, 2)
 
 
+@pytest.mark.parametrize("size", ["1e999", "NaN", "[]", '"many"'])
+def test_a_manifest_with_sizes_that_are_none_is_refused(tmp_path, size):
+    train_with_noise(tmp_path, 1)
+    listed = tmp_path / "checkpoint-000001" / manifest.MANIFEST
+    listed.write_text(re.sub(r'"size": \d+', f'"size": {size}', listed.read_text(), count=1))
+    with pytest.raises(ConfigError, match=r"checkpoint-000001 is damaged: manifest.json is no manifest"):
+        train_with_noise(tmp_path, 2)
+
+
 @pytest.mark.parametrize("file", [STATE, TENSORS])
 def test_a_manifest_that_lacks_a_file_of_each_checkpoint_is_refused(tmp_path, file):
     train_with_noise(tmp_path, 1)
@@ -705,6 +715,42 @@ def test_ranks_that_resume_from_different_checkpoints_are_told(ranks, tmp_path):
         assert "ranks do not agree on the checkpoint to resume from: None on ranks [0]; 'checkpoint-" in str(error)
 
 
+def resumed_from_a_folder_of_each_rank(folder):
+    train_with_noise(None, 3, resume=folder / f"node {World.detect().rank}")
+
+
+def test_ranks_that_resume_from_checkpoints_of_different_runs_are_told(ranks, tmp_path):
+    """Their names are the same."""
+    for node in range(2):
+        train_with_noise(tmp_path / f"node {node}", 1)
+    for error in ranks(2, resumed_from_a_folder_of_each_rank, tmp_path):
+        assert isinstance(error, ConfigError), repr(error)
+        told = r"ranks do not agree on the checkpoint to resume from: 'checkpoint-000001, \w+' on ranks \[0\]; 'check"
+        assert re.search(told, str(error))
+
+
+def test_ranks_name_an_earlier_checkpoint_although_not_all_have_it(ranks, tmp_path):
+    train_with_noise(tmp_path / "node 0", 2)
+    os.truncate(tmp_path / "node 0" / "checkpoint-000002" / STATE, 0)
+    shutil.copytree(tmp_path / "node 0" / "checkpoint-000002", tmp_path / "node 1" / "checkpoint-000002")
+    for error in ranks(2, resumed_from_a_folder_of_each_rank, tmp_path):
+        assert isinstance(error, ConfigError), repr(error)
+        assert re.search(r"000002 is damaged: state.json .* no earlier checkpoint beside it is whole", str(error))
+
+
+def with_a_variable_of_rank_0(folder, argument):
+    if World.detect().rank == 0:
+        os.environ["NOWHERE"] = str(folder)
+    fit(*build(), Rows(), None, epochs=1, progress=False, **{argument: "$NOWHERE/run"})
+
+
+@pytest.mark.parametrize("argument", ["checkpoint_dir", "resume", "log_dir"])
+def test_a_folder_that_one_rank_cannot_name_is_an_error_of_all(ranks, tmp_path, argument):
+    for error in ranks(2, with_a_variable_of_rank_0, tmp_path, argument):
+        assert isinstance(error, ConfigError), repr(error)
+        assert f"{argument}='$NOWHERE/run': $NOWHERE is not set in the environment" in str(error)
+
+
 def resumed_from_a_damaged_file_of_rank_1(folder):
     world = World.detect()
     train_with_noise(folder, 1)
@@ -766,6 +812,14 @@ def test_the_state_of_another_loader_is_refused(tmp_path):
         (changed_process(generators={}), r"processes\[0\]: generators lacks 'torch'"),
         (changed_process(**{"so far": {"sums": {}}}), r"processes\[0\]: so far lacks 'rows'"),
         (changed_process(**{"so far": {"sums": {"loss": "x"}, "rows": {}, "counts": {}}}), "sums so far has a str"),
+        (changed_process(**{"so far": {"sums": {}, "rows": {}, "counts": {}, "x": {}}}), "so far has more: 'x'"),
+        (changed_process(generators={**rng_state(), "python": (3, (), None)}), "state vector is the wrong size"),
+        (
+            changed_process(generators={**rng_state(), "numpy": {"bit_generator": "MT19937"}}),
+            "state dictionary is not valid",
+        ),
+        (changed_process(generators={**rng_state(), "torch": torch.zeros(3, dtype=torch.uint8)}), "RNG state"),
+        (changed_process(generators={**rng_state(), "more": ["x"]}), "expected a torch.ByteTensor"),
     ],
 )
 def test_progress_that_makes_no_sense_is_named_before_anything_is_loaded(tmp_path, change, named):

@@ -39,7 +39,7 @@ from dataload.train.checkpoint import manifest, tensor_layout
 from dataload.train.checkpoint.run_lock import RunLock
 from dataload.train.checkpoint.shared_folder import last_objections, require_shared
 from dataload.train.checkpoint.state import from_json, map_leaves, tensors, to_json, to_meta
-from dataload.train.ranks.collectives import agree, is_first, on_each, on_first, process_count, process_number
+from dataload.train.ranks.collectives import agree, is_first, on_all, on_each, on_first, process_count, process_number
 from dataload.train.ranks.sharded import allocator
 
 STATE = "state.json"
@@ -71,7 +71,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
         if keep < 1:
             raise ConfigError(f"keep={keep}: at least 1 checkpoint is kept")
-        self._folder = None if folder is None else local_folder("checkpoint_dir", folder)
+        self._folder = on_all(lambda: None if folder is None else local_folder("checkpoint_dir", folder))
         self._keep = keep
         agree("whether there is a checkpoint_dir", self.enabled)
         self._lock: RunLock | None = None
@@ -139,19 +139,29 @@ class Checkpoints:
                 checkpoint is damaged. The message names the latest earlier checkpoint that is whole.
             OSError: A file cannot be read.
         """
-        found = own = _latest_in(self._folder)
-        if resume != "auto":
-            found = None if resume is None else _checkpoint_at(local_folder("resume", resume))
-        agree("the checkpoint to resume from", None if found is None else found.name)  # each verifies a part of it
+        own, found, name = on_all(lambda: self._search(resume))
+        agree("the checkpoint to resume from", name)  # Each rank verifies a part of it, at a path of its own.
         if found is None and resume not in (None, "auto"):
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
         if found is not None:
             _require_whole(found)
         if found is not None and own is not None and found.samefile(own):
-            _, self._earlier, _ = _state_of(found)
+            self._earlier = _state_of(found)[1]
         elif self._latest:
             log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
         return found
+
+    def _search(self, resume: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None, str | None]:
+        """Return the latest checkpoint in the folder, the one to resume from, and a name that only its copies have."""
+        found = own = _latest_in(self._folder)
+        if resume != "auto":
+            found = None if resume is None else _checkpoint_at(local_folder("resume", resume))
+        if found is None:
+            return own, None, None
+        if not (found / manifest.MANIFEST).is_file():
+            return own, found, found.name
+        [entry] = manifest.entries(found, [manifest.MANIFEST]).values()
+        return own, found, f"{found.name}, {entry.xxh3}"
 
     def save(self, states: dict[str, Any], rest: dict[str, Any]) -> None:
         """Add a checkpoint and remove those of this run that are no longer kept.
@@ -220,7 +230,7 @@ def load(path: Path, parts: dict[str, Any], read: Callable[[dict[str, Any]], T])
     Raises:
         ConfigError: The checkpoint has other parts, or the state of another model or optimizer, or nonsense.
     """
-    states, _, rest = _state_of(path)
+    states, _, rest, layout = _state_of(path)
     with _reading(path):
         found = read(rest)
     if unmatched := (states.keys() ^ parts.keys()) - {"evaluate"}:
@@ -234,7 +244,7 @@ def load(path: Path, parts: dict[str, Any], read: Callable[[dict[str, Any]], T])
     live = tensors({name: part.state_dict() for name, part in parts.items()})
     states = map_leaves(states, allocator(live, parts.get("optimizer")))
     with _reading(path):
-        metadata = tensor_layout.from_json(_json_of(path)["tensors"], manifest.read(path))
+        metadata = tensor_layout.from_json(layout, manifest.read(path))
     with _dcp_errors():
         dcp_load(tensors(states), storage_reader=_Reader(path, metadata))
     for name, state in states.items():
@@ -315,16 +325,12 @@ class _Reader(FileSystemReader):
             return super().read_data(*args, **kwargs)
 
 
-def _json_of(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((path / STATE).read_bytes())
-    return content
-
-
-def _state_of(path: Path) -> tuple[dict[str, Any], int, dict[str, Any]]:
-    """Return the state of each part, the number of the last checkpoint of earlier runs, and the rest."""
+def _state_of(path: Path) -> tuple[dict[str, Any], int, dict[str, Any], Any]:
+    """Return the state of each part, the number of the last checkpoint of earlier runs, the rest, and the layout."""
     with _reading(path):
-        rest = from_json(_json_of(path)["state"])
-        return dict(rest.pop("parts")), int(rest.pop("earlier")), rest
+        content = json.loads((path / STATE).read_bytes())
+        rest = from_json(content["state"])
+        return dict(rest.pop("parts")), int(rest.pop("earlier")), rest, content["tensors"]
 
 
 @contextmanager
@@ -350,7 +356,8 @@ def _require_whole(path: Path) -> None:
     if problem is None:
         return
     match = NAME.fullmatch(path.name)
-    earlier = [path.with_name(_name(each)) for each in _numbers(path.parent) if not match or each < int(match[1])]
+    numbers = on_first(lambda: _numbers(path.parent))  # Another rank may have others.
+    earlier = [path.with_name(_name(each)) for each in numbers if not match or each < int(match[1])]
     whole = next((each for each in reversed(earlier) if each != path and _damage(each) is None), None)
     way_out = "no earlier checkpoint beside it is whole: pass resume=None to start again"
     if whole is not None:

@@ -85,7 +85,8 @@ def read(folder: Path) -> dict[str, Entry]:
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         files = {name: Entry(int(each["size"]), str(each["xxh3"])) for name, each in content.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    # OverflowError: an infinite number
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is no manifest ({error!r})") from error
     if strange := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
         raise ValueError(f"{MANIFEST} names files elsewhere: {strange}")

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dataload.train.checkpoint.state import check_rng_state
+
 PROCESS = {"generators": dict, "so far": dict, "loader": object}
 GENERATORS = {"torch": Tensor, "cuda": Tensor | None, "python": tuple, "numpy": dict, "more": list}
+SO_FAR = ("sums", "rows", "counts")
 
 
 class Progress(NamedTuple):
@@ -32,6 +35,7 @@ class Progress(NamedTuple):
 
         Raises:
             ValueError: It is no progress. The message names the part.
+            TypeError, RuntimeError: A generator cannot have its state.
         """
         _check(content, {"history": list, "step": int, "processes": list}, "the checkpoint")
         progress = cls(*(content[name] for name in cls._fields))
@@ -47,8 +51,11 @@ class Progress(NamedTuple):
                 raise ValueError(f"{name} is no pair of a rank and its state")
             _check(process[1], PROCESS, name)
             _check(process[1]["generators"], GENERATORS, f"{name}: generators")
+            check_rng_state(process[1]["generators"])
             if metrics := process[1]["so far"]:
-                _check(metrics, dict.fromkeys(("sums", "rows", "counts"), dict), f"{name}: so far")
+                _check(metrics, dict.fromkeys(SO_FAR, dict), f"{name}: so far")
+                if more := sorted(map(repr, metrics.keys() - set(SO_FAR))):
+                    raise ValueError(f"{name}: so far has more: {', '.join(more)}")
                 for kind, figures in metrics.items():
                     _check(figures, dict.fromkeys(figures, Real), f"{name}: {kind} so far")
         ranks = sorted({rank for rank, _ in progress.processes})

@@ -198,6 +198,14 @@ def rng_state(more: Iterable[torch.Generator] = ()) -> dict[str, Any]:
     return {**own, "more": [each.get_state() for each in more]}
 
 
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Raise an error unless `rng_state` may have returned this state. It may be of a GPU that is not here."""
+    for each in (state["torch"], *state["more"]):
+        torch.Generator().set_state(each)
+    random.Random().setstate(state["python"])  # noqa: S311 (the global generator is one)
+    np.random.RandomState().set_state(state["numpy"])
+
+
 def set_rng_state(state: dict[str, Any], more: Iterable[torch.Generator] = ()) -> None:
     """Restore a state that `rng_state` returned. The state of a GPU is ignored on a machine without one."""
     torch.set_rng_state(state["torch"])

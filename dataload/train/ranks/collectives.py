@@ -85,6 +85,11 @@ def on_each(work: Callable[[], T]) -> list[T]:
     return [result for result, _ in answers]
 
 
+def on_all(work: Callable[[], T]) -> T:
+    """Call `work` on every rank. Return this rank's result, or raise the first error on every rank."""
+    return on_each(work)[process_number()]
+
+
 def agree(what: str, value: Any) -> None:
     """Raise ConfigError on every rank unless all ranks have the same `value`."""
     ranks = ranks_by(gather(value))
