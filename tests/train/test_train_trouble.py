@@ -169,6 +169,7 @@ def timeout_in_a_group_of_ours():
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    dist.barrier()  # A rank that ends before the others have connected to it would be their error.
     try:
         train_in_order(4, timeout=3)
     finally:
