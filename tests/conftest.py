@@ -35,8 +35,16 @@ LONGEST = """
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests by module, the longest modules first."""
+    """Sort the tests by module, the longest modules first. Leave all but the first of `variants` to `make slow`."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("variants"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker("slow")
+            seen.add(test)
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 

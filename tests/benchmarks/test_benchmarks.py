@@ -57,6 +57,7 @@ def read(entry: Entry, setting: Setting, truth: Truth, epochs: int = 3) -> Run:
     return run
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_a_workload_is_the_same_each_time_and_its_truth_that_of_its_files(workload: Any, tmp_path: Path) -> None:
     truth = write(workload, tmp_path / "one")

@@ -248,6 +248,7 @@ def client(request: pytest.FixtureRequest, origin: Origin) -> Iterator[Boto | S3
     made.close()
 
 
+@pytest.mark.variants
 def test_a_client_lists_and_reads_what_is_in_the_folder(folder: Path, client):
     files = {str(path.relative_to(folder / "b")): path.read_bytes() for path in (folder / "b").rglob("*")
              if path.is_file()}  # fmt: skip
@@ -262,6 +263,7 @@ def test_a_client_lists_and_reads_what_is_in_the_folder(folder: Path, client):
             assert client.read_range(key, start, stop) == body[start:stop]
 
 
+@pytest.mark.variants
 def test_a_client_follows_the_pages_of_a_listing(folder: Path, client):
     keys = [f"many/{i:04d}/x {i}" for i in range(1100)]
     for key in keys:

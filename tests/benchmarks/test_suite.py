@@ -108,6 +108,7 @@ def test_a_stage_of_more_ranks_has_no_floors(tmp_path: Path) -> None:
     assert [entry.name for entry in suite._turn(1, "1")] == ["floor: gather", "dataload"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "error"),
     [

@@ -136,6 +136,7 @@ def planted(server: Server, what: str) -> None:
     server.ask("SET", name_of(), damaged[what])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "what",
     ["a flipped bit", "a flipped bit in the footer", "cut short", "nothing", "something else", "another blob"],

@@ -184,6 +184,7 @@ def test_duckdb(folder: str, bucket: Any, options: dict[str, Any], same_three_ti
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("form", "streaming"),
     [
@@ -233,6 +234,7 @@ def zarr() -> Iterator[Any]:
     zarr.core.sync.cleanup_resources()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("how", ["url", "filesystem"])
 def test_zarr(how: str, zarr: Any, bucket: Any, options: Any, chained: Any, same_three_times: Any) -> None:
     values = np.random.default_rng(0).integers(0, 1000, (300, 200))

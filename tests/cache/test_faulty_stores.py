@@ -60,6 +60,7 @@ def opened(store: Store, cache_dir: Path, client: str, **options: Any) -> Iterat
     origin.close_session(origin.loop, origin.s3)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", ["deferred", "fsspec"])
 @pytest.mark.parametrize("path", ["bucket/d", "bucket/d/*", "bucket", "bucket/*/*"])
 @pytest.mark.parametrize("listing", ["tokenless", "v1"])
@@ -70,6 +71,7 @@ def test_a_listing_without_tokens_loses_no_object(client: str, path: str, listin
         assert len(origin_of(client, **store.options).list(path)) == 25
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", ["deferred", "fsspec"])
 def test_folders_of_a_listing_without_tokens_are_all_listed(client: str) -> None:
     with faulty_store(listing="tokenless", page=10) as store:
@@ -78,6 +80,7 @@ def test_folders_of_a_listing_without_tokens_are_all_listed(client: str) -> None
         assert len(origin_of(client, **store.options).list("bucket/d/*/x")) == 40
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", ["deferred", "fsspec"])
 @pytest.mark.parametrize("path", ["bucket/d", "bucket/d/*", "bucket"])
 def test_a_listing_whose_token_repeats_is_an_error(client: str, path: str) -> None:
@@ -113,6 +116,7 @@ def test_tags_without_quotes_are_compared_and_times_are_not(tmp_path: Path, clie
         assert fs.cat_file("bucket/x") == OLD
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("what", ["time", "time, listed tags"])
 def test_a_replaced_object_without_etags_is_noticed_at_equal_size(tmp_path: Path, client: str, what: str) -> None:
@@ -164,6 +168,7 @@ def test_doctor_names_a_store_that_tells_versions_apart_by_time() -> None:
         assert "time and size tell versions apart" in doctor.etag(case).what
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("provider", [
     *QUICK_PROVIDERS,
@@ -220,6 +225,7 @@ def forbidden(asked: Asked) -> Answer | None:
     return Answer.error(403, "AccessDenied") if asked.kind == "get" else None
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("given", ["options", "environment", "anon"])
 def test_a_store_that_denies_access_keeps_its_session(
@@ -658,6 +664,7 @@ def test_a_body_that_trickles_is_asked_for_again(tmp_path: Path, client: str, mo
         assert store.count("get") > 1
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_network_on_which_all_bodies_are_slow_is_read_and_its_pace_is_learnt(
     tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch

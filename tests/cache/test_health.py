@@ -152,6 +152,7 @@ def calls_of_a_use(path: Path) -> int:
     return len(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True])
 def test_every_call_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lasting: bool) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them take their time

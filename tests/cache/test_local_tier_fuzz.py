@@ -260,6 +260,7 @@ def _fork_server() -> Iterator[None]:
         yield
 
 
+@pytest.mark.variants
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
 @pytest.mark.parametrize("policy", ["pin", "lru"])
 def test_any_order_of_operations_keeps_the_promises(policy: str) -> None:

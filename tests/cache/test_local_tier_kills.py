@@ -251,6 +251,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return Prepared(tmp_path_factory.mktemp("prepared"))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("step", failpoints.STEPS)
 def test_a_kill_at_each_step_breaks_nothing(tmp_path: Path, prepared: Prepared, step: str) -> None:
     """Each scenario that reaches the step is killed there, at its first and at its last arrival."""
@@ -820,6 +821,7 @@ class Reading:
         return bytes(self.tier.get_or_fill(key(name), fill))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "persistent", [pytest.param(False, id="anew", marks=pytest.mark.slow), pytest.param(True, id="persistent")]
 )

@@ -571,6 +571,7 @@ def test_an_index_that_was_replaced_is_noticed(tmp_path: Path) -> None:
     assert is_kept(tier, "x/3")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "removed", ["", "blobs", "tmp", "locks", "index", "FORMAT", "blobs/*", "tmp/*", "index/*", "*"]
 )

@@ -71,6 +71,7 @@ def rows_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"label": batch["label"], "private": torch.tensor(memory.rss - memory.shared)}
 
 
+@pytest.mark.slow
 def test_workers_do_not_grow(tmp_path: Path, one_row_group: Path) -> None:
     loader = make_loader(
         str(one_row_group),

@@ -610,6 +610,7 @@ def slow_store(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", ["slow_down", "reset", "short", "all"])
 def test_faults_in_passing_change_no_byte(
@@ -743,6 +744,7 @@ def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> N
         raise error
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "error", [UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), json.JSONDecodeError("no", "", 0)]
 )

@@ -79,6 +79,7 @@ def origin(url: str, engine: str) -> Origin:
     return Origin(fsspec.filesystem("s3", skip_instance_cache=True, **options), engine="fsspec")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
     ("code", "status", "fix"),

@@ -285,6 +285,7 @@ LISTINGS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("call", LISTINGS)
 def test_listings_of_an_overloaded_store_are_whole(overloaded_url: str, tmp_path: Path, call: str) -> None:
     """s3fs leaves out a folder that it cannot list."""

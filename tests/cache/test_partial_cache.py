@@ -155,6 +155,7 @@ def test_a_copy_of_the_tier_has_the_region(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(tier_of(tmp_path, 5, region=2))).division().region == 2 * ON_DISK
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("share", "workers"), [(0.5, 0), (0.75, 0), (0.9, 0), (0.5, 1)])
 def test_an_epoch_fetches_what_the_cache_has_no_room_for(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, share: float, workers: int

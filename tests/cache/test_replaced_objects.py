@@ -91,6 +91,7 @@ def close(fs: TierCacheFileSystem) -> None:
         target.close_session(target.loop, target._session)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", ["obstore", "fsspec", "http"])
 @pytest.mark.parametrize("new", [NEW, NEW[: 2 * BLOCK - 1]], ids=["longer", "shorter"])
 def test_versions_do_not_mix(store: tuple[str, type[_Store]], tmp_path: Path, kind: str, new: bytes) -> None:
@@ -144,6 +145,7 @@ def test_an_older_s3fs_tells_that_the_requester_pays(
     close(fs)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("ask", [
     lambda fs, folder: fs.find(folder),
     lambda fs, folder: fs.find(folder, maxdepth=1),

@@ -93,12 +93,14 @@ def tree(server: Any) -> str:
     return "names"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("path", PATHS)
 def test_the_objects_of_a_path_are_those_of_s3fs(server: Any, tree: str, path: str) -> None:
     place = f"{tree}/{path}" if path else tree
     assert listed(deferred(server.storage_options), place) == listed(through_s3fs(server.storage_options), place)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("path", ["", "**", "*/*", "*"])
 @pytest.mark.parametrize("keys", [["/x"], ["/x", "x"], ["/a/x", "a/x"]], ids=str)
 def test_names_that_begin_with_a_slash_are_those_of_s3fs(bucket: Any, keys: list[str], path: str) -> None:
@@ -157,6 +159,7 @@ def test_a_glob_through_s3fs_lists_only_folders_that_can_match(server: Any, tree
     assert len(server.requests) == 3  # the bucket, plain and plain-2
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("path", ["all", "all/*.bin", "**"])
 def test_more_names_than_a_page_holds_are_listed(tmp_path: Path, path: str) -> None:
     folder = tmp_path / "bucket" / "all"
@@ -237,6 +240,7 @@ def load(tmp_path: Path, options: dict[str, Any], environment: dict[str, str]) -
     return rows, loaded, done.stderr
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("told", ["options", "environment", "anonymous", "profile"])
 def test_a_loader_imports_s3fs_for_what_only_a_session_finds(tmp_path: Path, dataset_server: Server, told: str) -> None:
     options: dict[str, Any] = {"endpoint_url": dataset_server.endpoint_url}
@@ -348,6 +352,7 @@ def test_a_home_folder_that_cannot_be_read_has_no_configuration(monkeypatch: pyt
     assert deferred_s3("s3://bucket/x", SECRET) is not None
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "999.999.1.1:9", "[:::::]:9"])
 def test_an_address_that_obstore_cannot_parse_raises_as_with_s3fs(address: str) -> None:
     options = SECRET | {"endpoint_url": f"http://{address}", "config_kwargs": None}

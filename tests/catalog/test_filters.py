@@ -219,6 +219,7 @@ def test_lists_keep_what_pyarrow_keeps(data: st.DataObject, stored: Stored) -> N
         assert expected in (None, found)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 def test_every_type_by_every_operator(kind: pa.DataType, stored: Stored) -> None:
     values = VALUES[kind]
@@ -399,6 +400,7 @@ def test_values_that_are_not_of_the_type_of_the_column(
         assert read_by_pyarrow(groups, [predicate]) == left
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()], ids=str)
 @pytest.mark.parametrize("sign", OPERATORS)
 def test_integers_of_every_size_are_compared_with_every_number(kind: pa.DataType, sign: str, stored: Stored) -> None:
@@ -418,6 +420,7 @@ def test_integers_of_every_size_are_compared_with_every_number(kind: pa.DataType
         assert kept(manifest, blocks, [("x", sign, value)]) == left, value
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", [pa.decimal128(5, 2), pa.decimal128(3, 0), pa.decimal256(50, 1)], ids=str)
 @pytest.mark.parametrize("sign", OPERATORS)
 def test_decimals_are_compared_with_every_number(kind: pa.DataType, sign: str, stored: Stored) -> None:
@@ -442,6 +445,7 @@ def test_decimals_are_compared_with_every_number(kind: pa.DataType, sign: str, s
         assert kept(manifest, blocks, [("x", sign, value)]) == left, value
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", [kind for kind in VALUES if not pa.types.is_floating(kind)], ids=str)
 def test_a_list_keeps_the_rows_that_equal_its_value(kind: pa.DataType, stored: Stored) -> None:
     """Also a value that the type does not have, which pyarrow rounds."""

@@ -399,6 +399,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 @pytest.mark.parametrize("columns", [*permutations([A_STRUCT, *PARTS]), *permutations([A_STRUCT, PARTS[0]])])
 def test_a_struct_without_values_has_the_members_of_other_files(

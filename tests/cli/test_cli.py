@@ -333,6 +333,7 @@ def test_a_server_without_an_answer_is_not_a_missing_dataset(run: Run, tmp_path:
     assert "Connect call failed" in done.stderr
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("cached", [False, True])
 def test_warm_fetches_nothing_in_vain(
     at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, cached: bool

@@ -257,6 +257,7 @@ def test_features_of_hugging_face_datasets(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("first", ["import datasets", "pass"])
 def test_arrays_of_hugging_face_are_tensors_with_and_without_its_package(first: str, tmp_path: Path) -> None:
     """`import datasets` registers extension types, which change how Arrow reads the same file."""

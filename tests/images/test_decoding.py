@@ -353,6 +353,7 @@ decode({"photo": [file.getvalue()]})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_intact_image_is_not_marked_when_memory_is_short() -> None:
     done = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=False)
@@ -544,6 +545,7 @@ def test_importing_dataload_imports_no_codec() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("package", "module"), [("simplejpeg", "codecs"), ("cv2", "random_crop")])
 def test_missing_packages_are_named(package: str, module: str) -> None:
     program = (

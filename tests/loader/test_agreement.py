@@ -91,6 +91,7 @@ def test_ranks_with_different_seeds_are_told(files: list[str], ranks: Ranks) -> 
     assert all("rank 1 has seed=1" in error and "rank 0 has seed=0" in error for error in errors)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize("number", [2, 3])
 def test_ranks_that_agree_read_each_row_once(
@@ -141,6 +142,7 @@ def of_a_set(files: list[str], cache: str, board: str) -> int:
     return found
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize(("program", "rows"), [(several, 1400), (of_a_set, 200)])
 def test_several_loaders_of_a_job_are_not_taken_for_each_other(
@@ -216,6 +218,7 @@ def alone(files: list[str], address: str) -> int:
     return sum(len(batch["x"]) for batch in [*loader, *loader])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"], ids=["late ranks", "no store"])
 def test_a_rank_waits_for_no_other(files: list[str], ranks: Ranks, address: str) -> None:
     assert ranks(1, alone, files, address) == [500]

@@ -165,6 +165,7 @@ def evaluated(batches: Loader, _: pytest.MonkeyPatch) -> None:
     assert evaluate_over(OnMeta(), batches, lambda _, batch: {"x": torch.ones(len(batch["number"]))})["rows"] == ROWS
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("over", [fitted, evaluated])
 def test_training_has_the_loader_copy_to_the_device_of_the_model(
@@ -194,6 +195,7 @@ def columns_of(rows: Any) -> Any:
     return dict(rows.columns)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("code", [{"transform": halved}, {"collate_fn": columns_of}], ids=["transform", "collate"])
 def test_tensors_of_user_code_are_dense_too(source: dict[str, Any], seen: Seen, code: Any, workers: int) -> None:

@@ -70,6 +70,7 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
         yield origin
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("end", "filled"),
     [
@@ -98,6 +99,7 @@ def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool
     assert not [process for process in started if process.is_running()]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -40,6 +40,7 @@ def rows_of(batches: Any) -> list[int]:
     return [int(2 * half) for batch in batches for half in batch["half"]]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("shuffle", [True, "full", False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_selected_row_comes_once(even: Dataset, shuffle: Any, workers: int) -> None:

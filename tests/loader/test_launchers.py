@@ -388,6 +388,7 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL])
 def test_the_same_streams_and_bytes_under_each_launcher(
     dataset_of: Any, bucket: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]

@@ -270,6 +270,7 @@ def test_a_loop_that_takes_len_batches_ends_the_epoch(dataset: Any) -> None:
     assert first != second
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 5, 9])
 def test_resume_continues_at_the_saved_position(dataset: Any, stop: int, workers: int) -> None:
@@ -425,6 +426,7 @@ def where_am_i(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "worker": -1 if worker is None else worker.id}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "options",
     [

@@ -109,6 +109,7 @@ def sampler_of(datasets: dict[str, Dataset], rank: int, size: int, **options: An
 # Which rows
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("shuffle", [True, "full", False])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
@@ -267,6 +268,7 @@ def test_bad_rows_are_replaced_and_named(sources: Sources) -> None:
 # Resuming
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resume_on_other_ranks_after_a_wrap_repeats_and_loses_nothing(
@@ -408,6 +410,7 @@ def test_weights_that_are_set_before_the_first_batch_of_a_begun_epoch_hold_from_
     assert resumed.stats().rows_by_source == {"a": 100, "b": 50, "c": 50}
 
 
+@pytest.mark.slow
 def test_a_mixture_remembers_its_latest_weights(sources: Sources) -> None:
     """The state of so many sources has a digest of their weights."""
     mixture = mix(dict.fromkeys(map(str, range(700)), sources()["c"]))
@@ -493,6 +496,7 @@ def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any
     assert bucket.server.stats()["get_bytes"] == fetched
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 1])
 def test_statistics_by_source(sources: Sources, tmp_path: Path, workers: int) -> None:
     """Source c is cached before, so only a and b are fetched and waited for."""
@@ -624,6 +628,7 @@ def test_loads_of_all_sources_use_that_budget(sources: Sources) -> None:
     assert {id(cache.memory) for cache in row_groups.caches} == {id(row_groups.memory)}
 
 
+@pytest.mark.slow
 def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:
     mixture = mix(sources())
     decoder = BackgroundDecoder(mixture.rowstore.row_groups)

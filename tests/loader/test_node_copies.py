@@ -33,6 +33,7 @@ def nodes(tmp_path: Path) -> list[Path]:
     return [first, second]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle": "full"}, {"shuffle": False}, {"num_streams": 1}, {"num_streams": 4}], ids=str
 )

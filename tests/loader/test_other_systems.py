@@ -61,6 +61,7 @@ print("read", loader.dataset[7]["text"])
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("sizes", [100, 1000])
 def test_a_loader_without_a_cache_needs_no_call_that_only_linux_has(tmp_path: Path, sizes: int) -> None:
     table = {

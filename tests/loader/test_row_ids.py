@@ -46,6 +46,7 @@ def sees_row_id(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "seen": batch["row_id"] * 3}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("shuffle", [True, "full", False])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ def test_a_transform_that_changes_the_numbers_changes_no_row(dataset: Dataset) -
     assert halves == [[batch["half"].tolist() for batch in plain] for _ in range(2)]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 def test_row_ids_of_a_resumed_epoch(dataset: Dataset, workers: int) -> None:
     options: dict[str, Any] = {"row_ids": True, "transform": sees_row_id, "num_workers": workers}
@@ -178,6 +180,7 @@ def broken_rows(rows: Any) -> Any:
     return broken(rows.columns)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("user", [{"transform": broken}, {"collate_fn": broken_rows}], ids=["transform", "collate_fn"])

@@ -40,6 +40,7 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("read", "workers"),
     [(by_turns, 0), *(pytest.param(together, workers, marks=pytest.mark.slow) for workers in (0, 1))],
@@ -163,6 +164,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+@pytest.mark.slow
 def test_the_number_of_sources_costs_no_threads_and_no_open_files(tmp_path: Path) -> None:
     for number in range(200):
         table = pa.table({"x": np.arange(20) + 20 * number})

@@ -268,6 +268,7 @@ def merges() -> dict[tuple[str, str], int]:
     return {(str(n), "b"): n for n in range(2000)}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("make", "change"),
     [

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -52,6 +53,14 @@ FIFTHS = pc.field("id").isin([*range(0, ROWS, 5)])
 def _fork_server() -> Iterator[None]:
     with tiers.fork_server(__name__):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_value() -> Iterator[None]:
+    """Send functions of this module as those of a script, so that processes need not import what it imports."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture
@@ -88,6 +97,7 @@ def into_a_buffer(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("processes", [None, 1])
 def test_a_function_may_return_a_buffer_that_it_uses_again(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch, processes: int | None
@@ -110,6 +120,7 @@ def halved(batch: dict[str, Any], first: int) -> dict[str, Any]:
     return batch
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("processes", [None, 1])
 @pytest.mark.parametrize("first", [3, 35], ids=["in the sample", "later"])
 def test_a_function_cannot_write_to_bytes_that_rows_share(tmp_path: Path, processes: int | None, first: int) -> None:
@@ -205,6 +216,7 @@ def trained(dataset: Any, **options: Any) -> list[int]:
     return sorted(number for batch in make_loader(dataset, 16, **options) for number in batch["id"].tolist())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("is_cached", "processes"), [(True, None), (False, None), (True, 1)])
 def test_each_form_of_a_row(
     file: Path, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, processes: int | None, is_cached: bool
@@ -483,6 +495,7 @@ def test_an_edit_of_the_file_does_not_change_the_function_in_memory(file: Path, 
     assert mapped[0]["id"] == 1
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("before", "after", "is_other"),
     [
@@ -663,6 +676,7 @@ def test_results_much_larger_than_those_of_the_sample(
         mapped[4 * GROUP]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("function", "error"),
     [
@@ -764,6 +778,7 @@ def test_a_process_that_dies_is_replaced(dataset: Dataset, tmp_path: Path) -> No
     assert not children()
 
 
+@pytest.mark.slow
 def test_several_deaths_of_one_chunk_are_an_error(
     dataset: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -787,6 +802,7 @@ def spoil_results(error: Exception) -> None:
     processes.blob_of = fails
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("error", [DataError("x has too many elements"), MemoryError("64 GB"), OSError("no space")])
 def test_results_that_a_process_cannot_send_are_an_error(dataset: Dataset, error: Exception) -> None:
     parent = os.getpid()

@@ -135,6 +135,7 @@ def decoded(dataset: Any) -> int:
     return sum(len(blob) for group in range(len(dataset.row_groups)) for blob in blobs.find(group))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("weights", [None, [9, 1]])
 def test_the_epochs_of_a_mixture_are_foretold(origin: Origin, weights: Any, tmp_path: Path) -> None:
     """With weights by rows, the first epoch fetches all; otherwise later ones fetch what it has left out."""
@@ -158,6 +159,7 @@ def test_the_epochs_of_a_mixture_are_foretold(origin: Origin, weights: Any, tmp_
     assert len(happened) == (2 if weights is None else 4)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["images", "tabular", "tokens", "captions"])
 def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cache that holds the whole dataset, and in one that holds half of it."""
@@ -193,6 +195,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     assert any("later epochs fetch nothing" in line for line in found.advice)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("shuffle", "part"), [(False, 0.5), ("full", 2.0)])
 def test_other_orders_are_foretold(
     origin: Origin, shuffle: Any, part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +222,7 @@ def test_other_orders_are_foretold(
     assert happened == [found.first_epoch, *found.later_epochs]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("name", "part"), [("images", 0.5), ("tabular", 1.0)])
 def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, tmp_path: Path) -> None:
     """Of two nodes, each reads half of the row groups; of small ones, the blocks in which they are with others."""
@@ -252,6 +256,7 @@ def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, 
         assert counted(origin) == fetched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", pytest.param("tiny", marks=pytest.mark.slow)])  # on a busy host, not exact
 def test_of_many_row_groups_it_happens_by_and_large(origin: Origin, name: str, tmp_path: Path) -> None:
     """The thread schedule changes what an epoch fetches by at most 1 % of the data, as docs/commands.md says.
@@ -294,6 +299,7 @@ def test_what_a_stream_asks_for(room: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(asked) == range_stream.pieces(ranges, room)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["images", "tabular", "captions"])
 def test_no_byte_of_the_data_is_read_for_it(origin: Origin, name: str, tmp_path: Path) -> None:
     """Footers, and samples of dictionary-encoded columns: all that is fetched in addition to the row groups."""
@@ -308,6 +314,7 @@ def test_no_byte_of_the_data_is_read_for_it(origin: Origin, name: str, tmp_path:
         assert found.footers.bytes < found.bytes / 50
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["images", "captions"])
 def test_the_bill_of_warming_is_the_plan(origin: Origin, name: str, tmp_path: Path) -> None:
     """Including footers, on a host with an empty cache; the advice is printed, too."""
@@ -365,6 +372,7 @@ def test_what_is_in_use_at_a_time_is_that_of_a_node(tmp_path: Path) -> None:
     assert one.held_bytes == pytest.approx(4 * four.held_bytes)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_memory_is_that_of_all_ranks_of_a_host(origin: Origin, tmp_path: Path, ranks: int) -> None:
     found, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"), local_world_size=ranks)

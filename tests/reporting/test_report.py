@@ -160,6 +160,7 @@ def test_damaged_lines_are_passed_over(tmp_path, line):
     assert [sample.rows for sample in one.samples] == [10]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "line",
     [
@@ -460,6 +461,7 @@ def test_throughput_adds_up_to_the_rows(tmp_path):
         assert rates[np.searchsorted(edges, 15)] > 500
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("number", [50, 100, 200, 300])
 def test_throughput_of_many_epochs_shows_no_pattern_that_is_not_there(tmp_path, number):
     write_short_epochs(tmp_path, number)
@@ -537,6 +539,7 @@ def test_names_of_epochs_that_were_begun_often_stay_short(tmp_path):
     assert named(axes_of(tmp_path, "Cache hits").xaxis) == ["7", "7 (5)", "7 (10)", "7 (15)", "7 (20)", "7 (25)"]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("title", ["Waiting, by cause", "Bytes, by tier"])
 def test_the_first_of_many_epochs_can_be_seen(tmp_path, title):
     write_short_epochs(tmp_path, 600)
@@ -639,6 +642,7 @@ def test_the_page_says_what_was_begun_again_and_what_has_not_ended(tmp_path):
     ]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("late", "last"), [(5, None), (6, "And 1 more straggler."), (7, "And 2 more stragglers.")])
 def test_of_many_stragglers_the_latest_are_named(tmp_path, late, last):
     for rank in range(16):

@@ -91,6 +91,7 @@ TYPES = [
 ]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 @settings(max_examples=25)
 @given(data=st.data())

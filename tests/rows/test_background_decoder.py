@@ -377,6 +377,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("end", ["killed", "loader dropped"])
 def test_it_does_not_outlive_its_parent(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, end: str) -> None:
     url = dataset_of([[5] * 40])

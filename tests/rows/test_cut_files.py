@@ -33,6 +33,7 @@ def read_cut(file: Path, cache: Path, column: str) -> None:
     assert dataset[2]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("column", ["x", "s"])
 def test_a_process_whose_mapped_blob_is_cut_short_dies_with_the_name_of_the_cache(
     file: Path, tmp_path: Path, column: str
@@ -51,6 +52,7 @@ def read_with_a_jvm(file: Path, cache: Path, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS])
 def test_signals_that_a_jvm_handles_stay_its_own(file: Path, tmp_path: Path, number: signal.Signals) -> None:
     assert run(read_with_a_jvm, file, tmp_path / "cache", number) == number

@@ -299,6 +299,7 @@ def is_valid(path: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -343,6 +344,7 @@ def reversed_tags(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "tags": [None if tags is None else tags[::-1] for tags in batch["tags"]]}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1}, {"ragged": "flat"}, {"ragged": "flat", "num_workers": 1}], ids=str
 )

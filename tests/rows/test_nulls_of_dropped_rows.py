@@ -75,6 +75,7 @@ def expected(rows: list[int]) -> dict[str, list[Any]]:
 FILTERS = [[("label", "not in", [None])], pc.field("label").is_valid(), [("id", "in", LABELED)]]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("filters", FILTERS, ids=["not in", "is_valid", "of another column"])
 def test_a_filter_drops_rows_with_nulls(folder: str, tmp_path: Path, filters: Any) -> None:
     dataset = make_dataset(folder, filters=filters, cache_dir=str(tmp_path / "cache"))

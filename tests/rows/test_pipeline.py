@@ -110,6 +110,7 @@ def opened(folder: Path, cache: Path, **options: Any) -> Dataset:
     return make_dataset(str(folder), cache=CacheConfig(str(cache)), null_masks=True, **options)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS])
 def test_the_rows_are_the_same(
     tmp_path: Path, write: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
@@ -534,6 +535,7 @@ def test_memory_is_not_used_again_for_a_blob_that_the_cache_did_not_keep(tmp_pat
     assert part == made(CacheConfig(str(tmp_path / "whole")))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("host", "most"), [(12 << 30, 10), (6 << 30, 8), (2 << 30, 1)])
 def test_lists_fit_into_the_memory(
     tmp_path: Path, large: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch, host: int, most: int

@@ -50,6 +50,7 @@ def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> 
     return make_dataset(dataset_of([[5] * 200]), storage_options=bucket.options, cache=cache)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("window", "batch_size"), [(16, 10), (16, 100), (4, 16), (None, 64), (3, 400)])
 def test_an_epoch_decodes_each_row_group_once(dataset: Any, decoded: Any, window: int | None, batch_size: int) -> None:
     loader = make_loader(dataset, batch_size, window=window)

@@ -115,6 +115,7 @@ def left_of(program: Any, file: Path, end: str, **options: Any) -> list[str]:
             return survivors()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("program", [loop, map_in_processes, decode_ahead])
 def test_no_child_outlives_a_killed_training_process(tmp_path: Path, program: Any) -> None:
     options = {"multiprocessing_context": "fork"} if program is loop else {}

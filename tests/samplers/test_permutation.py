@@ -212,6 +212,7 @@ def test_few_go_everywhere(n):
     assert abs(chi_square - (n - 1) ** 2) / np.sqrt(2 * (n - 1) ** 2) < 4
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_permutations_of_few_are_equally_likely(n):
     numbers = {images: number for number, images in enumerate(itertools.permutations(range(n)))}

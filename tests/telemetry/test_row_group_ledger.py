@@ -72,6 +72,7 @@ def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return decoder
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("capacity", [2, GROUPS])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cold_epoch_has_no_hits_and_a_warm_one_nothing_else(dataset: Any, workers: int, capacity: int) -> None:
@@ -90,6 +91,7 @@ def test_a_cold_epoch_has_no_hits_and_a_warm_one_nothing_else(dataset: Any, work
         assert "cache hits 100.0%, 0 bytes from the origin" in str(warm)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_group_that_the_background_process_decodes_is_a_miss(
     dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +122,7 @@ def test_large_row_groups_are_charged_to_the_byte(bucket: Any, cache: CacheConfi
     assert (stats.hits, stats.misses) == (0, 4)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 def test_without_a_cache_memory_gives_the_hits(bucket: Any, url: str, workers: int) -> None:
     dataset = make_dataset(url, storage_options=bucket.options, cache=False)
@@ -178,6 +181,7 @@ def test_of_ranks_that_share_a_cache_the_one_that_fetched_counts_the_miss(datase
     assert first.bytes_origin + second.bytes_origin == stored(dataset)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_rank_counts_no_row_group_that_it_neither_used_nor_fetched(dataset: Any, workers: int) -> None:
     rows_of(make_loader(dataset, 8))
@@ -227,6 +231,7 @@ def test_the_log_has_the_counts_settled_after_a_loop_left_at_its_last_batch(tmp_
 # Statistics of several loops
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_statistics_of_a_loop_do_not_change_after_its_early_end(dataset: Any, workers: int) -> None:
     loader = make_loader(dataset, 8, window=2, num_workers=workers, transform=same)

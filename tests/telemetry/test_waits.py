@@ -78,6 +78,7 @@ def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
 # The loop waits for many slow calls. However busy the machine is, it waits for one of them from its start to its end.
 
 
+@pytest.mark.variants
 @pytest.mark.usefixtures("one_after_the_other")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -105,6 +106,7 @@ def test_the_limit_of_requests_is_told_from_a_slow_origin(dataset: Any, origin: 
     assert ADVICE["in_flight"] in str(replace(stats, waits={"origin": 1.0}, wait_seconds=1.0, seconds=1.0))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("cause", ["origin", "decode"])
 def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
     dataset: Any, origin: Origin, cause: str, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +139,7 @@ def test_slow_decoding(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert epoch(make_loader(dataset, 4, window=2)).waits["decode"] >= 0.05
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_threads": 0}, {"num_threads": 2}])
 def test_a_slow_transform(dataset: Any, options: dict[str, int]) -> None:
     stats = epoch(make_loader(dataset, 4, transform=Slow(0.02), **options))
@@ -144,6 +147,7 @@ def test_a_slow_transform(dataset: Any, options: dict[str, int]) -> None:
     assert stats.waits["transform"] >= 0.02 * (batches if options == {"num_threads": 0} else 1)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_slow_collate(dataset: Any, num_workers: int) -> None:
     stats = epoch(make_loader(dataset, 4, collate_fn=Slow(0.02), num_workers=num_workers))
@@ -174,6 +178,7 @@ def test_a_loop_that_hardly_waited_gets_no_advice(dataset: Any) -> None:
     assert not any(advice in str(short) for advice in ADVICE.values())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("cause", "options", "says", "says_not"),
     [

@@ -551,6 +551,7 @@ WEATHERS = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", WEATHERS)
 def test_training_goes_on_in_any_weather(bucket: Any, hosts: Hosts, cluster_server: Server, kind: str) -> None:
     weather = WEATHERS[kind]

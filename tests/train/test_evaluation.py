@@ -117,6 +117,7 @@ def test_a_rank_without_a_process_group_of_the_others_is_an_error(folder):
             fit(model, optimizer, loader, squared_error, epochs=1, progress=False)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_count_as_one_process_does(ranks, folder, shuffle):
     table = pq.read_table(folder)
@@ -237,6 +238,7 @@ def with_the_sampler_of_torch(rows, batch_size=2, drop_last=False, in_batches=Fa
     return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("in_batches", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])
 def test_rows_that_the_sampler_of_torch_repeats_do_not_count(ranks, rows, in_batches):
@@ -407,6 +409,7 @@ class Mixed(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("wrong", [None, torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("training", [True, False])
 def test_everything_is_restored_also_after_errors(wrong, training):
@@ -507,6 +510,7 @@ class Pair(NamedTuple):
     label: Any
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("column", "larger"),
     [

@@ -107,6 +107,7 @@ def train_unevenly(sizes, accumulate):
     return parameters_of(model), history, model.norm.num_batches_tracked.item()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "sizes",
     [

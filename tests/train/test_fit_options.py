@@ -142,6 +142,7 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("which", [Block, (Block, nn.Conv2d), [Block], lambda module: isinstance(module, Block)])
 def test_activations_are_computed_twice(which):
     kept, calls, expected = kept_for_backward(None)
@@ -174,6 +175,7 @@ def test_a_checkpointed_graph_may_be_differentiated_twice():
     assert batches == same == 10
 
 
+@pytest.mark.slow
 def test_compiled_modules_count_each_batch_once():
     """AOTAutograd sees to it."""
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)).double()
@@ -290,6 +292,7 @@ def compiled(on):
     return parameters_of(model), len(graphs)
 
 
+@pytest.mark.slow
 def test_compile(ranks):
     for (vector, graphs), (expected, none) in zip(ranks(2, compiled, True), ranks(2, compiled, False), strict=True):
         assert_close(vector, expected)
@@ -523,6 +526,7 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
         pass
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("argument", ["checkpoint_dir", "profile"])
 def test_a_url_is_no_folder(argument, tmp_path, monkeypatch):
     """It would be a folder of that name in the working directory, and lost with the machine."""

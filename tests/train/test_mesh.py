@@ -107,6 +107,7 @@ def by_rank(answers):
     return [peers[rank][0] for rank in sorted(peers)]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("shape", "names", "local_size", "streams", "share"),
     [
@@ -345,6 +346,7 @@ def ddp(ranks, folder):
     return {accumulate: ranks(4, train, folder, accumulate=accumulate) for accumulate in (1, 3)}
 
 
+@pytest.mark.variants
 @NEEDS_FSDP
 @pytest.mark.parametrize(
     ("shape", "names", "accumulate"),

@@ -62,11 +62,13 @@ def trained(evaluate=None, **options):
     return seen, modes_of(model), untouched
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("evaluate", [None, own_loop, over_rows])
 def test_frozen_batch_norms_stay_frozen(evaluate):
     assert trained(evaluate) == ([FROZEN] * 20, FROZEN, [True, False])
 
 
+@pytest.mark.slow
 def test_frozen_batch_norms_stay_frozen_on_two_ranks(ranks):
     assert ranks(2, trained, own_loop) == [([FROZEN] * 10, FROZEN, [True, False])] * 2
 
@@ -221,6 +223,7 @@ def test_modes_are_restored_by_the_train_method_of_a_module(mode):
     assert modes_of(model) == [True, True, mode, mode]
 
 
+@pytest.mark.slow
 def test_a_module_of_two_parents_keeps_its_own_mode():
     shared = nn.Dropout()
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared)).eval()

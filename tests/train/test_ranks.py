@@ -249,6 +249,7 @@ class _At:
         self.device = device
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("device", "loads"), [("cuda", 1), ("cpu", 0)])
 def test_the_state_of_an_optimizer_moves_with_the_parameters(device, loads):
     """Adagrad makes its state in its constructor, when the model is not yet on the GPU."""

@@ -66,6 +66,7 @@ def equivalent(first: np.ndarray, second: np.ndarray) -> bool:
     return bool(abs(differences.mean()) + margin < BOUND)
 
 
+@pytest.mark.slow
 def test_block_trains_as_well_as_full_and_less_does_not(digits: tuple[torch.Tensor, ...]) -> None:
     full, block, unshuffled = (accuracies(digits, shuffle) for shuffle in ("full", "block", False))
     assert full.min() > 0.9

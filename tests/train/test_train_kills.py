@@ -113,6 +113,7 @@ def uninterrupted(ranks, folder):
     return functools.cache(lambda number: ranks(number, train, folder, None))
 
 
+@pytest.mark.variants
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("first", "second", "trials"),

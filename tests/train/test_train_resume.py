@@ -147,6 +147,7 @@ def loader_with_persistent_workers(kind, folder):
     return make_loader(make_dataset(str(folder / "rows.parquet"), cache=False), 8, transform=doubled, **options)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", ["torch", "torch with a generator", "dataload"])
 def test_the_generators_are_resumed_where_workers_are_persistent(tmp_path, kind):
     """Epochs after the first start no workers, but a resumed run starts them. The model draws, and so may the order."""
@@ -219,6 +220,7 @@ def train_drawing(folder, crash_at=None, checkpoint_every=3, **of_loader):
     return parameters_of(model)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("crash_at", [8, 11, 19])
 def test_loaders_may_draw_from_the_generators_when_they_begin(tmp_path, crash_at):
     expected = train_drawing(tmp_path / "whole")
@@ -577,6 +579,7 @@ WILD = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("change", WILD.values(), ids=WILD.keys())
 def test_wild_offsets_in_a_checkpoint_are_refused(tmp_path, change):
     train_with_noise(tmp_path, 2)
@@ -618,6 +621,7 @@ def test_a_manifest_that_lacks_a_file_of_each_checkpoint_is_refused(tmp_path, fi
         train_with_noise(tmp_path, 2)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("share", [0, 0.5, None])
 @pytest.mark.parametrize("file", [manifest.MANIFEST, STATE, TENSORS, "__0_0.distcp"])
 def test_a_damaged_checkpoint_is_named_with_an_older_one_that_is_whole(tmp_path, file, share):

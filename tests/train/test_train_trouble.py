@@ -71,6 +71,7 @@ def test_the_scale_halves_at_an_overflow(tmp_path):
     assert scales[1] == scales[0] / 2
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_loss_that_is_not_finite_stops(value, precision, tmp_path):
@@ -122,6 +123,7 @@ def go_wrong(rank, how, **options):
     fit(model, optimizer, in_order(4), loss, epochs=1, precision="fp32", progress=False, **options)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("rank", "how", "timeout"),
     [

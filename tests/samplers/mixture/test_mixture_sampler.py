@@ -116,6 +116,7 @@ def test_padding_repeats_the_first_rows_at_the_very_end():
         assert rows[:101] == expected
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("num_replicas", "batch_size"), [(1, 24), (3, 8), (6, 4), (8, 3), (4, 3), (3, 1)])
 def test_homogeneous_batches_keep_to_one_source_at_the_end(num_replicas, batch_size, drop_last):

@@ -61,6 +61,7 @@ def test_every_prefix_has_its_quotas(seed):
         assert np.array_equal(ends - counts, np.bincount(drawn, minlength=len(weights)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     st.lists(st.integers(1, 12) | st.integers(1, 2**40), min_size=1, max_size=14),
@@ -151,6 +152,7 @@ class Reference:
         return before, [unit[0] for unit in line]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("weights", "number"), [([7, 2, 1], 0), ([1, 1, 50, 13, 13, 20, 2**20], 5)])
 def test_blocks_are_those_of_the_reference(weights, number):
     walked, exchanged = Reference(weights).block(number, key=7)
