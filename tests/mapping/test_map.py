@@ -55,7 +55,7 @@ def _fork_server() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def _by_value() -> Iterator[None]:
     """Send functions of this module as those of a script, so that processes need not import what it imports."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -123,6 +123,7 @@ def halved(batch: dict[str, Any], first: int) -> dict[str, Any]:
 @pytest.mark.variants
 @pytest.mark.parametrize("processes", [None, 1])
 @pytest.mark.parametrize("first", [3, 35], ids=["in the sample", "later"])
+@pytest.mark.usefixtures("_by_value")
 def test_a_function_cannot_write_to_bytes_that_rows_share(tmp_path: Path, processes: int | None, first: int) -> None:
     pq.write_table(pa.table({"id": range(40), "image": [bytes([8])] * 40}), tmp_path / "x.parquet")
     dataset = make_dataset(tmp_path / "x.parquet", cache=False)
@@ -218,6 +219,7 @@ def trained(dataset: Any, **options: Any) -> list[int]:
 
 @pytest.mark.variants
 @pytest.mark.parametrize(("is_cached", "processes"), [(True, None), (False, None), (True, 1)])
+@pytest.mark.usefixtures("_by_value")
 def test_each_form_of_a_row(
     file: Path, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, processes: int | None, is_cached: bool
 ) -> None:
@@ -756,6 +758,7 @@ def children() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.usefixtures("_by_value")
 def test_a_process_that_dies_is_replaced(dataset: Dataset, tmp_path: Path) -> None:
     parent, marker = os.getpid(), str(tmp_path / "died")
 
@@ -779,6 +782,7 @@ def test_a_process_that_dies_is_replaced(dataset: Dataset, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_by_value")
 def test_several_deaths_of_one_chunk_are_an_error(
     dataset: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -804,6 +808,7 @@ def spoil_results(error: Exception) -> None:
 
 @pytest.mark.variants
 @pytest.mark.parametrize("error", [DataError("x has too many elements"), MemoryError("64 GB"), OSError("no space")])
+@pytest.mark.usefixtures("_by_value")
 def test_results_that_a_process_cannot_send_are_an_error(dataset: Dataset, error: Exception) -> None:
     parent = os.getpid()
 
@@ -900,6 +905,7 @@ def test_the_loop_waits_for_the_function(dataset: Dataset, monkeypatch: pytest.M
     assert loader.dataset.rowstore.scheduler.decoder.started
 
 
+@pytest.mark.usefixtures("_by_value")
 def test_a_function_may_read_another_dataset(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each dataset has one thread that loads. A shared one would wait for itself."""
     monkeypatch.setattr(scheduler, "LOADERS", 1)
