@@ -19,8 +19,7 @@ _Cached = type(functools.cache(str))
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions with a cache, too. cloudpickle names them, but the main program has no name elsewhere.
 
-    Code keeps the name of its file, which cloudpickle drops since 3.1.3. Tracebacks show it, and with the code it tells
-    which source that was sent is that of the code.
+    Code keeps the name of its file, which cloudpickle drops since 3.1.3 and tracebacks show.
     """
 
     def reducer_override(self, obj: Any) -> Any:

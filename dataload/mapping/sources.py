@@ -47,6 +47,7 @@ class Sources:
     ) -> None:
         self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
         self._functions = dict(functions or {})
+        self._sent = {code: text for (_, code), text in self._functions.items()}  # under whatever file it arrived
         self._classes = {id(kind): (kind, text) for kind, text in classes}  # by id: a metaclass may define another hash
         self.large = LargeValues()
         self.cells: dict[str, str] = {}
@@ -80,7 +81,8 @@ class Sources:
         Raises:
             ConfigError: There is no source, or it is not that of the function that runs.
         """
-        if (known := self._functions.get((code.co_filename, code))) is not None:
+        known = self._functions.get((code.co_filename, code)) or self._sent.get(code)
+        if known is not None:
             return known
         tree, compiled = self._parsed(code)
         rewritten = any(_PYTEST in each.co_names for each in (code, *_nested(code)))

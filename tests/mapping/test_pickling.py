@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -71,11 +72,38 @@ SCRIPT_STARTS += [pytest.param(start, 1, marks=pytest.mark.slow) for start in ("
 def test_functions_of_a_script_run_in_other_processes_without_a_message(
     tmp_path: Path, start: str, processes: int
 ) -> None:
-    (tmp_path / "main.py").write_text(SCRIPT)
-    pq.write_table(pa.table({"x": range(1000)}), tmp_path / "rows.parquet", row_group_size=100)
-    command = [sys.executable, tmp_path / "main.py", tmp_path, start, str(processes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    run_script(tmp_path, start, processes)
+
+
+def run_script(folder: Path, start: str, processes: int, **environment: str) -> None:
+    (folder / "main.py").write_text(SCRIPT)
+    pq.write_table(pa.table({"x": range(1000)}), folder / "rows.parquet", row_group_size=100)
+    command = [sys.executable, folder / "main.py", folder, start, str(processes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PLANTED = """
+import functools
+import cloudpickle.cloudpickle
+
+make = cloudpickle.cloudpickle._make_function
+
+@functools.wraps(make)
+def renamed(code, *parts):
+    return make(code.replace(co_filename="<dynamic-code>"), *parts)
+
+cloudpickle.cloudpickle._make_function = renamed
+"""
+
+
+@pytest.mark.parametrize(("start", "processes"), SCRIPT_STARTS)
+def test_functions_reach_processes_whatever_file_cloudpickle_gives_their_code(
+    tmp_path: Path, start: str, processes: int
+) -> None:
+    """Code of the main program counts as the source that was sent with it, and isn't looked up again."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    run_script(tmp_path, start, processes, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
 
 
 def test_a_function_of_the_main_program_that_calls_a_cached_one(tmp_path: Path) -> None:
