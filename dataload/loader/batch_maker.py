@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -22,6 +22,7 @@ from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
 from dataload.loader.device_copy import HostMemory
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
+from dataload.loader.user_code import Around, Draws, InLoop, InThreads, in_worker
 from dataload.loader.worker_transport import check_sendable, pack
 from dataload.rows.collate import Batch, Empty, with_strings
 from dataload.rows.columns import Array
@@ -80,6 +81,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._collate = collate_fn
         self._transform = Transform(transform)
         self._leaves_strings = self.only_gathers and any(field.kind == "string" for field in layout.fields)
+        self._draws = Draws()
         self._skip = on_error == "skip"
         self._skipped = 0  # rows in this process
 
@@ -103,7 +105,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         making = Timeline(usually="collate")
         try:
             with making.here():
-                [answer] = (call() for call in self.calls(request))
+                [answer] = (call() for call in self.calls(request, in_worker))
                 packed = pack(list(answer.batch) if isinstance(answer.batch, NumberedRows) else answer.batch)
         except Exception as error:
             check_sendable(error)
@@ -114,6 +116,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             for group, account in answer.row_groups.items()
         }
         return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
+
+    def around(self, cursor: int, *, in_threads: bool) -> Around:
+        """Return the surroundings of the user's code for a loop in this thread that begins at `cursor`."""
+        return (InThreads if in_threads else InLoop)(cursor, self._draws)
 
     def handed_out(self, answers: list[Answer], making: Timeline) -> Iterator[Answer]:
         """Yield answers in order, and take them out of their list. Make the strings of each as it is handed out.
@@ -127,7 +133,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             yield answer
 
     def calls(
-        self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
+        self,
+        request: Request,
+        around: Around,
+        stop: Future[None] | None = None,
+        empty: Empty | None = None,
     ) -> Iterator[Callable[[], Answer]]:
         """Yield a call for each batch of a request, whose rows are gathered in one call.
 
@@ -135,6 +145,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
         Args:
             request: The request.
+            around: The surroundings of the user's code.
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
@@ -153,16 +164,23 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 yield partial(_same, answer)
             else:
                 part = rows.part(slice(start, start + size))
-                yield partial(self._answer, request, answer, part, memory, stop)
+                yield partial(self._answer, request, answer, part, around, memory, stop)
             cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
 
     def _answer(
-        self, request: Request, answer: Answer, rows: NumberedRows, empty: Empty | None, stop: Future[None] | None
+        self,
+        request: Request,
+        answer: Answer,
+        rows: NumberedRows,
+        around: Around,
+        empty: Empty | None,
+        stop: Future[None] | None,
     ) -> Answer:
         """Return the answer with its batch made by the user's code."""
         _, epoch, rank = request.stream
         name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
-        make = partial(self._made, stream=request.stream, cursor=answer.cursor, empty=empty)
+        place = request.stream, answer.cursor
+        make = partial(self._made, place=place, around=partial(around, *place), empty=empty)
         batch, skipped = self._checked(rows, answer.batch, make, name, stop)
         return replace(answer, batch=batch, skipped=skipped)
 
@@ -256,16 +274,20 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         rows: NumberedRows,
         columns: Batch | None,
         *,
-        stream: tuple[int, ...] = (),
-        cursor: int = 0,
+        place: tuple[tuple[int, ...], int] = ((), 0),
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
         empty: Empty | None = None,
     ) -> Any:
         """Return the batch of some rows, whose columns may be there already."""
-        if self._collate is not None:
-            batch = _returned("collate_fn", self._collate(rows))
-        else:
+        batch: Any = None
+        if self._collate is None:
             batch = rows.batch(empty) if columns is None else with_strings(columns)
-        return _returned("transform", self._transform(batch, stream, cursor))
+            if self._transform.function is None:
+                return batch
+        with around():
+            if self._collate is not None:
+                batch = _returned("collate_fn", self._collate(rows))
+            return _returned("transform", self._transform(batch, *place))
 
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:
         """Log the first row that is replaced in this process, and then at each power of ten. `stats` counts all."""

@@ -91,7 +91,8 @@ def make_loader(
         transform: Called as transform(batch), or as transform(batch, rng) with a numpy Generator if it has a parameter
             `rng`, or a second positional parameter without a default. The signature of a torch Module is that of its
             `forward`. The same batch always gets the same generator, with any number of workers or threads and after a
-            resume.
+            resume. What torch draws is the same for it, too, and moves no generator of the loop. NumPy's and Python's
+            global generators are shared with the loop in threads: a warning says so.
         collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch. Collators that
             need a list, such as those of transformers, get one by `lambda rows: collator(list(rows))`.
         device: Device of the batches: of their tensors, and of other objects with a method `to`.

@@ -36,6 +36,7 @@ from dataload.loader.worker_transport import unpack
 from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
+from dataload.samplers.keys import derive_key
 from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
@@ -285,9 +286,15 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 )
             # Lightning sets worker_init_fn later, fit sets the generator, and the Accelerator may be newer.
             begin = partial(_begin_worker, here, self.worker_init_fn)
-            late = {"worker_init_fn": begin, "generator": self.generator, "pin_memory": pin}
+            late = {"worker_init_fn": begin, "generator": self._seeds_of_workers(), "pin_memory": pin}
             self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}
         return self._workers[here]
+
+    def _seeds_of_workers(self) -> torch.Generator:
+        """Return the generator that torch draws the seeds of workers from: the global one belongs to the loop."""
+        sampler = self.rank_sampler
+        key = derive_key("workers", sampler.seed, sampler.epoch, sampler.rank)
+        return self.generator or torch.Generator().manual_seed(key)
 
     def _from_threads(
         self,
@@ -303,13 +310,14 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.rank_sampler.batch_size)
         together = at_once if only_gathers else 1
         passed_on = 1 if self.maker.makes_objects else min(together, self.maker.made_together)
+        around = self.maker.around(cursor, in_threads=self.num_threads != 0)
         # One thread gathers at a time.
         threads = 1 if self.num_threads is None or (only_gathers and self.num_threads) else self.num_threads
 
         def calls() -> Iterator[Callable[[], list[Answer]]]:
             for request in self._requests.start_at(epoch, cursor, at_once):
                 lookahead.reach(request.end)
-                calls = self.maker.calls(request, stop, None if memory is None else memory.empty)
+                calls = self.maker.calls(request, around, stop, None if memory is None else memory.empty)
                 while chunk := list(islice(calls, passed_on)):
                     yield partial(answers_of, chunk, None if only_gathers else memory)
 
