@@ -55,7 +55,7 @@ class Object:
         return redacted(self.path)
 
     @property
-    def unsigned_path(self) -> str:
+    def stable_path(self) -> str:
         """The path that identifies the object: without the signature, if it is a presigned URL."""
         return without_signature(self.path)
 
@@ -147,7 +147,7 @@ class Blocks(ForkAware):
         self, obj: Object, what: str, group: str = "", check: Check | None = None, size: int | None = None
     ) -> BlobKey:
         """Return the cache key of a part or derivative of an object; other arguments as for `BlobKey`."""
-        return BlobKey(self.origin.identity, obj.unsigned_path, obj.version, what, group, check, size)
+        return BlobKey(self.origin.identity, obj.stable_path, obj.version, what, group, check, size)
 
     @property
     def retains_blocks(self) -> bool:

@@ -20,7 +20,7 @@ from fsspec.utils import tokenize
 
 from dataload.cache.origin.known_s3 import ANY_REGION, COMMERCIAL
 from dataload.errors import ConfigError
-from dataload.runtime.redact import CREDENTIALS, redacted, unsigned
+from dataload.runtime.redact import CREDENTIALS, redacted, without_credentials
 
 # Options that name a store in messages.
 ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
@@ -171,8 +171,8 @@ def _digest(filesystem: Any, variables: Iterable[str]) -> str:
             arguments[options] = wrapped
     found = {name: vars(filesystem).get(name) for name in RESOLVED}
     found |= {name: os.environ.get(name) for name in variables}
-    resolved = {name: unsigned(str(value)) for name, value in found.items() if isinstance(value, (str, int))}
-    return str(tokenize(type(filesystem), _public(arguments), resolved))
+    resolved = {name: without_credentials(str(value)) for name, value in found.items() if isinstance(value, (str, int))}
+    return str(tokenize(type(filesystem), _without_credentials(arguments), resolved))
 
 
 def _arguments(filesystem: Any) -> dict[str, Any]:
@@ -182,14 +182,14 @@ def _arguments(filesystem: Any) -> dict[str, Any]:
     return {**dict(zip(names, filesystem.storage_args, strict=False)), **filesystem.storage_options}
 
 
-def _public(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_credentials(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options without credentials."""
-    public = {}
+    kept = {}
     for name, value in options.items():
         if not CREDENTIALS.search(name):
             nested = isinstance(value, Mapping) and name.endswith(("options", "kwargs", "config"))
-            public[name] = _public(value) if nested else _named(value)
-    return public
+            kept[name] = _without_credentials(value) if nested else _named(value)
+    return kept
 
 
 def _named(value: Any) -> Any:
@@ -201,7 +201,7 @@ def _named(value: Any) -> Any:
     if isinstance(value, AbstractFileSystem):
         return identity_of(value)
     if isinstance(value, str):
-        return unsigned(value)
+        return without_credentials(value)
     return _pickled_parts(value) if " at 0x" in str(value) else value  # Its text holds a memory address.
 
 
@@ -215,9 +215,9 @@ def _pickled_parts(value: Any) -> Any:
         reduced = value.__reduce_ex__(2)
         if isinstance(reduced, str):  # the name of a global
             return [type(value), reduced]
-        parts = [_public(part) if isinstance(part, Mapping) else _named(part) for part in reduced[1]]
+        parts = [_without_credentials(part) if isinstance(part, Mapping) else _named(part) for part in reduced[1]]
         state = reduced[2] if len(reduced) > 2 else None
-        return [type(value), parts, _public(state) if isinstance(state, Mapping) else _named(state)]
+        return [type(value), parts, _without_credentials(state) if isinstance(state, Mapping) else _named(state)]
     except ConfigError:
         raise
     except Exception as error:

@@ -154,7 +154,7 @@ class _Scan:
         """Return the matching ones of the rows of some row groups that are tried. None tries all."""
         groups, chosen = [self._groups[number] for number in part], self._filter
         content = [VERSION, chosen.digest, str(chosen.schema), *([] if tried is None else [tried.only(part).digest])]
-        content += [[group.file.unsigned_path, group.number, group.constants] for group in groups]
+        content += [[group.file.stable_path, group.number, group.constants] for group in groups]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
         each = partial(self._mask, tried=tried)
         parse = partial(Selection.from_bytes, lengths=[group.rows for group in groups])

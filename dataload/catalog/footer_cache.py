@@ -247,7 +247,7 @@ def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
     """
     run: list[Object] = []
     for obj in objects:
-        digest = hashlib.blake2b(obj.unsigned_path.encode(errors="surrogateescape"), digest_size=8).digest()
+        digest = hashlib.blake2b(obj.stable_path.encode(errors="surrogateescape"), digest_size=8).digest()
         if run and int.from_bytes(digest, "little") % RUN == 0:
             yield run
             run = []
@@ -257,7 +257,7 @@ def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
 
 
 def _name(run: list[Object]) -> Object:
-    content = json.dumps([[obj.unsigned_path, obj.size, obj.version] for obj in run]).encode()
+    content = json.dumps([[obj.stable_path, obj.size, obj.version] for obj in run]).encode()
     return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
 
 

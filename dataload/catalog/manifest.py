@@ -311,7 +311,7 @@ def manifest_of(
     """
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj, keys in objects.items():
-        digest.update(json.dumps([obj.unsigned_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
+        digest.update(json.dumps([obj.stable_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
     what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)

@@ -58,7 +58,7 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
 
 
 def _identity(group: RowGroup) -> tuple[str, int, int]:
-    return PurePosixPath(group.file.unsigned_path).name, group.file.size, group.number
+    return PurePosixPath(group.file.stable_path).name, group.file.size, group.number
 
 
 def _split_rows(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:

@@ -125,8 +125,8 @@ class Agreement:
     def _digests(self) -> bytes:
         """A digest of the name and the size of each file; copies in another folder have the same."""
         files = self._files[:MOST_FILES]
-        shared = len(os.path.commonprefix([f"{file.unsigned_path.rpartition('/')[0]}/" for file in files]))  # noqa: RUF071 (a part of a name is the same everywhere)
-        texts = (f"{file.unsigned_path[shared:]} {file.size}".encode(errors="surrogateescape") for file in files)
+        shared = len(os.path.commonprefix([f"{file.stable_path.rpartition('/')[0]}/" for file in files]))  # noqa: RUF071 (a part of a name is the same everywhere)
+        texts = (f"{file.stable_path[shared:]} {file.size}".encode(errors="surrogateescape") for file in files)
         return b"".join(hashlib.blake2b(text, digest_size=FILE_BYTES).digest() for text in texts)
 
     def _other_data(self, rank: int, other: Mapping[str, Any], digests: bytes) -> str:

@@ -204,7 +204,7 @@ def order_key_of(manifest: Manifest) -> str:
     Nodes may have copies of their own, so it covers neither that folder nor versions. It covers no maps, so that ranks
     read each row once even if their maps differ, which only `fit` refuses.
     """
-    paths = {group.file.path: group.file.unsigned_path for group in manifest.row_groups}
+    paths = {group.file.path: group.file.stable_path for group in manifest.row_groups}
     folders = [path[: path.rfind("/") + 1] for path in paths.values()]
     shared = os.path.commonprefix(folders).rfind("/") + 1  # noqa: RUF071 (it is cut at a slash)
     groups = [

@@ -55,7 +55,7 @@ def cause_of(error: Exception) -> Exception | None:
     return error
 
 
-def unsigned(text: str) -> str:
+def without_credentials(text: str) -> str:
     """Return the URL `text` without user, password and the query parameters that hold credentials."""
     address, mark, query = _USERINFO.sub("//", text).partition("?")
     kept = [part for part in query.split("&") if not CREDENTIALS.search(part.partition("=")[0])]
@@ -68,4 +68,4 @@ def public(value: Any) -> Any:
         return {name: public(each) for name, each in value.items() if not CREDENTIALS.search(str(name))}
     if isinstance(value, (list, tuple)):
         return [public(each) for each in value]
-    return unsigned(value) if isinstance(value, str) else value
+    return without_credentials(value) if isinstance(value, str) else value
