@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class ChildProcesses(ForkAware):
         self._count = count
         self._program = program
         self._hello = hello
-        self._idle: list[_Child] = []
-        self.running: list[_Child] = []
+        self._idle: list[_Server] = []
+        self.running: list[_Server] = []
         self.after_fork_in_child()
         super().__init__()
         weakref.finalize(self, _end_all, self.running).atexit = False
@@ -86,23 +86,23 @@ class ChildProcesses(ForkAware):
             "see their messages on stderr"
         )
 
-    def _end(self, child: _Child) -> int:
+    def _end(self, child: _Server) -> int:
         """End a process that answers no more calls. Return its exit status."""
         status = child.end()
         with self._mutex:
             self.running.remove(child)
         return status
 
-    def _take(self) -> _Child:
+    def _take(self) -> _Server:
         with self._mutex:
             while self._idle:
                 child = self._idle.pop()
-                if not child.has_ended:
+                if child.process.poll() is None:
                     return child
                 child.end()
                 self.running.remove(child)
             try:
-                child = _Child(self._program, self._hello)
+                child = _Server(self._program, self._hello)
             except OSError as error:
                 ways = "start fewer, or raise the limits of memory and processes"
                 raise ProcessDied(f"no process can be started ({error}): {ways}") from error
@@ -209,50 +209,86 @@ class ProcessConnection(Connection):
                 raise EOFError
 
 
-class _Child:
-    """A running process."""
+class Child:
+    """A running process that has started with this object, and the connection to it.
+
+    Args:
+        program: The function that it runs, as "module:name". It gets a descriptor of the connection.
+        look_seconds: Time between two checks for its end, while nothing is received.
+        niceness: See setpriority(2); 0: that of this process.
+
+    Attributes:
+        process: The process.
+        connection: The connection.
+        killed: Whether `stop` has killed it.
+
+    Raises:
+        OSError: The system cannot start another process.
+    """
+
+    def __init__(self, program: str, look_seconds: float, niceness: int = 0) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs, ExitStack() as undo:
+            undo.callback(self._socket.close)
+            self.process = start_process(program, theirs.fileno())
+            undo.callback(self.process.wait)
+            undo.callback(self.process.kill)
+            if niceness:  # from the first import on: they are most of the start
+                with suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, self.process.pid, niceness)
+            self.connection = ProcessConnection(os.dup(self._socket.fileno()), self.process, look_seconds)
+            undo.pop_all()
+        self.killed = False
+
+    def stop(self) -> int:
+        """End the process, wait until it has exited, and return its exit status. A thread that receives gets EOFError.
+
+        It must exit within `EXIT_SECONDS`, or it is killed.
+        """
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            return self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.killed = True
+            return self.process.wait()
+
+    def close(self) -> None:
+        """Close the connection, when no thread receives from it."""
+        with suppress(OSError):
+            self.connection.close()
+        self._socket.close()
+
+    def disown(self) -> None:
+        """Close this process's copy of the connection, in a forked child, so that the process sees its parent end."""
+        self.close()
+        self.process.returncode = 0
+
+
+class _Server(Child):
+    """A process that answers one request after the other."""
 
     def __init__(self, program: str, hello: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self._popen = start_process(program, theirs.fileno())
-            self._connection = ProcessConnection(ours.detach(), self._popen, LOOK_SECONDS)
+        super().__init__(program, LOOK_SECONDS)
         self._hello: bytes | None = hello  # A long one is received only once the process has imported its modules.
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._popen.poll() is not None
 
     def call(self, request: bytes | bytearray) -> bytes:
         """Return the answer to a request. Raise EOFError or OSError if the process died."""
         if self._hello is not None:
-            self._connection.send_bytes(self._hello)
+            self.connection.send_bytes(self._hello)
             self._hello = None
-        self._connection.send_bytes(request)
-        return self._connection.recv_bytes()
+        self.connection.send_bytes(request)
+        return self.connection.recv_bytes()
 
     def end(self) -> int:
         """End the process, wait until it has exited, and return its exit status."""
-        with suppress(OSError):
-            self._connection.close()
-        try:
-            return self._popen.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            return self._popen.wait()
-
-    def disown(self) -> None:
-        """Close this process's copy of the connection, in a forked child."""
-        with suppress(OSError):
-            self._connection.close()
-        self._popen.returncode = 0
+        status = self.stop()
+        self.close()
+        return status
 
 
-def _end_all(children: list[_Child]) -> None:
+def _end_all(children: list[_Server]) -> None:
     for child in children:
         child.end()
 

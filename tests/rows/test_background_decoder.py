@@ -34,6 +34,7 @@ from dataload.rows.background_decoder import client, worker
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
 from dataload.rows.making.pipeline import make_cached
 from dataload.rows.row_groups import RowGroups
+from dataload.runtime import child_process
 from dataload.runtime.child_process import start_process
 from dataload.runtime.counters import Counters
 
@@ -72,7 +73,7 @@ def test_it_caches_row_groups_for_this_process(decoder: BackgroundDecoder, datas
 
 def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder) -> None:
     assert make_in_background(decoder, 0)
-    process = psutil.Process(decoder._process._popen.pid)
+    process = psutil.Process(decoder._process.child.process.pid)
     assert process.nice() == 19
     assert not [each.path for each in process.memory_maps() if "libtorch" in each.path]
 
@@ -81,7 +82,7 @@ def test_it_reads_s3_without_s3fs(decoder: BackgroundDecoder) -> None:
     """It receives what this process has resolved, because the imports of s3fs take longer than a row group."""
     assert make_in_background(decoder, 1)
     assert decoder._process is not None
-    libraries = Path(f"/proc/{decoder._process._popen.pid}/maps").read_text()
+    libraries = Path(f"/proc/{decoder._process.child.process.pid}/maps").read_text()
     assert "/obstore/" in libraries
     assert "/aiohttp/" not in libraries
 
@@ -119,7 +120,7 @@ def test_after_an_error_that_only_the_process_has_the_caller_decodes(
 
 def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: BackgroundDecoder, dataset: Any) -> None:
     first = decoder._process
-    first._popen.kill()
+    first.child.process.kill()
     assert first.ended.wait(200)
     assert not make_in_background(decoder, 1)
     assert dataset.rowstore.gather(np.array([5])).rows["row_id"].tolist() == [5]
@@ -136,14 +137,14 @@ def test_a_kill_is_noticed_while_others_hold_its_socket(dataset: Any, monkeypatc
         held.append(os.dup(descriptor))
         return start_process(program, descriptor)
 
-    monkeypatch.setattr(client, "start_process", start)
+    monkeypatch.setattr(child_process, "start_process", start)
     monkeypatch.setattr(client, "SELDOM_SECONDS", 0.01)
     decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)  # starts it
     process = decoder._process
     try:
         assert process.ready.wait(200)
-        process._popen.kill()
+        process.child.process.kill()
         assert process.ended.wait(200)
     finally:
         decoder.end()
@@ -166,7 +167,7 @@ def test_demand_ends_the_wait_for_the_process(
 ) -> None:
     monkeypatch.setattr("dataload.rows.background_decoder.client.SELDOM_SECONDS", 3600)  # Only demand ends the wait.
     process, demand = decoder._process, DemandSignal()
-    os.kill(process._popen.pid, signal.SIGSTOP)
+    os.kill(process.child.process.pid, signal.SIGSTOP)
     answers: list[bool] = []
     asking = threading.Thread(target=lambda: answers.append(make_in_background(decoder, 8, demand)))
     asking.start()
@@ -179,7 +180,7 @@ def test_demand_ends_the_wait_for_the_process(
         assert not make_in_background(decoder, 9, demand)
         assert 9 not in process._requests
     assert dataset.rowstore.gather(np.array([40])).rows["row_id"].tolist() == [40]
-    os.kill(process._popen.pid, signal.SIGCONT)
+    os.kill(process.child.process.pid, signal.SIGCONT)
     assert make_in_background(decoder, 8, demand)
     assert make_in_background(decoder, 9, demand)
 
@@ -187,7 +188,7 @@ def test_demand_ends_the_wait_for_the_process(
 def test_requests_to_a_stopped_process_never_block(decoder: BackgroundDecoder) -> None:
     """More than its socket holds. The caller makes the other row groups itself."""
     process = decoder._process
-    os.kill(process._popen.pid, signal.SIGSTOP)
+    os.kill(process.child.process.pid, signal.SIGSTOP)
     answers: list[object] = []
 
     def ask() -> None:
@@ -208,13 +209,13 @@ def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder,
 
 def test_the_kill_of_a_stopped_process_ends_the_wait(decoder: BackgroundDecoder) -> None:
     process = decoder._process
-    os.kill(process._popen.pid, signal.SIGSTOP)
+    os.kill(process.child.process.pid, signal.SIGSTOP)
     answers: list[bool] = []
     asking = threading.Thread(target=lambda: answers.append(make_in_background(decoder, 7)))
     asking.start()
     while 7 not in process._requests:
         threading.Event().wait(0.001)
-    process._popen.kill()
+    process.child.process.kill()
     asking.join(200)
     assert answers == [False]
 
@@ -269,7 +270,7 @@ def test_failures_before_much_work_are_forgotten_and_each_is_logged(
             assert make_in_background(decoder, group)
         process = decoder._process
         assert process is not None
-        process._popen.kill()
+        process.child.process.kill()
         assert process.ended.wait(200)
         make_in_background(decoder, 0)
         assert decoder._process is not None
@@ -373,7 +374,7 @@ PROGRAM = """
     next(batches)
     process = dataset.rowstore.scheduler.decoder._process
     process.ready.wait()
-    print(process._popen.pid, flush=True)
+    print(process.child.process.pid, flush=True)
 """
 
 

@@ -55,8 +55,8 @@ def test_a_process_that_died_while_it_had_no_work_is_replaced(monkeypatch: pytes
     processes = running(echo)
     processes.submit(b"a").result(200)
     [child] = processes.running
-    child._popen.kill()
-    child._popen.wait(200)
+    child.process.kill()
+    child.process.wait(200)
     assert processes.submit(b"b").result(200) == b"hello b"
     assert len(processes.running) == 1
 
@@ -64,7 +64,7 @@ def test_a_process_that_died_while_it_had_no_work_is_replaced(monkeypatch: pytes
 def test_a_long_first_message_holds_up_no_other_process() -> None:
     processes = ChildProcesses(1, f"{__name__}:{reads_nothing.__name__}", bytes(16 << 20))
     child = processes._take()  # It does not wait for the process to read.
-    child._popen.kill()
+    child.process.kill()
     assert processes._end(child)
 
 
@@ -87,7 +87,7 @@ def test_an_error_of_the_program_is_no_end_of_the_connection(
 
 def test_a_process_whose_answer_cannot_be_received_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise there would be one process more after each such call."""
-    processes, call, children = running(echo), child_process._Child.call, []
+    processes, call, children = running(echo), child_process._Server.call, []
 
     def too_large(child: Any, request: bytes) -> bytes:
         children.append(child)
@@ -95,11 +95,11 @@ def test_a_process_whose_answer_cannot_be_received_ends(monkeypatch: pytest.Monk
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(child_process._Child, "call", too_large)
+        patch.setattr(child_process._Server, "call", too_large)
         with pytest.raises(MemoryError):
             processes.submit(b"large").result(200)
     assert processes.running == []
-    assert children[0]._popen.poll() is not None
+    assert children[0].process.poll() is not None
     assert processes.submit(b"small").result(200) == b"hello small"
     assert len(processes.running) == 1
 

@@ -95,7 +95,7 @@ def decode_ahead(connection: Connection, file: Path) -> None:
     decoder = BackgroundDecoder(make_dataset(file, **cache).map(Endless(), version="1").rowstore.row_groups)
     decoder.begin()
     decoder._process.ready.wait()
-    decoder._process._connection.send(0)
+    decoder._process.child.connection.send(0)
     end_as_told(connection)
 
 

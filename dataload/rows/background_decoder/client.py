@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
-import socket
-import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,14 +18,13 @@ from dataload.errors import ConfigError, DataError, ObjectChanged, OriginNotFoun
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_groups import RowGroups
-from dataload.runtime.child_process import ProcessConnection, start_process
+from dataload.runtime.child_process import Child
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import waited
 
 SELDOM_SECONDS = 2.0  # between two checks for the worker's death; each takes the interpreter from the training step
-EXIT_SECONDS = 0.3  # for the worker to exit; then it is killed, which leaves a few files in the cache to remove
 BUSY_SECONDS = 1.0  # without a wait, until it is worth starting the worker, which takes a second of processor time
 NICENESS = 19  # keeps a step that uses the interpreter all the time at nine tenths of its speed
 MAX_FAILURES = 3
@@ -242,22 +238,16 @@ class _Process:
         self._mutex = threading.Lock()
         self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
         self.ready, self.ended = threading.Event(), threading.Event()
-        self._stopping = self._killed = False  # by `end`
+        self._stopping = False  # by `end`
         self.error: Exception | None = None
         self.made = 0
         self._listener = threading.Thread(
             target=self._listen, args=(row_groups,), name="dataload-decode-client", daemon=True
         )
-        self._socket, theirs = socket.socketpair()
-        with theirs, ExitStack() as undo:  # if the system cannot start the process, or then the thread
-            undo.callback(self._socket.close)
-            self._popen = start_process(f"{worker.__name__}:run", theirs.fileno())
-            undo.callback(self._popen.wait)
-            undo.callback(self._popen.kill)
-            with suppress(ProcessLookupError):  # Imports are most of the start, so it is nice from the first one on.
-                os.setpriority(os.PRIO_PROCESS, self._popen.pid, NICENESS)
-            self._connection = ProcessConnection(os.dup(self._socket.fileno()), self._popen, SELDOM_SECONDS)
-            undo.callback(self._connection.close)
+        with ExitStack() as undo:  # if the system cannot start a thread
+            self.child = Child(f"{worker.__name__}:run", SELDOM_SECONDS, NICENESS)
+            undo.callback(self.child.close)
+            undo.callback(self.child.stop)
             self._listener.start()
             undo.pop_all()
         atexit.register(self._end_with_program)
@@ -277,9 +267,9 @@ class _Process:
                 self._requests[group] = Future(), account
                 account.add(under_way=1, ordered=1)
                 with suppress(OSError):  # The process died; the listener notices next.
-                    self._connection.send(group)
+                    self.child.connection.send(group)
             result, _ = self._requests[group]
-        while not result.done() and not is_urgent() and self._popen.poll() is None:
+        while not result.done() and not is_urgent() and self.child.process.poll() is None:
             demand.wait(result)
         return result.result() if result.done() else None
 
@@ -287,34 +277,25 @@ class _Process:
         """End the process, wait until it has exited, and return its exit status."""
         atexit.unregister(self._end_with_program)
         self._stopping = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        try:
-            self._popen.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._killed = True
+        status = self.child.stop()
         if self._listener is not threading.current_thread():  # The garbage collector runs in any thread.
             self._listener.join()
-        self._connection.close()
-        self._socket.close()
-        return self._popen.wait()
+        self.child.close()
+        return status
 
     def failure(self) -> str | None:
         """Wait until the process has exited. Return how it failed; None if it was idle or ended by `end`."""
         was_ended, status = self._stopping, self.end()
-        if was_ended or (self.ready.is_set() and (status == 0 or self._killed)):
+        if was_ended or (self.ready.is_set() and (status == 0 or self.child.killed)):
             return None
-        if status < 0 and not self._killed:
+        if status < 0 and not self.child.killed:
             name = signal.Signals(-status).name
             return f"was killed by {name}" + ", perhaps because memory ran out" * (status == -signal.SIGKILL)
         return f"failed with exit status {status}: {redacted(repr(self.error))}"
 
     def disown(self) -> None:
         """Close the connection in a forked child, so that the process notices the end of its parent."""
-        self._connection.close()
-        self._socket.close()
-        self._popen.returncode = 0
+        self.child.disown()
 
     def _end_with_program(self) -> None:
         _program_exits.set()
@@ -322,11 +303,11 @@ class _Process:
 
     def _listen(self, row_groups: RowGroups) -> None:
         try:
-            self._connection.send_bytes(dump_resolved(row_groups))
-            self._connection.recv()
+            self.child.connection.send_bytes(dump_resolved(row_groups))
+            self.child.connection.recv()
             self.ready.set()
             while True:
-                done: Done = self._connection.recv()
+                done: Done = self.child.connection.recv()
                 self._spent.add(**done.spent)
                 self.made += done.error is None
                 with self._mutex:
