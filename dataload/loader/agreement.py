@@ -67,7 +67,7 @@ class Agreement:
         self._order = json.loads(json.dumps({"data": sampler.order.digest, **options}))
         self._place = _place_in_program()
         self._name = f"{self._place} of {size}"  # Torchrun counts no restart if ranks come or go, and keeps its store.
-        self._unseen = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks to compare with
+        self._to_compare = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks
         self._looks = 0
         self._announced = 0  # loaders of this place, as shown
 
@@ -77,35 +77,39 @@ class Agreement:
         Raises:
             ConfigError: Another rank reads other rows.
         """
-        if not self._unseen or self._looks == MOST_LOOKS:
+        if not self._to_compare or self._looks == MOST_LOOKS:
             return
         self._looks += 1
         difference = None
         try:
             if (board := _board(self._dataset.datasets[0].blocks.tier)) is not None:
+                self._show(board)
                 difference = self._difference(board)
         except Exception as error:  # noqa: BLE001 (best effort: a store may end at any time)
             log.debug("cannot compare this rank with others: %r", error)
-            self._unseen.clear()  # Each try may take seconds.
+            self._to_compare.clear()  # Each try may take seconds.
         if difference is not None:
             raise ConfigError(f"the ranks read different rows: {difference}")
 
-    def _difference(self, board: Board) -> str | None:
-        """Return how the rows of another rank differ, or None."""
+    def _show(self, board: Board) -> None:
+        """Show what this rank reads, unless it does already."""
         loaders = _made[self._place]
         if self._announced != loaders:
             self._announced = loaders
             board.show(f"{self._name} files {self._rank}", self._digests)
             board.show(f"{self._name} {self._rank}", json.dumps({**self._shown, "loaders": loaders}).encode())
-        if loaders > 1:
-            self._unseen.clear()
-        for rank in sorted(self._unseen):
+
+    def _difference(self, board: Board) -> str | None:
+        """Return how the rows of another rank differ, or None."""
+        if _made[self._place] > 1:  # They may come in another order on the other rank.
+            self._to_compare.clear()
+        for rank in sorted(self._to_compare):
             content = board.read(f"{self._name} {rank}")
             other = None if content is None else json.loads(content)
             if other is None or abs(other["started"] - _started) > SAME_ATTEMPT_SECONDS:
                 continue
             if other["order"] == self._order or other["loaders"] > 1:
-                self._unseen.discard(rank)
+                self._to_compare.discard(rank)
             elif other["order"]["data"] != self._order["data"]:
                 return self._other_data(rank, other, board.read(f"{self._name} files {rank}") or b"")
             else:
