@@ -42,6 +42,7 @@ NEWEST_TESTS := $(LOWEST_TESTS) mapping cache/test_cluster_tier.py
 
 newest:
 	$(PYTHON) -m venv .venv-newest
+	$(NEWEST) pip install --quiet --upgrade pip
 	grep ^torch== constraints.txt > .venv-newest/constraints.txt
 	$(NEWEST) pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-newest/constraints.txt --editable ".[cluster]" --group newest
 	$(NEWEST) pytest $(NEWEST_TESTS:%=tests/%)
