@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from functools import partial
 from itertools import filterfalse, groupby
 from operator import methodcaller
@@ -161,7 +160,6 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     unlisted: list[str] = []
     is_glob = has_wildcard(root) and not (origin.is_local and Path(root).exists())
     fixed = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if is_glob else root
-    _check_cache(path, fixed, root.removeprefix(fixed) if is_glob else "/**", blocks)
     if is_glob:
         infos = origin.list(root, is_glob=True)
         if infos:
@@ -170,6 +168,7 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     if not infos:  # An object or a folder may have such characters in its name.
         infos = origin.list(root, is_glob=False)
         unlisted = [] if root in infos else _folders_above(root)
+    _check_cache(path, fixed, root.removeprefix(fixed) if is_glob else "/**", blocks)
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     if not listed:
         check = "check the path" if origin.address == "file://" else "check bucket, prefix and endpoint"
@@ -280,11 +279,9 @@ def _folder_of(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _content(origin: Origin, obj: Object) -> bytes | None:
-    """Return the bytes of an object; None after any error of the store."""
-    with suppress(OriginError):
-        return bytes(origin.read(obj.path, 0, obj.size, obj.version)) if obj.size else b""
-    return None
+def _content(origin: Origin, obj: Object) -> bytes:
+    """Return the bytes of an object."""
+    return bytes(origin.read(obj.path, 0, obj.size, obj.version)) if obj.size else b""
 
 
 def _check_listing(path: str, names: Collection[str]) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -27,7 +28,8 @@ COMMIT = re.compile(r"_delta_log/(\d{20})\.json$")
 OTHER_CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint\.[^/]*-[^/]*\.(parquet|json)$")  # of the protocol's V2
 CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint(?:\.\d{10}\.(\d{10}))?\.parquet$")
 ICEBERG_VERSION = re.compile(r"/v?(\d+)[^/]*\.metadata\.json$")
-MOST_BYTES = 64 << 20  # of a table's log that are read, the newest first
+GZIP = b"\x1f\x8b"  # the first bytes of a compressed file
+MOST_BYTES = 64 << 20  # of a table's log that are read, the newest first; of metadata that are not compressed any more
 DELETES = ("total-delete-files", "total-position-deletes", "total-equality-deletes")
 COPY = 'such as by spark.table("t").write.parquet(copy), and name the copy'
 
@@ -36,7 +38,7 @@ ICEBERG = "an Iceberg", "copy the rows that pyiceberg reads, table.scan().to_arr
 
 KINDS = ("add", "remove", "metaData")  # of the actions of a commit
 
-Read = Callable[[Sequence[Object]], Iterable[bytes | None]]
+Read = Callable[[Sequence[Object]], Iterable[bytes]]
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +62,12 @@ def check_delta(folder: str, log: Mapping[str, Object], listed: Collection[str],
         folder: Path of the table.
         log: The objects in `_delta_log/` by path.
         listed: Paths of files below the folder.
-        read: Returns the bytes of objects; None for one that cannot be read.
+        read: Returns the bytes of objects.
     """
-    objects, is_whole = _since_checkpoint(log)
-    if not is_whole and (others := sorted(filter(OTHER_CHECKPOINT.search, log))):
-        raise _unreadable(others[-1], *DELTA)
+    objects, is_whole, checkpoint = _since_checkpoint(log)
+    others = [path for path in log if (match := OTHER_CHECKPOINT.search(path)) and int(match[1]) > checkpoint]
+    if others and not is_whole:
+        raise _unreadable(max(others), *DELTA)
     commits = [_commit(folder, obj, data) for obj, data in zip(objects, read(objects), strict=True)]
     for name, stored in next((commit.renamed for commit in commits if commit.renamed is not None), ()):
         raise ConfigError(
@@ -122,12 +125,24 @@ def _has_deletes(metadata: Object, read: Read) -> bool:
     """Return whether the current snapshot of an Iceberg table has delete files."""
     try:
         [data] = read([metadata])
-        table = json.loads(data or b"")
+        table = json.loads(_uncompressed(data))
         current = table.get("current-snapshot-id")  # None: the table is empty
         summaries = [each.get("summary", {}) for each in table.get("snapshots", ()) if each["snapshot-id"] == current]
         return any(int(summary.get(name, 0)) for summary in summaries for name in DELETES)
-    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+    # OverflowError: an infinite number
+    except (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError, zlib.error) as error:
         raise _unreadable(metadata.path, *ICEBERG) from error
+
+
+def _uncompressed(data: bytes) -> bytes:
+    """Return the bytes of a file that gzip may have compressed. Raise ValueError if these are too many, or not all."""
+    if not data.startswith(GZIP):
+        return data
+    stream = zlib.decompressobj(wbits=31)  # 31: with the header of gzip
+    found = stream.decompress(data, MOST_BYTES)
+    if not stream.eof:
+        raise ValueError(f"more than {MOST_BYTES} bytes, or cut off")
+    return found
 
 
 def _unreadable(path: str, table: str, way_out: str) -> ConfigError:
@@ -149,8 +164,8 @@ class _Commit(NamedTuple):
     renamed: list[tuple[str, str]] | None
 
 
-def _since_checkpoint(log: Mapping[str, Object]) -> tuple[list[Object], bool]:
-    """Return the commits since the last checkpoint, and its parts, the newest first; and whether that is all.
+def _since_checkpoint(log: Mapping[str, Object]) -> tuple[list[Object], bool, int]:
+    """Return the commits since the last checkpoint, and its parts, the newest first; whether that is all; its version.
 
     Other forms of checkpoints are not read, and only `MOST_BYTES`.
     """
@@ -165,13 +180,12 @@ def _since_checkpoint(log: Mapping[str, Object]) -> tuple[list[Object], bool]:
     needed = [*map(commits.__getitem__, newest), *(obj for _, obj in parts.get(checkpoint, ()))]
     sizes = itertools.accumulate(obj.size for obj in needed)
     kept = [obj for obj, size in zip(needed, sizes, strict=True) if size <= MOST_BYTES]
-    return kept, len(kept) == len(needed) and len(newest) == max(versions, default=checkpoint) - checkpoint
+    is_whole = len(kept) == len(needed) and len(newest) == max(versions, default=checkpoint) - checkpoint
+    return kept, is_whole, checkpoint
 
 
-def _commit(folder: str, obj: Object, data: bytes | None) -> _Commit:
+def _commit(folder: str, obj: Object, data: bytes) -> _Commit:
     """Return what a commit or a checkpoint says."""
-    if data is None:
-        raise _unreadable(obj.path, *DELTA)
     try:
         return _of_checkpoint(folder, data) if obj.path.endswith(".parquet") else _of_commit(folder, data)
     # pyarrow raises OSError for damaged pages.
@@ -180,7 +194,7 @@ def _commit(folder: str, obj: Object, data: bytes | None) -> _Commit:
 
 
 def _of_commit(folder: str, data: bytes) -> _Commit:
-    actions = [json.loads(line) for line in data.splitlines()]
+    actions = [json.loads(line) for line in data.splitlines() if line.strip()]
     adds, removes, schemas = ([found for each in actions if (found := each.get(kind))] for kind in KINDS)
     files: dict[str, bool | None] = {_path_of(folder, each["path"]): None for each in removes}
     files |= {_path_of(folder, each["path"]): bool(each.get("deletionVector")) for each in adds}
@@ -189,8 +203,11 @@ def _of_commit(folder: str, data: bytes) -> _Commit:
 
 def _of_checkpoint(folder: str, data: bytes) -> _Commit:
     path, vector, schema = "add.path", "add.deletionVector.storageType", "metaData.schemaString"
+    sidecar = "sidecar.path"
     with pq.ParquetFile(pa.BufferReader(data)) as file:
-        table = file.read(columns=[path, vector, schema]).flatten().flatten()
+        table = file.read(columns=[path, vector, schema, sidecar]).flatten().flatten()
+    if sidecar in table.column_names and table[sidecar].null_count < len(table):
+        raise ValueError("a checkpoint of the protocol's V2, whose files are listed in sidecars")
     schemas = table[schema].drop_null().to_pylist() if schema in table.column_names else []
     table = table.filter(table[path].is_valid())
     marks = table[vector].is_valid().to_pylist() if vector in table.column_names else [False] * len(table)

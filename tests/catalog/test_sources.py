@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,14 @@ def test_a_cache_beside_the_files_of_the_source(tmp_path: Path, source: str, cac
         write(tmp_path / name, 1)
     lengths = [len(list(make_loader(tmp_path / source, 1, cache_dir=tmp_path / cache))) for _ in range(2)]
     assert lengths[0] == lengths[1] > 0
+
+
+@pytest.mark.parametrize("cache", [False, None])
+def test_a_glob_that_is_none_is_an_error(tmp_path: Path, cache: Any) -> None:
+    write(tmp_path / "part" / "0.parquet", 1)
+    folder = {} if cache is False else {"cache_dir": tmp_path / "cache"}
+    with pytest.raises(ConfigError, match=re.escape("part**.parquet")):
+        make_dataset(f"{tmp_path}/part**.parquet", cache=cache, **folder)
 
 
 # Symbolic links
@@ -541,6 +551,59 @@ def test_a_log_that_is_not_read_as_a_whole_is_told(
     assert record.getMessage().startswith(f"{tmp_path} is a Delta table whose log can be read in part only")
 
 
+def test_a_checkpoint_of_another_form_does_not_matter_if_it_is_old(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write(tmp_path / "0.parquet", 1)
+    delta_table(tmp_path, [], [], [added("0.parquet")], [], [])
+    log = tmp_path / "_delta_log"
+    (log / f"{0:020}.checkpoint.80a083e8-7026-4e79-81be-64bd76c43a11.json").write_text("{}")
+    pq.write_table(pa.Table.from_pylist([added("0.parquet")]), log / f"{2:020}.checkpoint.parquet")
+    (log / f"{3:020}.json").unlink()  # a gap
+    assert read([data]) == [1]
+    assert "whose log can be read in part only" in caplog.text
+
+
+def test_a_checkpoint_whose_files_are_listed_elsewhere_is_refused(tmp_path: Path) -> None:
+    """One of the protocol's V2 may have the name of a classic one."""
+    data = write(tmp_path / "0.parquet", 1)
+    delta_table(tmp_path, [added("0.parquet", marked=True)])
+    actions = [{**added("0.parquet"), "sidecar": {"path": "a.parquet"}}, {"add": None, "sidecar": None}]
+    checkpoint = tmp_path / "_delta_log" / f"{0:020}.checkpoint.parquet"
+    schema = pa.Table.from_pylist(actions).schema
+    pq.write_table(pa.Table.from_pylist([{**actions[0], "add": None}], schema), checkpoint)
+    with pytest.raises(ConfigError, match=rf"^{checkpoint} cannot be read, .*: write a checkpoint of the classic form"):
+        make_dataset([data], cache=False)
+    pq.write_table(pa.Table.from_pylist([{**added("0.parquet"), "sidecar": None}], schema), checkpoint)
+    assert read([data]) == [1]
+
+
+def test_blank_lines_in_a_commit_are_skipped(tmp_path: Path) -> None:
+    data = write(tmp_path / "0.parquet", 1)
+    delta_table(tmp_path, [added("0.parquet", marked=True)])
+    [commit] = (tmp_path / "_delta_log").iterdir()
+    commit.write_text(f"\n{commit.read_text()}\r\n\n")
+    with pytest.raises(ConfigError, match="has rows that its Delta table deleted"):
+        make_dataset([data], cache=False)
+
+
+def test_a_log_that_the_store_does_not_give_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "0.parquet", 1)
+    delta_table(tmp_path, [added("0.parquet")])
+    whole = Origin.read
+
+    def refuse(self: Origin, path: str, *arguments: Any) -> Any:
+        if "_delta_log" in path:
+            raise OriginError(f"{path}: 403 Forbidden")
+        return whole(self, path, *arguments)
+
+    monkeypatch.setattr(Origin, "read", refuse)
+    with pytest.raises(OriginError, match=r"_delta_log/.*: 403 Forbidden"):
+        make_dataset([data], cache=False)
+
+
 def test_listed_files_whose_table_calls_their_columns_otherwise_are_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "0.parquet", 1)
     mapped = {"name": "id", "type": "long", "metadata": {"delta.columnMapping.physicalName": "col-8a"}}
@@ -579,6 +642,17 @@ def test_listed_files_of_an_iceberg_table_with_delete_files_are_refused(tmp_path
         make_dataset([data], cache=False)
     version(10, 0)
     assert read([data]) == [1]
+    compressed = tmp_path / "t" / "metadata" / "00011-b.gz.metadata.json"
+    for number, says in ((9, "is an Iceberg table whose delete files"), (10, None)):
+        plain = (tmp_path / "t" / "metadata" / f"{number:05}-a.metadata.json").read_bytes()
+        compressed.write_bytes(gzip.compress(plain))
+        with nullcontext() if says is None else pytest.raises(ConfigError, match=says):
+            assert read([data]) == [1]
+    for content in (compressed.read_bytes()[:-9], gzip.compress(bytes(65 << 20))):
+        compressed.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"^{compressed} cannot be read"):
+            make_dataset([data], cache=False)
+    compressed.unlink()
     newest = tmp_path / "t" / "metadata" / "00011-a.metadata.json"
     newest.write_text('{"current-snapshot-id": 1, "snap')
     with pytest.raises(ConfigError, match=rf"^{newest} cannot be read, so rows that an Iceberg table deleted may go"):
@@ -598,12 +672,15 @@ DELTA_COMMITS = [
 ]
 
 
+ENDLESS = b'{"snapshots": [{"snapshot-id": 1, "summary": {"total-delete-files": 1e999}}], "current-snapshot-id": 1}'
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         *((f"_delta_log/{0:020}.json", content) for content in DELTA_COMMITS),
         *((f"_delta_log/{0:020}.checkpoint.parquet", content) for content in (b"", b"PAR1")),
-        *(("metadata/v1.metadata.json", content) for content in (b"", b"{", b"[]", b'{"snapshots": [3]}')),
+        *(("metadata/v1.metadata.json", content) for content in (b"", b"{", b"[]", b'{"snapshots": [3]}', ENDLESS)),
     ],
 )
 def test_a_log_that_cannot_be_understood_is_an_error_that_names_it(tmp_path: Path, name: str, content: bytes) -> None:
