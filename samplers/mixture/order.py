@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
@@ -101,9 +102,10 @@ class MixtureOrder:
         windows: Sequence[int | None] | None = None,
         num_streams: int = 1,
     ) -> None:
-        self.sources, self.seed = tuple(sources), int(seed)
+        self.sources, self.seed = tuple(sources), whole_number("seed", seed)
         self.stop, self.num_rows = stop, num_rows
-        self.batching, self.batch_rows = batching, None if batch_rows is None else int(batch_rows)
+        self.batching = batching
+        self.batch_rows = None if batch_rows is None else whole_number("batch_rows", batch_rows, least=1)
         self.homogeneous = batching == "homogeneous"
         windows = [None] * len(self.sources) if windows is None else windows
         self._check(weights, windows)
@@ -223,10 +225,10 @@ class MixtureOrder:
         check_choices(self.stop, self.batching)
         if self.batching == "homogeneous" and self.batch_rows is None:
             raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')
-        for name, number in (("num_rows", self.num_rows), ("batch_rows", self.batch_rows)):
-            if number is not None and (not isinstance(number, Real) or number < 1 or number % 1):
-                raise ConfigError(f"{name}={number}: must be a whole number of at least 1")
-        self.num_rows = None if self.num_rows is None else int(self.num_rows)
+        if (number := self.num_rows) is not None:
+            if not isinstance(number, Real) or number < 1 or number % 1:
+                raise ConfigError(f"num_rows={number}: must be a whole number of at least 1")
+            self.num_rows = int(number)
 
     def length(self, unit: int) -> tuple[int, int | None]:
         """Return the rows of an epoch in units of `unit` rows, and the source that ends it; None: `num_rows` does."""

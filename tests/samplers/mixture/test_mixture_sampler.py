@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import islice, pairwise, product
 
@@ -382,6 +383,8 @@ def test_a_refused_state_changes_nothing(batching):
     state = saved.state_dict()
     sampler, fresh = (MixtureSampler(SOURCES, 1, 0, batch_size=8, batching=batching) for _ in range(2))
     wrong = [{"cursor": 8.0}, {"epoch": "1"}, {"cursor": 10**6}, {"next_weights": [1, 2]}, {"next_weights": [1, 2, 0]}]
+    numbers = product(("seed", "batch_rows", "num_streams", "num_rows", "windows", "weights"), ("x", 1.5, [], math.inf))
+    wrong += [{name: value} for name, value in numbers]
     for refused in (None, {}, [], *({**state, **each} for each in wrong)):
         with pytest.raises(ConfigError):
             sampler.load_state_dict(refused)
