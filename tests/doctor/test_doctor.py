@@ -221,6 +221,14 @@ def test_a_url_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "ok       credentials: 1 objects" in capsys.readouterr().out
 
 
+def test_a_user_without_a_home_may_name_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"label": np.arange(8)}), tmp_path / "x.parquet")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for name in ("HOME", "XDG_CACHE_HOME", "DATALOAD_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    doctor(f"{tmp_path}/x.parquet", cache_dir=tmp_path / "cache", cache_bytes="1MB")
+
+
 REFUSED = """
 import ctypes, struct, sys
 from pathlib import Path

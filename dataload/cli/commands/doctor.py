@@ -105,13 +105,17 @@ def _text(check: str, finding: Finding) -> str:
 
 def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioning: str) -> Store:
     from dataload.cache.blocks.reader import Blocks
+    from dataload.cache.origin.limiter import limiter_of
+    from dataload.cache.origin.origin import Origin
     from dataload.cache.origin.source import open_source
     from dataload.doctor.object_store import Store
 
-    of_origin = CacheConfig(engine=cache.engine, in_flight=cache.in_flight)
-    blocks = Blocks.open(open_source(url, mapping(storage_options)), of_origin)
-    uncached = Blocks.uncached(blocks.origin)  # bypasses the cache, also that of a tiercache:: URL
-    return Store(url, uncached, partitioning_of(partitioning))
+    source = open_source(url, mapping(storage_options))
+    if isinstance(own := getattr(source, "blocks", None), Blocks):  # It is tiercache, whose cache is bypassed.
+        origin = own.origin
+    else:
+        origin = Origin(source, cache.origin_id, cache.engine, limiter_of(url, cache.in_flight))
+    return Store(url, Blocks.uncached(origin), partitioning_of(partitioning))
 
 
 def _reads(
