@@ -27,8 +27,8 @@ DEFAULT_DIR = "DATALOAD_CACHE_DIR"  # the environment variable that names the de
 NEAR = 0.73  # "cache_size" is as near to a setting, "user" and "region" are less near
 # Arguments of `open`, which `fsspec.open` passes to the filesystem, too.
 OF_OPEN = frozenset({"block_size", "cache_options", "cache_type"})
-# Metadata of settings: of those that commands on a folder take, such as `dataload cache stats`; of those of `tiercache`
-OF_FOLDER, OF_FILESYSTEM = {"of": "folder"}, {"of": "filesystem"}
+OF_FOLDER = {"of": "folder"}  # metadata of the settings that commands on a folder take, such as `dataload cache stats`
+OF_PYTHON = {"of": "python"}  # metadata of the settings that no command takes
 SIZE = re.compile(r"(-?(?:\d+\.?\d*|\.\d+))\s*([KMGTPE]I?)?B?", re.IGNORECASE)
 UNITS: dict[str, int] = {
     f"{prefix}{binary}": base**power
@@ -87,11 +87,11 @@ class CacheConfig:
     cache_bytes: int | str | None = None
     block_bytes: int | str = "4MiB"
     policy: str = "pin"
-    consistency: str = field(default="generation", metadata=OF_FILESYSTEM)
+    consistency: str = field(default="generation", metadata=OF_PYTHON)
     engine: str = "auto"
     in_flight: int = 64
     cluster: str | None = field(default=None, repr=False)
-    cluster_key: str | None = field(default=None, repr=False)
+    cluster_key: str | None = field(default=None, repr=False, metadata=OF_PYTHON)  # A list of processes shows options.
     origin_id: str | None = None
     allow_network_filesystem: bool = field(default=False, metadata=OF_FOLDER)
     page_checksums: bool = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dataload.cache.config import OF_FILESYSTEM, OF_FOLDER, CacheConfig, described, split_options
+from dataload.cache.config import OF_FOLDER, OF_PYTHON, CacheConfig, described, split_options
 from dataload.cli.console import progress
 from dataload.errors import ConfigError
 
@@ -128,7 +128,7 @@ def with_cache_options(*, of_folder: bool = False) -> Callable[[Callable[..., No
     settings = [
         each
         for each in fields(CacheConfig)
-        if (each.metadata == OF_FOLDER if of_folder else each.metadata != OF_FILESYSTEM)
+        if (each.metadata == OF_FOLDER if of_folder else each.metadata != OF_PYTHON)
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
