@@ -38,13 +38,15 @@ lowest: .venv-lowest/.ready
 
 # The same on the newest dependencies, which a fresh `pip install` brings; those of constraints.txt may be older.
 NEWEST := .venv-newest/bin/python -m
-NEWEST_TESTS := $(LOWEST_TESTS) mapping cache/test_cluster_tier.py
+NEWEST_TESTS := mapping catalog/test_filters.py formats/test_range_stream.py rows/test_arrow_decode.py \
+	rows/test_decoded_rows.py cache/test_filesystem.py cache/test_origin_engine.py cache/test_s3_names.py \
+	cache/test_cluster_tier.py loader/test_worker_transport.py
 
 newest:
 	$(PYTHON) -m venv .venv-newest
 	$(NEWEST) pip install --quiet --upgrade pip
 	grep ^torch== constraints.txt > .venv-newest/constraints.txt
-	$(NEWEST) pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-newest/constraints.txt --editable ".[cluster]" --group newest
+	$(NEWEST) pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-newest/constraints.txt --editable ".[cluster,images]" --group newest
 	$(NEWEST) pytest $(NEWEST_TESTS:%=tests/%)
 
 .venv-lowest/.ready: pyproject.toml constraints.txt tests/support/lowest.py
