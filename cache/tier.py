@@ -227,7 +227,10 @@ class Tier(Protocol):
         """
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
-        """Fetch these blobs from other hosts and cache them. Return None unless all of them are available."""
+        """Fetch these blobs from other hosts and cache them. Return None unless all of them are available.
+
+        They are made together, the last one last. Those that this host has already are replaced.
+        """
         return None
 
     def touch(self, keys: Iterable[BlobKey]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from clusters import Server, running_server  # noqa: F401
+from clusters import Server, running_server, until  # noqa: F401
 from faulty_store import Answer, Asked, Store, faulty_store
 
 import dataload
@@ -113,18 +114,23 @@ def test_no_blob_stays_of_a_row_group_that_cannot_be_decoded(cache: CacheConfig)
         np.testing.assert_array_equal(values(dataset), RIGHT)
 
 
+def killed_once_it_has_published(store: Store, cache: CacheConfig) -> None:
+    """Let a process die once it has cached a blob of damaged bytes."""
+    child = os.fork()
+    if not child:
+        try:
+            dataset = opened(store, cache)
+            failpoints.watch(lambda name: name == "fill: published" and os.kill(os.getpid(), signal.SIGKILL))
+            values(dataset)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
 def test_no_blob_stays_of_a_process_that_was_killed_before_it_found_the_damage(cache: CacheConfig) -> None:
     with damaging_store(times=1) as (store, damage):
         store.spoil = damage.spoil
-        child = os.fork()
-        if not child:
-            try:
-                dataset = opened(store, cache)
-                failpoints.watch(lambda name: name == "fill: published" and os.kill(os.getpid(), signal.SIGKILL))
-                values(dataset)
-            finally:
-                os._exit(1)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        killed_once_it_has_published(store, cache)
         np.testing.assert_array_equal(values(opened(store, cache)), RIGHT)
 
 
@@ -140,6 +146,55 @@ def test_a_damaged_body_leaves_no_row_in_the_cluster(
         store.fault = lambda asked: Answer.error(403) if asked.kind == "get" else None  # the cluster has all of it
         other = opened(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url))
         np.testing.assert_array_equal(values(other), RIGHT)
+
+
+def test_a_host_completes_no_damaged_blob_with_those_of_others(
+    tmp_path: Path, cluster_server: Server, cache: CacheConfig
+) -> None:
+    shared = replace(cache, cluster=cluster_server.url)
+    with damaging_store(times=1) as (store, damage):
+        store.spoil = damage.spoil
+        killed_once_it_has_published(store, shared)
+        other = opened(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url))
+        np.testing.assert_array_equal(values(other), RIGHT)
+        other.blocks.settle()
+        np.testing.assert_array_equal(values(opened(store, shared)), RIGHT)
+
+
+def test_a_host_keeps_no_blob_of_a_row_group_that_another_host_has_not_finished(
+    tmp_path: Path, cluster_server: Server, cache: CacheConfig
+) -> None:
+    """The other host finds the damage after this one has found its first blob."""
+    (published, tell), (go_on, may_go_on) = os.pipe(), os.pipe()
+    with damaging_store(times=1) as (store, damage):
+        store.spoil = damage.spoil
+        child = os.fork()
+        if not child:
+            try:
+                maker = opened(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url))
+
+                def pause(name: str) -> None:
+                    if name == "fill: published":
+                        failpoints.watch(lambda _: None)
+                        maker.blocks.settle()
+                        os.write(tell, b".")
+                        os.read(go_on, 1)
+
+                failpoints.watch(pause)
+                np.testing.assert_array_equal(values(maker), RIGHT)
+                maker.blocks.settle()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.read(published, 1)
+        dataset = opened(store, replace(cache, cluster=cluster_server.url))
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(values, dataset)
+            until(lambda: found.done() or dataset.blocks.stats()["cluster"]["waits"])
+            os.write(may_go_on, b".")
+            np.testing.assert_array_equal(found.result(), RIGHT)
+        assert os.waitpid(child, 0)[1] == 0
+        assert dataset.blocks.stats()["cluster"]["bytes"] >= 8 * ROWS  # the other host's blobs
 
 
 TEXTS = [f"{i}" * 200 for i in range(7)]
