@@ -64,8 +64,8 @@ class Client:
         self._call("set", name, name, value, large=True)
 
     def delete(self, name: str) -> None:
-        """Delete a key."""
-        self._call("delete", name, name)
+        """Delete a key, without the right to DEL."""
+        self._call("pexpire", name, name, 0)
 
     def add(self, name: str, value: bytes, seconds: float) -> bool:
         """Set a key that expires after `seconds`, unless it exists. Return whether it was set."""

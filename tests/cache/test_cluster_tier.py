@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -618,8 +619,6 @@ def guarded(tmp_path: Path) -> Iterator[Server]:
 def test_user_and_password_from_url_or_environment(
     guarded: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from urllib.parse import quote
-
     right = f"valkey://loader:{quote(SECRET, safe='')}@{guarded.address}"
     with caplog.at_level(logging.DEBUG):
         first, second, third = hosts(right), hosts(guarded.url), hosts(guarded.url)
@@ -643,6 +642,19 @@ def test_user_and_password_from_url_or_environment(
         assert quote(SECRET, safe="") not in said
         assert "wr0ng" not in said
     assert not any(SECRET.encode() in file.read_bytes() for file in first.local.path.rglob("*") if file.is_file())
+
+
+def test_a_user_with_the_documented_rights_shares_row_groups_of_several_blobs(guarded: Server, tmp_path: Path) -> None:
+    url = f"valkey://loader:{quote(SECRET, safe='')}@{guarded.address}"
+    pq.write_table(pa.table({"x": range(140_000)}), tmp_path / "x.parquet")
+    for host in ("first", "second"):
+        dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / host), "1GB", cluster=url))
+        assert dataset[139_999]["x"] == 139_999
+        dataset.blocks.settle()
+        found = dataset.blocks.stats()["cluster"]
+        assert (found["errors"], found["unkept"], found["health"]["state"]) == (0, 0, "normal")
+    assert found["bytes"] >= 8 * 140_000
+    assert not dataset.blocks.stats()["requests_origin"]
 
 
 def test_an_unfitting_url_is_refused_without_repeating_it() -> None:
