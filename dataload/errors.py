@@ -34,7 +34,7 @@ class DataError(DataloadError, ValueError):
 
 
 class DamagedError(DataError):
-    """The bytes of a row group are no such data. The store may have sent others than it holds."""
+    """The bytes of a row group or footer are no such data. The store may have sent others than it holds."""
 
 
 class RowError(DataError):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.errors import DataError
+from dataload.errors import DamagedError, DataError
 from dataload.formats import parquet
 from dataload.formats.arrow_ipc import messages
 from dataload.formats.arrow_ipc.reader import ArrowFooter
@@ -83,7 +83,7 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
         if tail.endswith(known.magic) and len(tail) >= trailer:
             size = int.from_bytes(tail[-trailer:][:LENGTH_BYTES], "little") + trailer
             if size > obj.size:
-                raise DataError(
+                raise DamagedError(
                     f"{obj.name} is cut short: its footer says {size} bytes, and the object has {obj.size}: write it "
                     "again"
                 )
@@ -102,17 +102,17 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
 
 
 def _foreign(obj: Object, first: bytes) -> DataError:
-    """Return the error of a file without a footer, given its first bytes."""
+    """Return the error of a file without a footer, given its first bytes. The store may have sent wrong ones."""
     for kind, magic in (("a Parquet", parquet.MAGIC), ("an Arrow", messages.MAGIC)):
         if first.startswith(magic):
-            return DataError(f"{obj.name} begins as {kind} file, and its end is missing: write it again")
+            return DamagedError(f"{obj.name} begins as {kind} file, and its end is missing: write it again")
     if first.startswith(LFS_POINTER):
         return DataError(f"{obj.name} is a pointer of Git LFS, not the file: fetch the files by git lfs pull")
     if PAGE.match(first):
-        return DataError(
+        return DamagedError(
             f"{obj.name} is a web page or an answer in XML, no data file: open its URL, and name the file itself"
         )
-    return DataError(
+    return DamagedError(
         f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or convert images, MDS or "
         "tar to Parquet once: docs/migrate/webdataset.md has a recipe"
     )

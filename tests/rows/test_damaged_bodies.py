@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -209,16 +209,34 @@ def small_file(form: str, first: int = 0) -> bytes:
     if form == "parquet":
         pq.write_table(table, sink, 1000)
     else:
-        with pa.ipc.new_file(sink, table.schema) as file:
+        with (pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream)(sink, table.schema) as file:
             file.write_table(table, 1000)
     return sink.getvalue()
 
 
-class Once:
-    """Damage to the first body of each object from now on: zeros, but for the last bytes, `kept` of them."""
+def zeros(body: bytes) -> bytes:
+    return bytes(len(body))
 
-    def __init__(self, kept: int = 0, times: int = 1) -> None:
-        self.kept, self.times, self.seen = kept, times, Counter[str]()
+
+def zeros_before_the_magic(body: bytes) -> bytes:
+    """Keep the length of the footer, and the magic."""
+    return body[-10:].rjust(len(body), b"\0")
+
+
+def web_page(body: bytes) -> bytes:
+    return b"<html>Try again later</html>".ljust(len(body))
+
+
+def long_footer(body: bytes) -> bytes:
+    """Give a footer more bytes than the file."""
+    return b"\x7f".rjust(len(body) - 6, b"\xff") + body[-6:]
+
+
+class Once:
+    """Damage to the first body of each object from now on."""
+
+    def __init__(self, damage: Callable[[bytes], bytes] = zeros, times: int = 1) -> None:
+        self.damage, self.times, self.seen = damage, times, Counter[str]()
 
     def __call__(self, asked: Asked, answer: Answer) -> Answer:
         if asked.kind != "get":
@@ -226,19 +244,21 @@ class Once:
         self.seen[asked.key] += 1
         if self.seen[asked.key] > self.times:
             return answer
-        end = answer.body[len(answer.body) - self.kept :]
-        return replace(answer, body=end.rjust(len(answer.body), b"\0"))
+        return replace(answer, body=self.damage(answer.body))
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_damaged_footer_is_fetched_again_and_never_cached(cache: CacheConfig, form: str) -> None:
+@pytest.mark.parametrize("damage", [zeros, zeros_before_the_magic, web_page, long_footer])
+@pytest.mark.parametrize("form", ["parquet", "arrow", "stream"])
+def test_a_damaged_footer_is_fetched_again_and_never_cached(
+    cache: CacheConfig, form: str, damage: Callable[[bytes], bytes]
+) -> None:
     with faulty_store() as store:
         for number in range(2):
             store.put(f"d/{number}.{form}", small_file(form, 4000 * number))
-        store.spoil = Once(kept=10, times=100)  # The length of the footer, and the magic.
-        with pytest.raises(DataError, match=r"0\.\w+ has .* that cannot be read"):
+        store.spoil = Once(damage, times=100)
+        with pytest.raises(DataError, match=rf"0\.{form} "):
             opened(store, cache)
-        store.spoil = spoil = Once(kept=10)
+        store.spoil = spoil = Once(damage)
         found = [batch["id"] for batch in dataload.make_loader(opened(store, cache), 500, shuffle=False)]
         assert np.concatenate(found).tolist() == list(range(8000))
         assert len(spoil.seen) == 2

@@ -13,7 +13,7 @@ from flatbuffers import number_types
 from flatbuffers.table import Table
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.errors import DataError
+from dataload.errors import DamagedError
 from dataload.formats.base import SHARED_BYTES, as_data_error
 from dataload.runtime.cached_property import cached_property
 
@@ -199,7 +199,7 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
         size = int.from_bytes(head[prefix - 4 : prefix], "little")
         length = prefix + size
         if position + length > obj.size or (found and prefix != found[0].prefix):
-            raise DataError(f"{obj.name} has no Arrow message at byte {position}: is it cut short?")
+            raise DamagedError(f"{obj.name} has no Arrow message at byte {position}: is it cut short?")
         if not size:
             break
         metadata = head[:length] if length <= len(head) else read(obj, position, position + length)
