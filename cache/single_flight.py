@@ -18,8 +18,6 @@ def make_once(
     find: Callable[[], T | None],
     make: Callable[[], T],
     reserve: Callable[[], AbstractContextManager[Any]],
-    *,
-    alone: bool = False,
 ) -> T:
     """Make a result that is not cached, unless another process or host makes it.
 
@@ -31,11 +29,10 @@ def make_once(
         find: Returns the cached result, or None.
         make: Makes and caches the result.
         reserve: Holds resources for `make`, such as memory.
-        alone: Make it whatever others do, because the cache will not keep their result.
     """
     waited_for: Waited | None = None
     while True:
-        if alone or waited_for is Waited.IN_VAIN:  # The lock's holder was stopped, so this process goes on without it.
+        if waited_for is Waited.IN_VAIN:  # The lock's holder was stopped, so this process goes on without it.
             locked: AbstractContextManager[Any] = nullcontext()
         else:
             locked = tier.key_lock(lock, elect=waited_for is not Waited.FOR_HOST)

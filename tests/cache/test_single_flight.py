@@ -18,13 +18,6 @@ from dataload.cache.tier import Tier
 from dataload.runtime.memory_budget import MemoryBudget
 
 
-def test_a_result_that_the_cache_will_not_keep_is_made_beside_another_one(tmp_path: Path) -> None:
-    tier = LocalTier(tmp_path / "cache", LIMIT)
-    with tier.key_lock(key("lock")) as waits:
-        assert waits is None
-        assert make_once(tier, key("lock"), lambda: None, lambda: 1, nullcontext, alone=True) == 1
-
-
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_a_wait_for_another_thread_holds_no_reservation(kind: str, tmp_path: Path) -> None:
     tier: Tier = LocalTier(tmp_path / "cache", LIMIT) if kind == "local" else MemoryTier(LIMIT)

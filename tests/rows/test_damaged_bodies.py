@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 from clusters import Server, running_server, until  # noqa: F401
 from faulty_store import Answer, Asked, Store, faulty_store
+from row_groups import load
 
 import dataload
 from dataload.cache.config import CacheConfig
@@ -47,9 +48,10 @@ def numbers() -> bytes:
 
 @dataclass
 class Damage:
-    """The damage that a store does: the bodies of the first `times` requests for each range of rows have it."""
+    """The damage that a store does: `times` bodies of requests for each range of rows have it, after `sound` others."""
 
     times: int = 1
+    sound: int = 0
 
     def __post_init__(self) -> None:
         self.seen = dict[str, int]()
@@ -62,7 +64,7 @@ class Damage:
         if not int(start) < DAMAGE < int(stop):
             return answer
         self.seen[span] = self.seen.get(span, 0) + 1
-        if self.seen[span] > self.times:
+        if not self.sound < self.seen[span] <= self.sound + self.times:
             return answer
         kept = DAMAGE - int(start)
         return replace(answer, body=answer.body[:kept].ljust(len(answer.body), b"\0"))
@@ -127,6 +129,42 @@ def killed_once_it_has_published(store: Store, cache: CacheConfig) -> None:
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
+@contextmanager
+def paused_once_it_has_published(
+    store: Store, cache: CacheConfig, read: Callable[[Any], object] = values, epochs: int = 1
+) -> Iterator[Callable[[], object]]:
+    """Run a process that pauses once it has cached the first blob of its last epoch. Yield what lets it go on."""
+    (published, tell), (go_on, may_go_on) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(may_go_on)
+            dataset = opened(store, cache)
+            for _ in range(epochs - 1):
+                read(dataset)
+
+            def pause(name: str) -> None:
+                if name == "fill: published":
+                    failpoints.watch(lambda _: None)
+                    dataset.blocks.settle()
+                    os.write(tell, b".")
+                    os.read(go_on, 1)
+
+            failpoints.watch(pause)
+            read(dataset)
+            dataset.blocks.settle()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    try:
+        assert os.read(published, 1)
+        yield lambda: os.write(may_go_on, b".")
+    finally:
+        os.close(may_go_on)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_no_blob_stays_of_a_process_that_was_killed_before_it_found_the_damage(cache: CacheConfig) -> None:
     with damaging_store(times=1) as (store, damage):
         store.spoil = damage.spoil
@@ -165,36 +203,31 @@ def test_a_host_keeps_no_blob_of_a_row_group_that_another_host_has_not_finished(
     tmp_path: Path, cluster_server: Server, cache: CacheConfig
 ) -> None:
     """The other host finds the damage after this one has found its first blob."""
-    (published, tell), (go_on, may_go_on) = os.pipe(), os.pipe()
     with damaging_store(times=1) as (store, damage):
         store.spoil = damage.spoil
-        child = os.fork()
-        if not child:
-            try:
-                maker = opened(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url))
-
-                def pause(name: str) -> None:
-                    if name == "fill: published":
-                        failpoints.watch(lambda _: None)
-                        maker.blocks.settle()
-                        os.write(tell, b".")
-                        os.read(go_on, 1)
-
-                failpoints.watch(pause)
-                np.testing.assert_array_equal(values(maker), RIGHT)
-                maker.blocks.settle()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.read(published, 1)
-        dataset = opened(store, replace(cache, cluster=cluster_server.url))
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(values, dataset)
-            until(lambda: found.done() or dataset.blocks.stats()["cluster"]["waits"])
-            os.write(may_go_on, b".")
-            np.testing.assert_array_equal(found.result(), RIGHT)
-        assert os.waitpid(child, 0)[1] == 0
+        with paused_once_it_has_published(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url)) as go_on:
+            dataset = opened(store, replace(cache, cluster=cluster_server.url))
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(values, dataset)
+                until(lambda: found.done() or dataset.blocks.stats()["cluster"]["waits"])
+                go_on()
+                np.testing.assert_array_equal(found.result(), RIGHT)
         assert dataset.blocks.stats()["cluster"]["bytes"] >= 8 * ROWS  # the other host's blobs
+
+
+def test_makers_of_a_row_group_that_the_cache_does_not_keep_share_no_damaged_blob(cache: CacheConfig) -> None:
+    small = replace(cache, cache_bytes=1_500_000)  # Two of the five blobs fit.
+
+    def blobs(dataset: Any) -> list[bytes]:
+        return [bytes(blob) for blob in load(dataset.rowstore.row_groups.caches[0], 0)]
+
+    with damaging_store(times=1) as (store, damage):
+        dataset = opened(store, small)
+        expected = blobs(dataset)
+        store.spoil, damage.sound = damage.spoil, 1
+        with paused_once_it_has_published(store, small, blobs, epochs=2) as go_on:
+            assert blobs(dataset) == expected
+            go_on()
 
 
 TEXTS = [f"{i}" * 200 for i in range(7)]

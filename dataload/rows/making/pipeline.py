@@ -24,6 +24,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks, cancel_if_failed
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.single_flight import fetch_once, make_once
+from dataload.cache.tier import BlobKey, Draft, Fill
 from dataload.errors import DamagedError, DataError, DataloadError
 from dataload.formats.base import TINY_BYTES
 from dataload.rows import row_block
@@ -97,11 +98,11 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
         size = FETCHED_COPIES * max(cache.sizes_on_disk(number))  # One blob after the other is fetched.
         return memory.held.reserve(size, load.is_cancelled)
 
-    def made() -> list[memoryview]:
+    def made(*, is_kept: bool = True) -> list[memoryview]:
         if fetched := fetch():  # Another host may have made it meanwhile.
             return fetched
         results: list[Result] = []
-        _run([_Job(load)], lambda job: results.append(job.result()), stalled)
+        _run([_Job(load, is_kept=is_kept)], lambda job: results.append(job.result()), stalled)
         [result] = results
         if isinstance(result, BaseException):
             raise result
@@ -109,9 +110,14 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
 
     with charged_to(load.account):
         found = fetch_once(tier, cache.key(number, "fetch row group"), load.find, fetch, hold_fetched, alone=alone)
-        if found is None:
-            hold = partial(memory.hold, load.small_bytes or cache.maker.reservation(number), load.is_cancelled)
-            found = make_once(tier, cache.key(number), load.find, made, hold, alone=alone)
+        hold = partial(memory.hold, load.small_bytes or cache.maker.reservation(number), load.is_cancelled)
+        if found is None and alone:
+            # Others make it, too. One of them uses the cache, in case there is space now: the first blobs of another
+            # one may be damaged.
+            with hold(), tier.key_lock(cache.key(number), elect=False) as others:
+                found = load.find() or made(is_kept=others is None)
+        elif found is None:
+            found = make_once(tier, cache.key(number), load.find, made, hold)
     load.made(found)
     return found
 
@@ -168,6 +174,7 @@ class _Job:
     Args:
         load: Its load.
         lock: Releases its lock before those of its list; None: `_make_one` does.
+        is_kept: Whether its blobs are for the cache.
 
     Attributes:
         opened: Its requests; None once its columns are there without any.
@@ -177,8 +184,8 @@ class _Job:
         made: Its blobs, or why it cannot be made. None: not yet.
     """
 
-    def __init__(self, load: RowGroupLoad, lock: ExitStack | None = None) -> None:
-        self.load, self.cache, self.number = load, load.cache, load.number
+    def __init__(self, load: RowGroupLoad, lock: ExitStack | None = None, *, is_kept: bool = True) -> None:
+        self.load, self.cache, self.number, self.is_kept = load, load.cache, load.number, is_kept
         self.group = self.cache.manifest.row_groups[self.number]
         self.lock, self.stack = lock, ExitStack()
         self.opened: Opened | None = None
@@ -344,17 +351,26 @@ def _stream_in_thread(job: _Job, decoding: AbstractContextManager[Any]) -> list[
 def _stream(job: _Job) -> list[memoryview]:
     cache, number, tier = job.cache, job.number, job.cache.tier
     keys, blobs = cache.keys(number), []
-    if len(keys) > 1:  # A process may have died before it found out that it had packed damaged bytes.
+    if len(keys) > 1 and job.is_kept:  # A process may have died before it found out that it had packed damaged bytes.
         tier.retract(keys)
+    get_or_fill = tier.get_or_fill if job.is_kept else _filled
     try:
         with job.stack:
             for key, rows, columns in zip(keys, cache.plan.lengths(number), job.decoded(), strict=True):
                 fill = partial(row_block.pack, columns, rows, cache.plan.layout, key.digest, job.group.name)
-                blobs.append(tier.get_or_fill(key, fill))
+                blobs.append(get_or_fill(key, fill))
     except BaseException:
-        tier.retract(keys)  # The first blobs are of the same bytes as the one that cannot be made.
+        if job.is_kept:
+            tier.retract(keys)  # The first blobs are of the same bytes as the one that cannot be made.
         raise
     return blobs
+
+
+def _filled(key: BlobKey, fill: Fill) -> memoryview:
+    """Return a blob in the memory of this process."""
+    draft = Draft(key)
+    fill(draft.allocate)
+    return draft.publish()
 
 
 # Small row groups
