@@ -225,7 +225,7 @@ class Dataset(MapStyle):
         cache = RowGroupCache(FileMaker(self._decoded, own, self.blocks, self.fill_null, self.null_masks))
         for stage in self.stages:
             chosen = columns if stage is self.stages[-1] else None
-            cache = RowGroupCache(MapMaker(cache, stage, self.blocks, chosen))
+            cache = RowGroupCache(MapMaker(cache, stage, chosen))
         return cache
 
     @property

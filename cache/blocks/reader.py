@@ -270,7 +270,7 @@ class Blocks(ForkAware):
     def remove_damaged(self, obj: Object, spans: Iterable[Span]) -> None:
         """Remove the blocks of these byte ranges from the cache, for all hosts. Best effort."""
         keys = (self._key_of(obj, number) for number in self.numbers(spans))
-        self.tier.retract([key for key in keys if self.tier.stored_bytes(key)])
+        self.tier.retract([key for key in keys if self.tier.clustered or self.tier.stored_bytes(key)])
 
     def past_the_cache(self) -> Blocks:
         """Return a reader of the same objects that reads nothing from the cache."""

@@ -159,6 +159,7 @@ class Client:
         if large or (rejected and command != "get"):
             self.health.writes.failed()
             if not isinstance(error, valkey.ReadOnlyError):  # A failover: this server is no longer the primary.
+                self.health.reads.inconclusive()
                 return
         else:
             breaker.failed(for_good=True)

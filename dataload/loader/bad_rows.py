@@ -18,7 +18,7 @@ from dataload.runtime.exhaustion import is_exhaustion, with_causes
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
 SEARCH_SECONDS = 10.0  # for the row that raised, before its exception goes on
-CALL_SECONDS = 1.0  # of the call that raised; after a longer one there is no search
+CALL_SECONDS = 5.0  # of the call that raised; after a longer one there is no search
 
 Works = Callable[[list[int]], bool]
 

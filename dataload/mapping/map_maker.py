@@ -76,7 +76,6 @@ class MapMaker(ForkAware):
     Args:
         source: The row groups that are mapped. They are not cached on the way, but used if they are.
         stage: The map.
-        blocks: The cache.
         columns: Names of the mapped columns to store, in this order; None: all.
     """
 
@@ -84,10 +83,8 @@ class MapMaker(ForkAware):
     known_nulls = None
     value_sizes = None  # The sample of `map` has measured all.
 
-    def __init__(
-        self, source: RowGroupCache, stage: Stage, blocks: Blocks, columns: Sequence[str] | None = None
-    ) -> None:
-        self._source, self._stage, self.blocks = source, stage, blocks
+    def __init__(self, source: RowGroupCache, stage: Stage, columns: Sequence[str] | None = None) -> None:
+        self._source, self._stage, self.blocks = source, stage, source.blocks
         self._columns = stage.schema.names if columns is None else tuple(columns)
         self.selection = stage.selection
         self.manifest = stage.stored()
@@ -103,7 +100,7 @@ class MapMaker(ForkAware):
         self._processes: ProcessRunner | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MapMaker, (self._source, self._stage, self.blocks, self._columns)
+        return MapMaker, (self._source, self._stage, self._columns)
 
     @property
     def need(self) -> MemoryNeed:

@@ -141,8 +141,10 @@ def _runs(process: int) -> bool:
     """Return whether a process has not ended. One that nobody has waited for is a zombie."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # such as too many open files of this process
+        return True
     return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 

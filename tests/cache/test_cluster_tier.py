@@ -550,6 +550,22 @@ def test_a_full_server_is_read_and_not_written(tmp_path: Path, hosts: Hosts, clo
         assert shares(second, "c") == 0
 
 
+def test_a_rejected_write_does_not_take_the_attempt_to_read(tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
+    with Server(tmp_path / "full", "--maxmemory-policy", "noeviction") as server:
+        first, second = hosts(server.url), hosts(server.url)
+        shares(first, "a")
+        server.kill()
+        shares(first, "b")
+        assert first.cluster.health.state == "off"
+        server.start()
+        shares(second, "c")
+        server.ask("CONFIG", "SET", "maxmemory", 1)
+        clock.now += 2
+        with first.key_lock(key("group")):
+            pass
+        assert shares(first, "c") == 0
+
+
 def test_a_server_that_evicts_holds_its_limit(tmp_path: Path, hosts: Hosts) -> None:
     with Server(tmp_path / "small", "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as server:
         first, second = hosts(server.url), hosts(server.url)

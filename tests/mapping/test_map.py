@@ -240,6 +240,18 @@ def test_each_form_of_a_row(
     assert dataset[-1]["upper"] == "ROW 199"
 
 
+def test_without_a_cache_a_map_of_much_data_fetches_no_whole_blocks(
+    bucket: Any, dataset_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.blocks.reader.UNCACHED_BYTES", 1 << 20)
+    url, options = dataset_of([[2000] * 40]), bucket.options
+    mapped = make_dataset(url, storage_options=options, cache=False).map(lambda row: {"row_id": row["row_id"]})
+    bucket.server.reset()
+    assert sorted(batch for each in make_loader(mapped, 2000) for batch in each["row_id"].tolist()) == [*range(80_000)]
+    [file] = {group.file for group in mapped.row_groups}
+    assert bucket.server.stats()["get_bytes"] < 2 * file.size
+
+
 def test_columns_that_the_function_does_not_get_stay(dataset: Dataset) -> None:
     mapped = dataset.map(lambda batch: {"length": [len(text) for text in batch["text"]]}, columns=["text"])
     assert mapped.schema.names == ["id", "label", "tags", "note", "length"]

@@ -315,6 +315,22 @@ def test_damaged_bytes_that_a_filter_reads_are_fetched_again(cache: CacheConfig)
         assert np.concatenate(found).tolist() == list(range(3, 4000, 7))
 
 
+def test_a_damaged_block_that_the_disk_does_not_keep_leaves_the_cluster(
+    cluster_server: Server, cache: CacheConfig
+) -> None:
+    config = replace(cache, cache_bytes=50_000, cluster=cluster_server.url)
+    with faulty_store() as store:
+        store.put("d/0.parquet", small_file("parquet"))
+        dataset = opened(store, config)
+        store.spoil = once = Once()
+        requests = []
+        for row in (0, 1500, 2500):
+            assert dataset[row]["id"] == row
+            dataset.blocks.settle()
+            requests.append(once.seen.total())
+        assert requests[1] == requests[2], "the cluster has the block"
+
+
 def halved(row: dict[str, Any]) -> dict[str, Any]:
     return {"half": row["noise"] / 2}
 

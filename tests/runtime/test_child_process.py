@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +44,31 @@ def is_killed(descriptor: int) -> None:
 
 def running(program: Callable[[int], None]) -> ChildProcesses:
     return ChildProcesses(1, f"{__name__}:{program.__name__}", b"hello ")
+
+
+OUT_OF_FILES = """
+import os, resource, threading
+from dataload.runtime import child_process
+looks, runs = threading.Semaphore(0), child_process._runs
+def look(process):
+    looks.release()
+    return runs(process)
+child_process._runs, child_process.LOOK_SECONDS = look, 0.01
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    pass
+child_process.end_with(os.getppid())
+for _ in range(3):
+    looks.acquire()
+os._exit(3)
+"""
+
+
+def test_a_process_without_free_files_does_not_take_its_parent_for_dead() -> None:
+    assert subprocess.run([sys.executable, "-c", OUT_OF_FILES], check=False).returncode == 3
 
 
 def test_a_request_is_answered() -> None:
