@@ -227,6 +227,28 @@ def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, wr
     assert (len(found.made), found.left) == (FILES - 1, [5])
 
 
+def test_a_row_group_that_cannot_be_fetched_waits_for_no_decoder(tmp_path: Path) -> None:
+    file = tmp_path / "large.parquet"
+    pq.write_table(pa.table({"x": np.random.default_rng(0).random(400_000)}), file)
+    dataset = make_dataset(str(file), cache=CacheConfig(str(tmp_path / "cache")))
+    [cache] = dataset.rowstore.row_groups.caches
+    file.unlink()
+    failed, load = list[BaseException](), RowGroupLoad(0, cache, 0)
+
+    def make() -> None:
+        try:
+            pipeline.make([load], lambda *_: None, lambda _: None)
+        except OriginError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=make)
+    with cache.memory.decoding.reserve(cache.memory.decoding.total):
+        thread.start()
+        until(lambda: failed or load.state is State.DECODING)
+        assert failed
+    thread.join()
+
+
 def test_row_groups_are_fetched_once_by_several_loops(bucket: Any, dataset_of: Any, tmp_path: Path) -> None:
     """Each has its own cache object of one folder, as ranks have."""
     url = dataset_of([[5]] * 60)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks, cancel_if_failed
+from dataload.cache.blocks.reader import Blocks, cancel_if_failed, wait_for_origin
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import BlobKey, Draft, Fill
@@ -324,6 +324,8 @@ def _publish_streamed(job: _Job) -> None:
         return
     cache, memory = job.cache, job.cache.memory
     with job.catching():
+        if job.opened is not None:
+            wait_for_origin(job.opened.fetches)  # A failed one needs no memory and no decoder.
         job.load.enter(State.DECODING)
         decoding = memory.decoding.reserve(cache.decoding_bytes(job.number))
         if cache.is_decoded_inline(job.number):
