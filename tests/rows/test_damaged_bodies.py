@@ -205,7 +205,9 @@ def test_a_host_keeps_no_blob_of_a_row_group_that_another_host_has_not_finished(
     """The other host finds the damage after this one has found its first blob."""
     with damaging_store(times=1) as (store, damage):
         store.spoil = damage.spoil
-        with paused_once_it_has_published(store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url)) as go_on:
+        with paused_once_it_has_published(
+            store, CacheConfig(str(tmp_path / "other"), "1GB", cluster=cluster_server.url)
+        ) as go_on:
             dataset = opened(store, replace(cache, cluster=cluster_server.url))
             with ThreadPoolExecutor(1) as pool:
                 found = pool.submit(values, dataset)
