@@ -110,7 +110,10 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
 
     with charged_to(load.account):
         found = fetch_once(tier, cache.key(number, "fetch row group"), load.find, fetch, hold_fetched, alone=alone)
-        hold = partial(memory.hold, load.small_bytes or cache.maker.reservation(number), load.is_cancelled)
+
+        def hold() -> AbstractContextManager[Any]:
+            return memory.hold(load.small_bytes or cache.maker.reservation(number), load.is_cancelled)
+
         if found is None and alone:
             # Others make it, too. One of them uses the cache, in case there is space now: the first blobs of another
             # one may be damaged.
