@@ -187,7 +187,7 @@ def pinned_speed(batch: Tensor, device: torch.device) -> float:
 
 def copies(steps: OptimizerStep, losses: LossMonitor, batches: Iterator[Any], size: Size, ceiling: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        with traced(folder, 0) as step:
+        with traced(Path(folder), 0) as step:
             for batch in islice(batches, size.steps):
                 take(steps, losses, batch)
                 step()

@@ -65,9 +65,12 @@ class Leases(Renewals[tuple[str, bytes]]):
             name: Name of the lease.
             what: Name of the result that the other process makes, for the log.
         """
-        begun, pause, is_told = self._clock(), MIN_POLL, False
+        begun, pause, is_told, is_bounded = self._clock(), MIN_POLL, False, False
         with suppress(ClusterUnavailable), doing("cluster"):
-            while (waited := self._clock() - begun) < MAKE_SECONDS and self._client.get(name) is not None:
+            while (waited := self._clock() - begun) < MAKE_SECONDS and (token := self._client.get(name)) is not None:
+                if waited > LEASE_SECONDS and not is_bounded:
+                    is_bounded = True
+                    self._client.expire(name, token, LEASE_SECONDS)  # A host that holds it renews it sooner.
                 if waited > FILL_SECONDS and not is_told:
                     is_told = True
                     log.warning(WAITS, what, FILL_SECONDS)

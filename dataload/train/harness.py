@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,6 +174,7 @@ def fit(
     def train() -> list[dict[str, Any]]:
         _check_ranks(loader, world, mesh)
         stats_dir = on_all(lambda: None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir))
+        traces = on_all(lambda: None if profile is None else local_folder("profile", profile))
         move(model, optimizer, device)
         begin_training(model)
         with recomputed(model, activation_checkpointing), closing(Checkpoints(checkpoint_dir, keep)) as checkpoints:
@@ -191,7 +193,7 @@ def fit(
                 stats_dir=stats_dir,
             )
             resumed = loop.resume(checkpoints.find(resume))
-            with _recorded(loop, log_dir, log_every, device, profile):
+            with _recorded(loop, log_dir, log_every, device, traces):
                 return loop.run(epochs, resumed, show_progress=progress and is_first())
 
     with process_group(world, device, timeout):
@@ -204,7 +206,7 @@ def _recorded(
     log_dir: str | os.PathLike[str] | None,
     log_every: int,
     device: torch.device,
-    profile: str | os.PathLike[str] | None,
+    traces: Path | None,
 ) -> Iterator[None]:
     """Record the loop for TensorBoard and the profiler during the block."""
     with ExitStack() as stack:
@@ -215,7 +217,7 @@ def _recorded(
                 loop.tensorboard = stack.enter_context(closing(writer))
 
         on_first(log_to)
-        loop.traced = stack.enter_context(traced(profile, World.detect().rank))
+        loop.traced = stack.enter_context(traced(traces, World.detect().rank))
         yield
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import profiler
 
-from dataload.arguments import local_folder
 from dataload.telemetry.spans import recorded_by
 
 SKIPPED, WARMUP, TRACED = 1, 2, 10  # steps
@@ -22,7 +21,7 @@ MAX_RANGES = 1 << 20  # of other threads; older ranges are dropped
 
 
 @contextmanager
-def traced(folder: str | os.PathLike[str] | None, rank: int) -> Iterator[Callable[[], None]]:
+def traced(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
     """Trace early steps during the block. Yield a function to call after each step.
 
     After 13 steps, `folder` has the trace of the last 10 in Chrome's JSON format. A shorter run needs at least 4 steps
@@ -36,7 +35,7 @@ def traced(folder: str | os.PathLike[str] | None, rank: int) -> Iterator[Callabl
     if folder is None:
         yield lambda: None
         return
-    trace = _Trace(Path(local_folder("profile", folder), f"rank{rank}.pt.trace.json"))
+    trace = _Trace(folder / f"rank{rank}.pt.trace.json")
     activities = [profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(profiler.ProfilerActivity.CUDA)

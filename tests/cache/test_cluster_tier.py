@@ -27,7 +27,7 @@ from tiers import Filler
 from dataload import CacheConfig, make_dataset
 from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
-from dataload.cache.cluster import store
+from dataload.cache.cluster import leases, store
 from dataload.cache.cluster.pace import ANSWERS, Pace
 from dataload.cache.cluster.store import Cluster, waiting_for_space
 from dataload.cache.cluster.tier import ClusterTier
@@ -352,16 +352,27 @@ def test_a_lease_of_the_dead_ends(cluster_server: Server, hosts: Hosts) -> None:
     assert tier.stats()["cluster"]["waits"] == 1
 
 
-def test_a_lease_without_an_end_is_not_waited_for_without_end(
-    cluster_server: Server, hosts: Hosts, clock: Clock
+def test_a_lease_that_nobody_renews_is_waited_for_shortly_whatever_its_end(
+    cluster_server: Server, hosts: Hosts, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.1)
     cluster_server.ask("SET", f"{name_of()}:lease", "")
     tier = hosts(cluster_server.url)
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(shares, tier)
         until(lambda: tier.stats()["cluster"]["waits"])
-        clock.now += MAKE_SECONDS + 1
+        clock.now += 1
         assert made.result(200) == 1
+
+
+def test_a_host_that_hangs_is_not_waited_for_without_end(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
+    """It renews its lease."""
+    first, second = hosts(cluster_server.url), hosts(cluster_server.url)
+    with ThreadPoolExecutor(1) as pool, first.key_lock(key("group")), second.key_lock(key("group")) as wait:
+        waited = pool.submit(wait)
+        until(lambda: second.stats()["cluster"]["waits"])
+        clock.now += MAKE_SECONDS + 1
+        assert waited.result(200) is Waited.FOR_HOST
 
 
 def test_a_slow_host_is_waited_for(

@@ -448,7 +448,7 @@ def test_copies_are_asynchronous_and_overlap_the_step(tmp_path: Path, workers: i
     weights = torch.randn(4096, 4096, device="cuda")
     for _ in batches:  # decodes the rows and warms up the GPU
         torch.mm(weights, weights)
-    with traced(str(tmp_path / "trace"), 0) as step:
+    with traced(tmp_path / "trace", 0) as step:
         for batch in batches:
             assert batch["pixels"].device.type == "cuda"
             for _ in range(20):

@@ -748,7 +748,7 @@ def with_a_variable_of_rank_0(folder, argument):
     fit(*build(), Rows(), None, epochs=1, progress=False, **{argument: "$NOWHERE/run"})
 
 
-@pytest.mark.parametrize("argument", ["checkpoint_dir", "resume", "log_dir"])
+@pytest.mark.parametrize("argument", ["checkpoint_dir", "resume", "log_dir", "profile"])
 def test_a_folder_that_one_rank_cannot_name_is_an_error_of_all(ranks, tmp_path, argument):
     for error in ranks(2, with_a_variable_of_rank_0, tmp_path, argument):
         assert isinstance(error, ConfigError), repr(error)
