@@ -356,10 +356,10 @@ class Dataset(MapStyle):
                 other columns stay. None: it gets all columns, and those that it returns are all that there are.
                 (`map` of Hugging Face datasets keeps the columns that are not returned: here, return
                 `{**batch, "new": …}`.)
-            version: A string, a number, or a tuple of them. Together with the function's name it is the whole identity,
-                so change it with the function's results and arguments. None: the function's source, default and closure
-                values, and those of all that it refers to in the project, identify it; installed packages count by
-                version. Comments and docstrings do not count.
+            version: The function's source, default and closure values, and those of all that it refers to in the
+                project, identify it; installed packages count by version, tokenizers and models by their state.
+                Comments and docstrings do not count. A version adds to it: a string, a number, or a tuple of them, for
+                an object that cannot be identified. Change it with that object.
             processes: Number of processes that run the function, if it holds the interpreter lock. None: threads.
 
         Raises:

@@ -17,7 +17,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Set as AbstractSet
 from types import CodeType
 from typing import Any
 
@@ -25,12 +25,13 @@ import numpy as np
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
+from dataload.mapping.known_objects import is_device, is_plain_tensor, state_of
 from dataload.mapping.large_values import flat_digest
 from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, defaults_of, is_made, parts_of
 from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
 
-VERSION = 3
+VERSION = 4
 MOST_BYTES = 16 << 20  # of an array; a larger one takes long to hash
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
@@ -57,18 +58,22 @@ def identity(function: Callable[..., Any], version: Any = None, sources: Sources
 
     Args:
         function: The function.
-        version: A version that the user changes with the function. The digest then covers only it and the name.
+        version: A version that the user changes with what the digest cannot cover. With one, an object of any state
+            counts by its type, and what the project's own code assigns, such as a model that it loads at first use,
+            does not count. Nor does the number of a device.
         sources: The sources that are known already. It gets those of this function.
 
     Raises:
         ConfigError: The function has no source, or it refers to an object whose state cannot be compared.
     """
-    name = name_of(function)
+    name, sources = name_of(function), sources or Sources()
     if version is not None:
-        content: Any = ["version", name, repr(version)]
+        find_code(function, sources)
+        described = _LenientWalk(sources, sources.assigned).describe(function, name)
+        content: Any = ["version", name, repr(version), described]
     else:
         try:
-            content = _Walk(sources or Sources()).describe(function, name)
+            content = _Walk(sources).describe(function, name)
         except ConfigError as error:
             raise ConfigError(
                 f"map cannot tell one version of {name} from another: {error}. Pass version=, and change it whenever "
@@ -107,7 +112,7 @@ class _Walk:
         if isinstance(value, (*_SCALARS, *_SHOWN)) and not is_own(type(value)):
             return [type(value).__qualname__, repr(value)]
         if isinstance(value, types.ModuleType):
-            return self._global(value, None, frozenset(), where)
+            return self._module(value, None, frozenset(), where)
         if id(value) in self._open:  # It refers to itself.
             return ["above", len(self._open) - self._open[id(value)]]
         if id(value) not in self._digests:
@@ -124,7 +129,7 @@ class _Walk:
             del self._open[id(value)]
         return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
-    def _object(self, value: Any, where: str) -> Any:
+    def _object(self, value: Any, where: str) -> Any:  # noqa: PLR0911 (a kind each)
         if (digest := flat_digest(value)) is not None:
             return [type(value).__qualname__, digest]
         if isinstance(value, (type, types.FunctionType)) and package_of(value.__module__) is None:
@@ -140,6 +145,11 @@ class _Walk:
             return name
         if all(base is object or package_of(base.__module__) is None for base in type(value).__mro__):
             return ["object", self.describe(type(value), where), self._state(value, where)]
+        return self._known_object(value, where)
+
+    def _known_object(self, value: Any, where: str) -> Any:
+        if (known := state_of(value)) is not None:
+            return ["known", self.describe(type(value), where), self._named(known, where)]
         raise ConfigError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which may have any state")
 
     def array(self, value: Any, where: str) -> Any:
@@ -166,17 +176,27 @@ class _Walk:
         slots = [(base, name) for base in type(value).__mro__ for name in _names(vars(base).get("__slots__", ()))]
         names = {name for base, slot in slots for name in (slot, f"_{base.__name__.lstrip('_')}{slot}")}  # private ones
         state = {name: getattr(value, name) for name in names - {"__dict__"} if hasattr(value, name)}
-        state |= getattr(value, "__dict__", {})
-        return [[name, self.describe(each, f"{where}.{name}")] for name, each in sorted(state.items())]
+        return self._named(state | getattr(value, "__dict__", {}), where)
+
+    def _named(self, state: Mapping[str, Any], where: str) -> list[Any]:
+        counting = [(name, each) for name, each in sorted(state.items()) if self._counts(name, each)]
+        return [[name, self.describe(each, f"{where}.{name}")] for name, each in counting]
+
+    def _counts(self, name: str, value: Any) -> bool:  # noqa: ARG002 (see _LenientWalk)
+        """Return whether the value of an attribute or of a variable counts."""
+        return True
+
+    def _source(self, code: CodeType) -> str:
+        return self._sources.of_function(code)
 
     def _function(self, function: types.FunctionType) -> Any:
         code, where = function.__code__, f"{function.__module__}.{function.__qualname__}"
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         return [
-            *("function", module_of(function), function.__qualname__, self._sources.of_function(code)),
+            *("function", module_of(function), function.__qualname__, self._source(code)),
             self.describe(function.__defaults__, f"a default of {where}"),
             self.describe(function.__kwdefaults__, f"a default of {where}"),
-            self.describe(vars(function), f"an attribute of {where}"),
+            self._named(vars(function), where),
             self._references(code, {name: cell for name, cell in cells if _is_set(cell)}, function.__globals__, where),
         ]
 
@@ -196,16 +216,19 @@ class _Walk:
         for variables, name, value in values:
             # Another function gets the module, and may use any member.
             known = None if variables & passed_on else names
-            described.append([name, self._global(value, known, passed_on, f"{name!r} of {where}")])
+            if self._counts(name, value):
+                described.append([name, self._variable(value, known, passed_on, f"{name!r} of {where}")])
         return described
 
-    def _global(self, value: Any, names: frozenset[str] | None, passed_on: frozenset[str], where: str) -> Any:
-        """Return a description of a value; of a module of the project, those of the members that `names` may mean.
+    def _variable(self, value: Any, names: frozenset[str] | None, passed_on: frozenset[str], where: str) -> Any:
+        is_module = isinstance(value, types.ModuleType)
+        return self._module(value, names, passed_on, where) if is_module else self.describe(value, where)
+
+    def _module(self, value: Any, names: frozenset[str] | None, passed_on: frozenset[str], where: str) -> Any:
+        """Return a description of a module; for one of the project, of the members that `names` may mean.
 
         names: None: all. passed_on: members that are modules and count with all members.
         """
-        if not isinstance(value, types.ModuleType):
-            return self.describe(value, where)
         if (package := package_of(value.__name__)) is not None:
             return ["module", value.__name__, package]
         key = value.__name__, names, passed_on if names is not None else None
@@ -220,14 +243,15 @@ class _Walk:
         inner = []
         for name in members:
             known = None if names is None or name in passed_on else names
-            inner.append([name, self._global(vars(value)[name], known, passed_on, f"{where}.{name}")])
+            if self._counts(name, vars(value)[name]):
+                inner.append([name, self._variable(vars(value)[name], known, passed_on, f"{where}.{name}")])
         return ["module", value.__name__, inner]
 
     def _class(self, kind: type) -> Any:
         where = f"{kind.__module__}.{kind.__qualname__}"
         members = []
         for name, member in sorted(vars(kind).items()):
-            if name in OF_NAMED_TUPLES and hasattr(kind, "_fields"):
+            if (name in OF_NAMED_TUPLES and hasattr(kind, "_fields")) or not self._counts(name, member):
                 continue
             for part in parts_of(member):
                 is_function = isinstance(part, types.FunctionType)
@@ -244,20 +268,46 @@ class _Walk:
         return ["class", module_of(kind), kind.__qualname__, self._sources.of_class(kind), bases, members]
 
 
-class _CodeWalk(_Walk):
-    """Follows a function to the code that it refers to. Values do not count, so they may have any state."""
+class _LenientWalk(_Walk):
+    """Describes what it can: the user's version stands for the rest.
+
+    Args:
+        sources: As for `_Walk`.
+        assigned: Names of variables and attributes that the project's code assigns, whose values do not count.
+    """
+
+    def __init__(self, sources: Sources, assigned: AbstractSet[str] = frozenset()) -> None:
+        super().__init__(sources)
+        self._assigned = assigned
 
     def describe(self, value: Any, where: str) -> Any:
-        with suppress(Exception):  # such as ConfigError for code without a source
-            if is_own(type(value)):
-                super().describe(type(value), where)
-            if callable(value) or isinstance(value, types.ModuleType):
-                super().describe(value, where)
+        if is_device(value):  # It may differ between ranks.
+            return ["device"]
+        try:
+            return super().describe(value, where)
+        except Exception:  # noqa: BLE001 (of code that an attribute or a representation runs)
+            return ["any", type(value).__module__, type(value).__qualname__]
+
+    def _object(self, value: Any, where: str) -> Any:
+        try:
+            return super()._object(value, where)
+        except Exception:  # noqa: BLE001
+            named = value if hasattr(value, "__qualname__") else type(value)
+            return ["any", named.__module__, named.__qualname__, package_of(named.__module__)]
+
+    def _counts(self, name: str, value: Any) -> bool:
+        return name not in self._assigned or isinstance(value, (type, types.FunctionType, types.ModuleType))
+
+    def _source(self, code: CodeType) -> str:
+        try:
+            return super()._source(code)
+        except ConfigError:  # It may refer to functions that have a source.
+            return ""
 
 
 def find_code(function: Callable[..., Any], sources: Sources) -> None:
     """Make `sources` find the code of a function, and of the functions and classes of the project that it refers to."""
-    _CodeWalk(sources).describe(function, name_of(function))
+    _LenientWalk(sources).describe(function, name_of(function))
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -282,18 +332,20 @@ def _module_function(walk: _Walk, value: Any, where: str) -> Any:
     return [value.__name__, walk.describe(owner, where)]
 
 
-def _tensor(walk: _Walk, value: Any, where: str) -> Any:
+def _tensor(_: _Walk, value: Any, where: str) -> Any:
     try:
-        return walk.array(value.detach().cpu().numpy(), where)
-    except (TypeError, RuntimeError) as error:  # bfloat16, sparse
+        dense = value.detach().cpu().contiguous()
+        content = dense.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    except RuntimeError as error:  # sparse
         raise ConfigError(f"{where} is a tensor that numpy cannot hold") from error
+    return [str(value.dtype), [*value.shape], hashlib.blake2b(content, digest_size=16).hexdigest()]
 
 
 def _describer_of(value: Any) -> Callable[[_Walk, Any, str], Any] | None:
     """Return the function that describes a value of a known kind."""
     if type(value) is np.ndarray or isinstance(value, np.generic):  # A subclass, such as a masked array, may have more.
         return _Walk.array
-    if type(value) is getattr(sys.modules.get("torch"), "Tensor", None):  # without importing torch
+    if is_plain_tensor(value):
         return _tensor
     return next((describe for kinds, describe in _KINDS if isinstance(value, kinds)), None)
 

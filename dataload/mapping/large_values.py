@@ -10,19 +10,22 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from dataload.mapping.known_objects import stamp_of
+
 FEWEST = 1000  # members; smaller collections are described fast enough
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class LargeValues:
-    """Keeps the digests of large collections of built-in types until their content changes."""
+    """Keeps the digests of large collections of built-in types, tensors and tokenizers until their content changes."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bytes, str]] = {}  # by id: the value, its content, its digest
 
     def digest(self, value: Any, describe: Callable[[], str]) -> str:
         """Return the digest of a value: the known one if the value has not changed, otherwise that of `describe`."""
-        if not _is_large(value) or (content := _content(value)) is None:
+        content = _content(value) if _is_large(value) else stamp_of(value)
+        if content is None:
             return describe()
         _, before, digest = self._known.get(id(value), (None, b"", ""))
         if content != before:

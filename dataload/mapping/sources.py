@@ -21,6 +21,8 @@ from dataload.mapping.packages import MAIN_PROGRAMS, package_of
 _FUTURE_FLAGS = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 _PYTEST = "@pytest_ar"  # the name that pytest adds to the functions whose assertions it rewrites
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BEGINNINGS = ("__init__", "__new__", "__post_init__", "__setstate__")
+_FILLING = ("add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 _Place = tuple[int, int]
 
 
@@ -74,6 +76,15 @@ class Sources:
         for kind, text in self._classes.values():
             found.setdefault(f"class {kind.__module__}.{kind.__qualname__}", set()).add(text)
         return found
+
+    @property
+    def assigned(self) -> set[str]:
+        """The names of variables and attributes that the functions which were looked up assign, or fill.
+
+        What `__init__` assigns belongs to an object from its start.
+        """
+        texts = {*self._functions.values(), *(text for _, text in self._classes.values())}
+        return set().union(*(_assigned_in(tree, _locals_of(tree)) for tree in map(ast.parse, texts)))
 
     def of_function(self, code: CodeType) -> str:
         """Return the source of a function in a normal form: other comments and docstrings do not change it.
@@ -191,6 +202,35 @@ def _extent(code: CodeType) -> tuple[_Place, _Place]:
             starts.append((line or 0, column or 0))
             ends.append((end_line or 0, end_column or 0))
     return min(starts, default=(0, 0)), max(ends, default=(0, 0))
+
+
+def _locals_of(tree: ast.AST) -> set[str]:
+    """Return the names of the arguments and variables of functions."""
+    nodes = [*ast.walk(tree)]
+    outer = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return (stored | {node.arg for node in nodes if isinstance(node, ast.arg)}) - outer
+
+
+def _assigned_in(node: ast.AST, local: set[str]) -> Iterator[str]:
+    """Yield the names of globals, of variables around a function, and of attributes, that code assigns or fills."""
+    if isinstance(node, _FUNCTIONS) and node.name in _BEGINNINGS:
+        return
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        yield from node.names
+    target: Any = None
+    if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+        target = node
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILLING:
+        target = node.func.value
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    if isinstance(target, ast.Attribute):
+        yield target.attr
+    elif isinstance(target, ast.Name) and target.id not in local:
+        yield target.id
+    for child in ast.iter_child_nodes(node):
+        yield from _assigned_in(child, local)
 
 
 def _first_line(node: Any) -> int:

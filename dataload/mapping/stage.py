@@ -32,7 +32,7 @@ class UserFunction:
 
     Args:
         call: The function.
-        version: Its version; None: its identity is that of its source.
+        version: Its version, which stands for what its identity cannot cover; None: it covers all.
         digest: Its identity.
         sources: The sources of the function, and of the functions and classes that it refers to.
     """
@@ -53,10 +53,7 @@ class UserFunction:
             raise ConfigError(f"map needs a function, not {call!r}")
         if version is not None:
             _check_version(version, name_of(call))
-        function = cls(call, version, identity(call, version, sources := Sources()), sources)
-        if version is not None:
-            find_code(call, sources)
-        return function
+        return cls(call, version, identity(call, version, sources := Sources()), sources)
 
     @property
     def is_same(self) -> bool:

@@ -348,6 +348,6 @@ def test_a_warning_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_tensors_that_numpy_cannot_hold_need_a_version(tmp_path: Path) -> None:
-    text = "import torch\nT = torch.tensor([1], dtype=torch.bfloat16)\ndef f(b): return T"
+    text = "import torch\nT = torch.eye(2).to_sparse()\ndef f(b): return T"
     with pytest.raises(ConfigError, match="version="):
         identity(module(tmp_path, text).f)
