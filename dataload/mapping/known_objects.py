@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -106,15 +107,13 @@ def _state_of_tokenizer(value: Any) -> dict[str, Any]:
 
 
 def _state_of_module(value: Any) -> dict[str, Any]:
-    """Return parameters, buffers, modules, hooks and other attributes."""
+    """Return what differs from a module without anything: parameters, buffers, modules, hooks and other attributes."""
     import torch  # which is there already
 
-    own = vars(torch.nn.Module())
-    state = {name: each for name, each in vars(value).items() if name not in own or name == "training"}
-    hooks = [*value._forward_pre_hooks.values(), *value._forward_hooks.values()]  # noqa: SLF001 (no other way)
-    for part in (value._parameters, value._buffers, value._modules):  # noqa: SLF001
-        state |= part
-    return {**state, "hooks": hooks}
+    usual = vars(torch.nn.Module())
+    state = {name: each for name, each in vars(value).items() if name not in usual or each != usual[name]}
+    # The keys of hooks count up in a process.
+    return {name: [*each.values()] if isinstance(each, OrderedDict) else each for name, each in state.items()}
 
 
 _KINDS: list[tuple[str, str, Callable[[Any], dict[str, Any]]]] = [
