@@ -166,7 +166,8 @@ class RankSampler(DistributedSampler[int]):
     @property
     def last(self) -> Position:
         """The position that a state has: up to where rows were handed out, or where the next iteration begins."""
-        # Only a consumer that marks batches can be late.
+        # With `advance`, torch takes rows beyond the end of an epoch whose last batches are not consumed yet: what was
+        # handed out may be of the epoch before.
         return (self.handed_out if self._advances else self.begun) or self.position
 
     def use_file_order(self) -> None:
@@ -386,7 +387,9 @@ class RankSampler(DistributedSampler[int]):
         """Use this order from now on."""
         self.order = order
         world = self.num_replicas, self.rank, self.batch_size, self.drop_last
-        self._share = Share(*world, order.num_streams, self.num_nodes, order.homogeneous, order.run_rows)
+        self._share = Share(
+            *world, order.num_streams, self.num_nodes, pads_with_tail=order.homogeneous, run_rows=order.run_rows
+        )
         self.seed, self.shuffle = order.seed, bool(order.shuffle)
         self.num_samples = self._share.num_samples(order.n)
         self.total_size = self.num_samples * self.num_replicas

@@ -49,9 +49,9 @@ class RowIterator(Iterator[int]):
         Raises:
             ConfigError: It had yielded rows of a rank of another world.
         """
-        if state["yielded"] and state["world"] != self._world:
+        if state["yielded"] and state.get("world") != self._world:
             raise ConfigError(
-                f"the iteration of the state has num_replicas, batch_size = {state['world']}, this one {self._world}: "
-                "resume it with those"
+                f"the iteration of the state has num_replicas, batch_size = {state.get('world')}, this one "
+                f"{self._world}: resume it with those"
             )
         self._start, self._yielded, self._rows = state["start"], state["yielded"], None

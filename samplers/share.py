@@ -103,11 +103,12 @@ class Share:
         return np.array(slices), batches * size
 
     def _tail(self, start: int, n: int) -> Int64:
-        size = self._tail_size(n - start)
-        low, high = min(self.rank * size, n - start), min((self.rank + 1) * size, n - start)
-        pads = np.arange(size - (high - low)) + max(0, self.rank * size - (n - start))
-        pads = start + pads % (n - start) if self.pads_with_tail else pads % n
-        return np.concatenate((batch_slice(start, n - start, self._by_owner, low, high), pads))
+        tail = n - start
+        size = self._tail_size(tail)
+        low, high = min(self.rank * size, tail), min((self.rank + 1) * size, tail)
+        past_end = self.rank * size + np.arange(high - low, size) - tail  # numbers of this rank's pads among all
+        pads = start + past_end % tail if self.pads_with_tail else past_end % n
+        return np.concatenate((batch_slice(start, tail, self._by_owner, low, high), pads))
 
     def _tail_size(self, tail: int) -> int:
         return 0 if self.drop_last else -(-tail // self.num_replicas)
