@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -43,6 +44,8 @@ from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 BATCHES_AHEAD = 8
+
+log = logging.getLogger(__name__)
 
 _iterators_of_torch = KeptByChildren()  # Their end stops the workers, also if a forked child of this process ends them.
 
@@ -109,6 +112,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._agreement = Agreement(dataset, rank_sampler) if detected and rank_sampler.num_replicas > 1 else None
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
+        self._start: Position | None = None  # of the last loop
+        self._repeats = 0  # loops that began there again
         self._requests = Requests(self.rank_sampler, batch_sampler)
         self._workers: dict[int, DataLoader[Answer]] = {}  # by the process that made them
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
@@ -149,6 +154,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A position that was restored in this epoch is kept."""
+        self._start = None
         self.rank_sampler.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,6 +173,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         Raises:
             ConfigError: The state is of another dataset.
         """
+        self._start = None
         self.rank_sampler.load_state_dict(state)
 
     def stats(self) -> LoaderStats:
@@ -197,7 +204,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             RuntimeError: The workers are persistent and a later iterator has begun, or another process began this one.
         """
         owner = os.getpid()
-        start = self.rank_sampler.handed_out = self._begin_epoch()
+        before, start = self.rank_sampler.handed_out, self._begin_epoch()
+        self._tell_repeats(before, start)
+        self.rank_sampler.handed_out = start
         sampler, epoch, cursor = self.rank_sampler, start.epoch, start.cursor
         rows, step = sampler.num_rows, sampler.global_batch_size
         tail = (rows - cursor) % step
@@ -244,6 +253,22 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler.renew()
         share_host(self.maker, self.dataset, self.local_world_size, self.num_workers)
         return sampler.position if self.sampler is sampler else sampler.position.at(0)  # A batch sampler has all of it.
+
+    def _tell_repeats(self, before: Position | None, start: Position) -> None:
+        """Warn, once, of loops that are left early and begin at the same batch each time.
+
+        Args:
+            before: What the last loop has handed out.
+            start: Where this loop begins. One loop that begins again may be a look at the first batch.
+        """
+        is_repeat = start == self._start and before is not None and before.cursor > start.cursor
+        self._start, self._repeats = start, self._repeats + 1 if is_repeat else 0
+        if self._repeats == 2:
+            log.warning(
+                "loops over this loader begin at the same batch of epoch %d each time, because none of them took all: "
+                "call loader.set_epoch(epoch) before each loop for other batches",
+                start.epoch,
+            )
 
     def _answers(
         self, epoch: int, cursor: int, needs: RecordedNeeds, waiting: Timeline, device: torch.device | None

@@ -620,6 +620,28 @@ def test_leaving_an_epoch_early(dataset: Any, workers: int) -> None:
             raise RuntimeError("mine")
 
 
+def test_loops_that_begin_at_the_same_batch_each_time_are_told_once(
+    dataset: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capped(loader: Any) -> None:
+        for _ in zip(range(2), loader, strict=False):
+            pass
+
+    loader = make_loader(dataset, 16)
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        capped(loader)
+    loader.set_epoch(4)
+    next(iter(loader))
+    ids(loader)  # A look at the first batch, then the loop.
+    assert not caplog.records
+    for _ in range(5):
+        capped(loader)
+    [record] = caplog.records
+    assert "begin at the same batch of epoch 5 each time" in record.getMessage()
+    assert "loader.set_epoch(epoch)" in record.getMessage()
+
+
 def test_threads_end_with_their_loader(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
     before = set(threading.enumerate())
     loader = make_loader(dataset_of(FILES), 16, storage_options=bucket.options, cache=cache)
