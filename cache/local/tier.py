@@ -213,7 +213,7 @@ class LocalTier(ForkAware, Tier):
         if (folder := self.opened()) is not None:  # whatever the health: a disk that fails may still remove files
             with self.fallback("removing blobs", self.health.writes, folder):
                 # Usually there are none, and then no lock and no transaction is needed.
-                if stored := [key.digest for key in keys if folder.path_of(key.digest).exists()]:
+                if stored := [key.digest for key in keys if os.path.exists(folder.file_of(key.digest))]:  # noqa: PTH110
                     folder.remove(stored)
 
     def stats(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -81,9 +81,13 @@ class RowGroupCache:
 
     def find(self, number: int, span: Span | None = None) -> list[memoryview] | None:
         """Return the blobs of a row group, or `span` of each; None unless this host has cached all of them."""
+        return self.find_all(self.keys(number), span)
+
+    def find_all(self, keys: Iterable[BlobKey], span: Span | None = None) -> list[memoryview] | None:
+        """Return the blobs of these keys, or `span` of each; None unless this host has cached all of them."""
         found = []
         with doing("disk"):
-            for key in self.keys(number):
+            for key in keys:
                 if (blob := self.tier.get(key, span)) is None:
                     return None
                 found.append(blob)

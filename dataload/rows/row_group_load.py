@@ -9,7 +9,7 @@ from enum import Enum
 from time import perf_counter
 from typing import Any
 
-from dataload.cache.tier import Span
+from dataload.cache.tier import BlobKey, Span
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import Counters, charged_to
@@ -84,10 +84,15 @@ class RowGroupLoad:
         """See `RowGroupCache.small_bytes`."""
         return self.cache.small_bytes(self.number)
 
+    @cached_property
+    def keys(self) -> list[BlobKey]:
+        """The keys of the blobs, which take long to make for tiny row groups."""
+        return self.cache.keys(self.number)
+
     def find(self) -> list[memoryview] | None:
         """Return the blobs, or `span` of each, if this host has cached them. Charge the look-up to the row group."""
         with charged_to(self.account):
-            return self.cache.find(self.number, self.span)
+            return self.cache.find_all(self.keys, self.span)
 
     def enter(self, state: State) -> None:
         """Change the state.

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from enum import Enum
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.errors import ConfigError
@@ -43,10 +43,23 @@ class Place(Enum):
     LATER = "later"  # here, once a batch needs it
 
 
-class Situation(NamedTuple):
-    """What decides where a row group is made that is not cached.
+def choose(
+    *,
+    is_kept: bool,
+    is_awaited: bool,
+    fits: bool,
+    has_decoder: bool,
+    has_started: bool,
+    is_mapped: bool,
+    is_waiting: bool,
+) -> Place:
+    """Return where to make a row group that is not cached.
 
-    Attributes:
+    Most row groups that the cache does not keep are made when a batch needs them. A background decoder is not started
+    beside a loop that waits most of the time, and would share its processors. But a function of the user may hold the
+    interpreter lock, and the decoder has one of its own.
+
+    Args:
         is_kept: Whether the cache keeps the blobs that are made.
         is_awaited: Whether a batch needs the row group now.
         fits: Whether its blobs fit into the memory for those that the cache does not keep.
@@ -55,26 +68,9 @@ class Situation(NamedTuple):
         is_mapped: Whether a function of the user makes rows.
         is_waiting: Whether the loop waits for row groups most of the time.
     """
-
-    is_kept: bool
-    is_awaited: bool
-    fits: bool
-    has_decoder: bool
-    has_started: bool
-    is_mapped: bool
-    is_waiting: bool
-
-
-def choose(now: Situation) -> Place:
-    """Return where to make a row group.
-
-    Most row groups that the cache does not keep are made when a batch needs them. A background decoder is not started
-    beside a loop that waits most of the time, and would share its processors. But a function of the user may hold the
-    interpreter lock, and the decoder has one of its own.
-    """
-    if not (now.is_kept or now.is_awaited or now.fits):
+    if not (is_kept or is_awaited or fits):
         return Place.LATER
-    if now.has_decoder and (now.has_started or now.is_mapped or not now.is_waiting):
+    if has_decoder and (has_started or is_mapped or not is_waiting):
         return Place.DECODER
     return Place.HERE
 
@@ -181,7 +177,7 @@ class RowGroupScheduler:
             # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
             first: list[Future[Any]] = [contents, load.cancelled] if stop is None else [contents, load.cancelled, stop]
             with self._demand.waiting():
-                # As in `awaited`, the wait is cut into short ones, so that Ctrl-C interrupts it.
+                # The wait is cut into short ones, so that Ctrl-C interrupts it.
                 while not wait(first, LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
                     if (now := perf_counter()) >= log_at:
                         _log_wait(load.cache.describe(load.number), load.state, now - since)
@@ -225,7 +221,7 @@ class RowGroupScheduler:
         since, timeline = perf_counter(), first.timeline  # Another thread may load the first one alone.
         here = []
         for load in loads:
-            place = self._reserved(load)
+            place = self._place(load)
             if place is Place.LATER:
                 report(load, ReservationCancelled())
             elif place is Place.DECODER and others:
@@ -239,22 +235,20 @@ class RowGroupScheduler:
             pipeline.make(here, report, leave, stalled)
             self._spent.add(**timeline.seconds(since, perf_counter()))
 
-    def _reserved(self, load: RowGroupLoad) -> Place:
+    def _place(self, load: RowGroupLoad) -> Place:
         """Choose where to make a row group. Reserve memory for it if the cache keeps none, and it is not for later."""
         decoder, memory = self.decoder, self._row_groups.memory
         with self._mutex:
             held = 0 if self.is_cached else sum(each.uncached_bytes for each in self._loads.copy().values())
             size = 0 if self.is_cached else load.cache.bytes_of(load.number)
             place = choose(
-                Situation(
-                    is_kept=self.is_cached,
-                    is_awaited=load.awaited,
-                    fits=not held or held + size <= memory.held.total,
-                    has_decoder=decoder is not None,
-                    has_started=decoder is not None and decoder.started,
-                    is_mapped=self._row_groups.is_mapped,
-                    is_waiting=self._demand.mostly_waiting,
-                )
+                is_kept=self.is_cached,
+                is_awaited=load.awaited,
+                fits=not held or held + size <= memory.held.total,
+                has_decoder=decoder is not None,
+                has_started=decoder is not None and decoder.started,
+                is_mapped=self._row_groups.is_mapped,
+                is_waiting=decoder is not None and self._demand.mostly_waiting,
             )
             if not load.awaited and place is not Place.LATER:
                 load.uncached_bytes = size

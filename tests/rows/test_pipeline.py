@@ -149,7 +149,7 @@ class Reported:
     def make(self, row_groups: RowGroups, numbers: Iterable[int]) -> Self:
         self.loads = [RowGroupLoad(number, *row_groups.of(number)) for number in numbers]
         try:
-            pipeline.make(self.loads, self.report, self.leave)
+            pipeline.make(self.loads, self.report, self.leave, lambda: None)
         except Exception as error:
             for load in self.loads:
                 if load.group not in self.results:
@@ -237,7 +237,7 @@ def test_a_row_group_that_cannot_be_fetched_waits_for_no_decoder(tmp_path: Path)
 
     def make() -> None:
         try:
-            pipeline.make([load], lambda *_: None, lambda _: None)
+            pipeline.make([load], lambda *_: None, lambda _: None, lambda: None)
         except OriginError as error:
             failed.append(error)
 
@@ -724,9 +724,9 @@ def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
     dataset = opened(write("numbers"), tmp_path / "cache")
     choose = scheduler.choose
 
-    def choose_later(now: scheduler.Situation) -> scheduler.Place:
-        place = choose(now)
-        if place is scheduler.Place.HERE and not now.is_awaited:
+    def choose_later(*, is_awaited: bool, **now: bool) -> scheduler.Place:
+        place = choose(is_awaited=is_awaited, **now)
+        if place is scheduler.Place.HERE and not is_awaited:
             return scheduler.Place.LATER
         return place
 

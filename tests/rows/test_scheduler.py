@@ -6,41 +6,41 @@ from itertools import product
 
 import pytest
 
-from dataload.rows.scheduler import Place, Situation, choose
+from dataload.rows.scheduler import Place, choose
 
-SITUATION = Situation(
-    is_kept=True,
-    is_awaited=False,
-    fits=True,
-    has_decoder=True,
-    has_started=False,
-    is_mapped=False,
-    is_waiting=False,
-)
-UNKEPT = SITUATION._replace(is_kept=False, has_decoder=False)
+KEPT = {
+    "is_kept": True,
+    "is_awaited": False,
+    "fits": True,
+    "has_decoder": True,
+    "has_started": False,
+    "is_mapped": False,
+    "is_waiting": False,
+}
+UNKEPT = {**KEPT, "is_kept": False, "has_decoder": False}
 
 
 @pytest.mark.parametrize(
     ("situation", "place"),
     [
-        pytest.param(SITUATION, Place.DECODER, id="beside training steps"),
-        pytest.param(SITUATION._replace(is_waiting=True), Place.HERE, id="the loop waits: start no decoder beside it"),
-        pytest.param(SITUATION._replace(is_waiting=True, has_started=True), Place.DECODER, id="it runs already"),
-        pytest.param(SITUATION._replace(is_waiting=True, is_mapped=True), Place.DECODER, id="a map may hold the lock"),
-        pytest.param(SITUATION._replace(is_awaited=True), Place.DECODER, id="the decoder itself looks at the demand"),
-        pytest.param(SITUATION._replace(has_decoder=False), Place.HERE, id="a small dataset"),
+        pytest.param(KEPT, Place.DECODER, id="beside training steps"),
+        pytest.param(KEPT | {"is_waiting": True}, Place.HERE, id="the loop waits: start no decoder beside it"),
+        pytest.param(KEPT | {"is_waiting": True, "has_started": True}, Place.DECODER, id="it runs already"),
+        pytest.param(KEPT | {"is_waiting": True, "is_mapped": True}, Place.DECODER, id="a map may hold the lock"),
+        pytest.param(KEPT | {"is_awaited": True}, Place.DECODER, id="the decoder itself looks at the demand"),
+        pytest.param(KEPT | {"has_decoder": False}, Place.HERE, id="a small dataset"),
         pytest.param(UNKEPT, Place.HERE, id="uncached, and there is memory"),
-        pytest.param(UNKEPT._replace(fits=False), Place.LATER, id="uncached, and no memory"),
-        pytest.param(UNKEPT._replace(fits=False, is_awaited=True), Place.HERE, id="uncached, but a batch needs it"),
-        pytest.param(SITUATION._replace(is_kept=False, fits=False), Place.LATER, id="uncached, with a decoder"),
+        pytest.param(UNKEPT | {"fits": False}, Place.LATER, id="uncached, and no memory"),
+        pytest.param(UNKEPT | {"fits": False, "is_awaited": True}, Place.HERE, id="uncached, but a batch needs it"),
+        pytest.param(KEPT | {"is_kept": False, "fits": False}, Place.LATER, id="uncached, with a decoder"),
     ],
 )
-def test_choices(situation: Situation, place: Place) -> None:
-    assert choose(situation) is place
+def test_choices(situation: dict[str, bool], place: Place) -> None:
+    assert choose(**situation) is place
 
 
 def test_a_row_group_that_a_batch_needs_is_never_made_later() -> None:
-    for values in product([False, True], repeat=len(SITUATION) - 1):
-        now = Situation(values[0], True, *values[1:])
-        assert choose(now) is not Place.LATER
-        assert (choose(now) is Place.DECODER) <= now.has_decoder
+    for values in product([False, True], repeat=len(KEPT)):
+        now = dict(zip(KEPT, values, strict=True)) | {"is_awaited": True}
+        assert choose(**now) is not Place.LATER
+        assert (choose(**now) is Place.DECODER) <= now["has_decoder"]

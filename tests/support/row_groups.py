@@ -13,7 +13,7 @@ from dataload.runtime.counters import Counters
 def load(blobs: RowGroupCache, group: int) -> list[memoryview]:
     """Return the blobs of a row group, which is made if it is not cached."""
     results = list[Result]()
-    make([RowGroupLoad(group, blobs, group)], lambda _, result: results.append(result), lambda _: None)
+    make([RowGroupLoad(group, blobs, group)], lambda _, result: results.append(result), lambda _: None, lambda: None)
     [result] = results
     assert isinstance(result, list)
     return result

@@ -45,7 +45,7 @@ STALLED_SECONDS = 0.2  # Row groups whose bytes come later do not hold up the ot
 FETCHED_COPIES = 2  # of a blob from the cluster, in memory: its parts are joined, and then copied to be written
 
 
-def make(loads: Sequence[RowGroupLoad], report: Report, leave: Leave, stalled: Stalled = lambda: None) -> None:
+def make(loads: Sequence[RowGroupLoad], report: Report, leave: Leave, stalled: Stalled) -> None:
     """Make row groups that this host has not cached, and report each as soon as it is made. See `load_queue.Run`.
 
     A list of one waits until another process or host that makes the row group has done it.
@@ -92,7 +92,7 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
     tier, memory, alone = cache.tier, cache.memory, cache.is_refused(number)
 
     def fetch() -> list[memoryview] | None:
-        return tier.fetch_from_cluster(cache.keys(number))
+        return tier.fetch_from_cluster(load.keys)
 
     def hold_fetched() -> AbstractContextManager[Any]:
         size = FETCHED_COPIES * max(cache.sizes_on_disk(number))  # One blob after the other is fetched.
@@ -297,7 +297,7 @@ def _run(jobs: list[_Job], made: Callable[[_Job], None], stalled: Stalled) -> No
                 else:
                     made(job)
 
-            if all(job.load.small_bytes for job in fetched):
+            if fetched[0].load.small_bytes:
                 _publish_together(fetched, settle)
             else:
                 for job in fetched:
@@ -355,7 +355,7 @@ def _stream_in_thread(job: _Job, decoding: AbstractContextManager[Any]) -> list[
 
 def _stream(job: _Job) -> list[memoryview]:
     cache, number, tier = job.cache, job.number, job.cache.tier
-    keys, blobs = cache.keys(number), []
+    keys, blobs = job.load.keys, []
     if len(keys) > 1 and job.is_kept:  # A process may have died before it found out that it had packed damaged bytes.
         tier.retract(keys)
     get_or_fill = tier.get_or_fill if job.is_kept else _filled
@@ -396,7 +396,7 @@ class _Packed:
         self.job = job
         self._buffer: mmap.mmap | None = None
         self._memory = memoryview(b"")
-        [key] = job.cache.keys(job.number)
+        [key] = job.load.keys
         row_block.pack(columns, job.group.rows, job.cache.plan.layout, key.digest, job.group.name, self._allocate)
         self.size = len(self._memory)
         self.blob = key, self._memory.toreadonly()
