@@ -29,7 +29,7 @@ from dataload.errors import ConfigError
 
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # this process has too many maps or files
 ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
 _SETUP = b"\xff" * 32  # key of the lock for creating, opening, sweeping and closing a folder
@@ -127,7 +127,7 @@ class CacheFolder:
                 self.staging = StagingFolder(self._tmp, self.index.start())
                 break
             except OSError as error:
-                if error.errno not in FULL or removed is not None:
+                if error.errno not in DISK_FULL_ERRNOS or removed is not None:
                     raise
                 removed = recovery.remove_a_blob(self.path / "blobs")
                 if removed is None:
@@ -247,7 +247,7 @@ class CacheFolder:
         try:
             self.uses.flush()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
 
     def _evict_for_pinned(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
@@ -299,7 +299,7 @@ def _make(folder: Path, evict: Callable[[], None]) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         evict()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

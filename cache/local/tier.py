@@ -32,7 +32,7 @@ from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
-FULL = (
+CACHE_FULL_MESSAGE = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
 )
@@ -256,7 +256,7 @@ class LocalTier(ForkAware, Tier):
         if limit < own:  # The caller reports the full disk.
             return False
         self.counters.add(refused=1)
-        _warn_once(FULL, self.path, limit, key.name, size)
+        _warn_once(CACHE_FULL_MESSAGE, self.path, limit, key.name, size)
         return False
 
     @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
-from dataload.cache.local.directory import FULL, CacheFolder
+from dataload.cache.local.directory import DISK_FULL_ERRNOS, CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
@@ -99,7 +99,7 @@ class BlobWriter(Draft):
         try:
             return reserve()
         except OSError as error:
-            if error.errno not in FULL or not reserve(folder.index.used_bytes()):
+            if error.errno not in DISK_FULL_ERRNOS or not reserve(folder.index.used_bytes()):
                 raise
         return True
 
@@ -115,7 +115,7 @@ class BlobWriter(Draft):
                 self._tier.health.writes.worked()
                 return None
             step("fill: reserved")
-            # A full disk raises here, before anything is fetched.
+            # A full disk raises here. Of blocks, nothing is fetched yet; rows are decoded already.
             self._giving_way(folder, descriptor, lambda: os.posix_fallocate(descriptor, 0, self._size))
             step("fill: allocated")
             return blob_buffers.take(self._size)
@@ -127,7 +127,7 @@ class BlobWriter(Draft):
         try:
             return blob_file.create(draft)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             if not self._tier.reserve(folder, self.key, self._allocated, draft, folder.index.used_bytes()):
                 raise
@@ -139,7 +139,7 @@ class BlobWriter(Draft):
         try:
             return write()
         except OSError as error:
-            if error.errno not in FULL or self._path is None:
+            if error.errno not in DISK_FULL_ERRNOS or self._path is None:
                 raise
             os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_SET))
             folder.index.drop(self.key.digest)
@@ -259,7 +259,7 @@ class BulkWriter:
         try:
             all_fit = folder.index.admit_all(rows, limit=tier.limit, region=region)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             all_fit = False
         for writer in writers:

@@ -221,7 +221,7 @@ class Origin(ForkAware):
         def request() -> T:
             attempt = next(attempts)
             if attempt and not self._has_answered:
-                attempt = HURRIED  # There is no third one.
+                attempt = HURRIED  # Then only refused connections are tried again.
             seconds = self._patience.seconds(num_bytes, attempt)
             return self._request(lambda engine: call(engine, seconds), num_bytes, seconds)
 

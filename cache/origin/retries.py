@@ -29,7 +29,7 @@ _random = SystemRandom()  # It draws nothing from the generators of the user, an
 def retried(
     request: Callable[[], T],
     seconds: Callable[[Exception], float],
-    retry: Callable[[Exception], None],
+    on_retry: Callable[[Exception], None],
     sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
@@ -38,7 +38,7 @@ def retried(
     Args:
         request: Makes the request once.
         seconds: Returns for how long after the first failure to retry a transient error.
-        retry: Called with the error before each retry.
+        on_retry: Called with the error before each retry.
         sleep: Waits for a number of seconds.
         clock: Monotonic time in seconds.
     """
@@ -56,7 +56,7 @@ def retried(
             too_few = attempt + 1 < LEAST_ATTEMPTS and allowed > FIRST_CONTACT_SECONDS
             if left <= 0 and not too_few:
                 raise
-            retry(error)
+            on_retry(error)
         finally:
             is_repeated.reset(token)
         pause = _random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))

@@ -109,7 +109,7 @@ class RowGroupLoad:
         self.enter(State.CACHED)
         self.is_hit = True
 
-    def made(self, blobs: list[memoryview]) -> None:
+    def mark_cached(self, blobs: list[memoryview]) -> None:
         """Note the blobs that this process or another one has made."""
         self.enter(State.CACHED)
         self.cache.note_made(self.number, blobs)

@@ -98,7 +98,7 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
         size = FETCHED_COPIES * max(cache.sizes_on_disk(number))  # One blob after the other is fetched.
         return memory.held.reserve(size, load.is_cancelled)
 
-    def made(*, is_kept: bool = True) -> list[memoryview]:
+    def make(*, is_kept: bool = True) -> list[memoryview]:
         if fetched := fetch():  # Another host may have made it meanwhile.
             return fetched
         results: list[Result] = []
@@ -118,10 +118,10 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
             # Others make it, too. One of them uses the cache, in case there is space now: the first blobs of another
             # one may be damaged.
             with hold(), tier.key_lock(cache.key(number), elect=False) as others:
-                found = load.find() or made(is_kept=others is None)
+                found = load.find() or make(is_kept=others is None)
         elif found is None:
-            found = make_once(tier, cache.key(number), load.find, made, hold)
-    load.made(found)
+            found = make_once(tier, cache.key(number), load.find, make, hold)
+    load.mark_cached(found)
     return found
 
 
@@ -151,14 +151,14 @@ def _make_several(loads: Sequence[RowGroupLoad], report: Report, leave: Leave, s
             else:
                 report(load, found)
 
-        def made(job: _Job) -> None:
+        def on_done(job: _Job) -> None:
             job.close()  # Another process may wait for the lock.
             give_back(job.load.small_bytes)
             if not isinstance(result := job.result(), BaseException):
-                job.load.made(result)
+                job.load.mark_cached(result)
             report(job.load, result)
 
-        _run(jobs, made, stalled)
+        _run(jobs, on_done, stalled)
 
 
 def _opens_at_once(load: RowGroupLoad) -> bool:
@@ -184,7 +184,7 @@ class _Job:
         columns: Its columns, where they do not come from `opened`.
         stack: Holds it open. Errors in a block of it become those of the file's format, such as DamagedError.
         table: Its rows as they are stored, once they were read to be decoded together with others.
-        made: Its blobs, or why it cannot be made. None: not yet.
+        outcome: Its blobs, or why it cannot be made. None: not yet.
     """
 
     def __init__(self, load: RowGroupLoad, lock: ExitStack | None = None, *, is_kept: bool = True) -> None:
@@ -194,17 +194,17 @@ class _Job:
         self.opened: Opened | None = None
         self.columns: Iterator[Columns] | None = None
         self.table: pa.Table | None = None
-        self.made: Result | None = None
+        self.outcome: Result | None = None
         self._is_second_try = False
 
     @property
     def is_fetched(self) -> bool:
         """Whether all its bytes are there, or it cannot be made."""
-        return self.made is not None or self.opened is None or all(fetch.done() for fetch in self.opened.fetches)
+        return self.outcome is not None or self.opened is None or all(fetch.done() for fetch in self.opened.fetches)
 
     def result(self) -> Result:
-        assert self.made is not None
-        return self.made
+        assert self.outcome is not None
+        return self.outcome
 
     def open(self) -> None:
         """Start to fetch the row group, unless its columns can be made of cached blobs of others."""
@@ -222,9 +222,9 @@ class _Job:
 
     def is_to_be_fetched_again(self) -> bool:
         """Return whether the bytes are damaged. If so, fetch them past the cache, once."""
-        if not isinstance(self.made, DamagedError) or self._is_second_try:
+        if not isinstance(self.outcome, DamagedError) or self._is_second_try:
             return False
-        self._is_second_try, self.made, self.columns, self.table = True, None, None, None
+        self._is_second_try, self.outcome, self.columns, self.table = True, None, None, None
         self.stack.close()
         self.load.enter(State.PLANNED)
         self.load.enter(State.FETCHING)
@@ -261,7 +261,7 @@ class _Job:
 
     def published(self, made: list[memoryview]) -> None:
         """Note the blobs, and discard the cached blocks that they were made of."""
-        self.made = made
+        self.outcome = made
         if self.columns is None:
             self.cache.maker.discard_sources(self.number, self.cache.keys)
 
@@ -277,11 +277,11 @@ class _Job:
             with charged_to(self.load.account):
                 yield
         except Exception as error:  # noqa: BLE001 (raised where the row group is awaited)
-            self.made = error
+            self.outcome = error
 
 
-def _run(jobs: list[_Job], made: Callable[[_Job], None], stalled: Stalled) -> None:
-    """Fetch, decode, pack and publish row groups. Call `made` with each once there is a result."""
+def _run(jobs: list[_Job], on_done: Callable[[_Job], None], stalled: Stalled) -> None:
+    """Fetch, decode, pack and publish row groups. Call `on_done` with each once there is a result."""
     with ExitStack() as stack:
         for job in jobs:
             stack.callback(job.close)
@@ -295,7 +295,7 @@ def _run(jobs: list[_Job], made: Callable[[_Job], None], stalled: Stalled) -> No
                 if job.is_to_be_fetched_again():
                     missing.append(job)
                 else:
-                    made(job)
+                    on_done(job)
 
             if fetched[0].load.small_bytes:
                 _publish_together(fetched, settle)
@@ -308,7 +308,7 @@ def _run(jobs: list[_Job], made: Callable[[_Job], None], stalled: Stalled) -> No
 def _fetched(jobs: Sequence[_Job], stalled: Stalled) -> list[_Job]:
     """Wait for requests. Return the row groups that are fetched, or cannot be."""
     while True:
-        opened = [job.opened for job in jobs if job.made is None and job.opened is not None]
+        opened = [job.opened for job in jobs if job.outcome is None and job.opened is not None]
         with doing("origin"):
             wait([fetch for each in opened for fetch in each.fetches], STALLED_SECONDS)
         for each in opened:
@@ -323,7 +323,7 @@ def _fetched(jobs: Sequence[_Job], stalled: Stalled) -> list[_Job]:
 
 def _publish_streamed(job: _Job) -> None:
     """Decode, pack and publish one blob after the other, in a decoder thread if they are large."""
-    if job.made is not None:
+    if job.outcome is not None:
         return
     cache, memory = job.cache, job.cache.memory
     with job.catching():
@@ -419,16 +419,16 @@ class _Packed:
 def _publish_together(jobs: Sequence[_Job], settle: Callable[[_Job], None]) -> None:
     """Decode, pack and publish row groups of one blob each."""
     with computing(), doing("decode"):
-        unmade = [job for job in jobs if job.made is None]
+        unmade = [job for job in jobs if job.outcome is None]
         for job in unmade:
             job.load.enter(State.DECODING)
         together = _decoded_together(unmade)
     packed: list[_Packed] = []
     for job in jobs:
-        if job.made is None:
+        if job.outcome is None:
             with job.catching(), computing(), doing("decode"):
                 packed.append(_Packed(job, together.get(job) or job.decoded_whole()))
-        if job.made is not None:
+        if job.outcome is not None:
             settle(job)
         elif sum(each.size for each in packed) >= PUBLISHED_BYTES:
             _put(packed, settle)
