@@ -492,18 +492,18 @@ def test_the_default_window_follows_from_the_footers(dataset: Any, monkeypatch: 
     assert make_loader(Dataset(dataset.manifest, dataset.blocks), 16).sampler.order.window == 3
 
 
-def test_lightning_seeds_workers_after_the_loader_is_made(dataset: Any) -> None:
-    loader = make_loader(dataset, 16, num_workers=1, transform=seeded)
-    loader.worker_init_fn = seed_by_hand
-    assert {batch["seed"] for batch in loader} == {123}
+def test_lightning_sets_worker_init_fn_after_the_loader_is_made(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=1, transform=threads_of_torch)
+    loader.worker_init_fn = use_seven_threads
+    assert {batch["threads"] for batch in loader} == {7}
 
 
-def seed_by_hand(worker: int) -> None:
-    torch.manual_seed(123)
+def use_seven_threads(worker: int) -> None:
+    torch.set_num_threads(7)
 
 
-def seeded(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "seed": torch.initial_seed()}
+def threads_of_torch(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "threads": torch.get_num_threads()}
 
 
 def lists(batch: dict[str, Any]) -> dict[str, Any]:
