@@ -29,9 +29,9 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
-    test_docs test_cluster_training test_local_tier_kills test_filters test_loader test_mesh test_endings
-    test_origin_server test_background_decoder test_benchmarks test_integrations test_consumers test_train_kills
-    test_bad_rows test_demo test_examples test_demo_parts test_suite test_cold
+    test_docs test_background_decoder test_mesh test_loader test_bad_rows test_cluster_tier test_integrations
+    test_faulty_stores test_map test_cluster_training test_endings test_origin_server test_train_kills test_demo
+    test_local_tier_kills test_cli test_cluster_client test_mixed_loader test_filesystem test_origin_engine
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 

@@ -337,7 +337,10 @@ class Origin(ForkAware):
             if error is None:
                 raise
             self.counters.add(errors=isinstance(error, OriginError) and not isinstance(error, OriginNotFound))
-            raise error from cause_of(raised)
+            try:
+                raise error from cause_of(raised)
+            finally:
+                del error  # Its traceback refers to this frame, which would make a reference cycle.
 
 
 def dump_resolved(value: Any) -> memoryview:

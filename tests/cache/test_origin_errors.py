@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import http.server
 import os
 import ssl
+import weakref
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -106,6 +108,20 @@ def test_a_denial_names_the_endpoint_the_code_and_the_fix(
         assert f"{url} denied access ({code}: Because): " in message
         assert fix in message
         assert SECRET not in message
+
+
+def test_an_error_keeps_nothing_alive_once_it_is_handled(url: str) -> None:
+    """Its traceback holds the pools of threads of a dataset that could not be opened."""
+    kept = []
+    gc.disable()
+    try:
+        try:
+            origin(url, "obstore").read("bucket/x.parquet", *RANGE)
+        except OriginError as error:
+            kept.append(weakref.ref(error))
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
