@@ -131,9 +131,12 @@ def test_an_error_at_the_start_of_a_thread_is_raised() -> None:
         next(run_ahead(constants(range(5)), 2, 3, Future(), Timeline(), begin=fail))
 
 
+def threads_ahead() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("dataload-ahead")]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_closing_waits_for_the_threads(threads: int) -> None:
-    before = threading.active_count()
     closed = threading.Event()
 
     def calls() -> Iterator[Callable[[], int]]:
@@ -145,9 +148,9 @@ def test_closing_waits_for_the_threads(threads: int) -> None:
 
     ahead = ahead_of(calls(), threads)
     next(ahead)
-    assert threading.active_count() == before + threads
+    assert len(threads_ahead()) == threads
     ahead.close()
-    assert threading.active_count() == before
+    assert not threads_ahead()
     del ahead
     assert closed.is_set()
 
@@ -163,7 +166,7 @@ def test_closing_stops_calls_that_wait() -> None:
     next(ahead)
     begun.wait(SECONDS)
     ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dataload-ahead")]
+    assert not threads_ahead()
 
 
 def test_an_iterator_that_its_own_thread_collects_ends() -> None:
@@ -177,7 +180,7 @@ def test_an_iterator_that_its_own_thread_collects_ends() -> None:
     ahead = ahead_of([lambda: None, *[collect] * 100], threads=2)
     next(ahead)
     held.append(ahead)
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("dataload-ahead")]
+    threads = threads_ahead()
     assert len(threads) == 2
     del ahead
     held_now.set()
