@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dataload.cache.local.key_locks import ThreadLocks
-from dataload.cache.tier import MAKE_SECONDS, BlobKey, Draft, Fill, Span, Tier, Waited, cut
+from dataload.cache.tier import MAKE_SECONDS, BlobKey, Fill, Span, Tier, Waited, cut, fill_in_memory
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
@@ -67,9 +67,7 @@ class MemoryTier(ForkAware, Tier):
                 self.counters.add(waits=1)
                 return found
             self.counters.add(misses=1)
-            draft = Draft(key)
-            fill(draft.allocate)
-            blob = draft.publish()
+            blob = fill_in_memory(key, fill)
             self._keep(key, blob)
             return cut(blob, span)
 

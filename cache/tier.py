@@ -297,6 +297,13 @@ def cut(blob: memoryview, span: Span | None) -> memoryview:
     return blob if span is None else blob[span[0] : span[1]]
 
 
+def fill_in_memory(key: BlobKey, fill: Fill) -> memoryview:
+    """Return the blob that `fill` makes, read-only, in the memory of this process."""
+    draft = Draft(key)
+    fill(draft.allocate)
+    return draft.publish()
+
+
 def copy_into(data: bytes | memoryview, allocate: Allocate) -> None:
     """Make a blob that is a copy of `data`."""
     allocate(len(data))[:] = data

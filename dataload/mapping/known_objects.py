@@ -11,20 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xpu)(:\d+)?")
-# What a call of a transformers tokenizer sets, and where it was loaded from.
-_OF_TOKENIZERS = {"_in_target_context_manager", "cache", "deprecation_warnings", "files_loaded", "init_inputs"}
-_OF_TOKENIZERS |= {
-    "_added_tokens_decoder",
-    "_added_tokens_encoder",
-    "init_kwargs",
-    "name_or_path",
-    "tokens_trie",
-    "vocab_file",
-    "verbose",
-}
+# Attributes of a transformers tokenizer that a call sets, that name where it was loaded from, or that its content has.
+_NOT_COUNTED = frozenset(
+    {
+        *("_in_target_context_manager", "cache", "deprecation_warnings", "verbose"),
+        *("files_loaded", "init_inputs", "init_kwargs", "name_or_path", "vocab_file"),
+        *("_added_tokens_decoder", "_added_tokens_encoder", "tokens_trie"),
+    }
+)
 _SET_BY_CALLS = {"truncation", "padding"}
-_SHORT = 100
-_WITH_ATTRIBUTES = ("torchvision.",)
+_SHORT = 100  # members of a dict that is compared each time
 
 
 def is_device(value: Any) -> bool:
@@ -46,7 +42,7 @@ def state_of(value: Any) -> dict[str, Any] | None:
             return state(value)
     kind = type(value)
     is_data = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or hasattr(kind, "__pydantic_fields__")
-    if is_data or f"{kind.__module__}.".startswith(_WITH_ATTRIBUTES):
+    if is_data or f"{kind.__module__}.".startswith("torchvision."):
         return _attributes_of(value)
     return None
 
@@ -61,7 +57,7 @@ def stamp_of(value: Any) -> bytes | None:
     if _is_a(value, "tokenizers", "Tokenizer"):
         return repr((_parts_of(value), value.padding, value.truncation)).encode()
     if _is_a(value, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase"):
-        state = {name: each for name, each in vars(value).items() if name not in _OF_TOKENIZERS and _is_short(each)}
+        state = {name: each for name, each in vars(value).items() if name not in _NOT_COUNTED and _is_short(each)}
         backend = getattr(value, "backend_tokenizer", None)
         return repr((state, len(value), None if backend is None else _parts_of(backend))).encode()
     return None
@@ -93,15 +89,13 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 def _state_of_tokenizer(value: Any) -> dict[str, Any]:
     """Return vocabulary and settings. Calls of a fast tokenizer set truncation and padding anew, whatever they were."""
     plain = (type(None), bool, int, float, str, tuple, list, dict)
-    state = {name: each for name, each in vars(value).items() if name not in _OF_TOKENIZERS}
+    state = {name: each for name, each in vars(value).items() if name not in _NOT_COUNTED}
     shown = {name: repr(each) for name, each in state.items() if isinstance(each, plain)}
     shown |= {"added tokens": repr(value.added_tokens_decoder)}
     if (backend := getattr(value, "backend_tokenizer", None)) is not None:
         content = json.loads(backend.to_str())
-        return {
-            **shown,
-            "json": json.dumps({name: content[name] for name in content.keys() - _SET_BY_CALLS}, sort_keys=True),
-        }
+        counting = {name: content[name] for name in content.keys() - _SET_BY_CALLS}
+        return {**shown, "json": json.dumps(counting, sort_keys=True)}
     pieces = [each for each in state.values() if _is_a(each, "sentencepiece", "SentencePieceProcessor")]
     return {**shown, "vocabulary": repr(sorted(value.get_vocab().items())), "pieces": pieces}
 

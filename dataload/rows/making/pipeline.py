@@ -24,7 +24,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks, cancel_if_failed, wait_for_origin
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.single_flight import fetch_once, make_once
-from dataload.cache.tier import BlobKey, Draft, Fill
+from dataload.cache.tier import fill_in_memory
 from dataload.errors import DamagedError, DataError, DataloadError
 from dataload.formats.base import TINY_BYTES
 from dataload.rows import row_block
@@ -98,7 +98,7 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
         size = FETCHED_COPIES * max(cache.sizes_on_disk(number))  # One blob after the other is fetched.
         return memory.held.reserve(size, load.is_cancelled)
 
-    def make(*, is_kept: bool = True) -> list[memoryview]:
+    def transfer_or_make(*, is_kept: bool = True) -> list[memoryview]:
         if fetched := fetch():  # Another host may have made it meanwhile.
             return fetched
         results: list[Result] = []
@@ -118,9 +118,9 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
             # Others make it, too. One of them uses the cache, in case there is space now: the first blobs of another
             # one may be damaged.
             with hold(), tier.key_lock(cache.key(number), elect=False) as others:
-                found = load.find() or make(is_kept=others is None)
+                found = load.find() or transfer_or_make(is_kept=others is None)
         elif found is None:
-            found = make_once(tier, cache.key(number), load.find, make, hold)
+            found = make_once(tier, cache.key(number), load.find, transfer_or_make, hold)
     load.mark_cached(found)
     return found
 
@@ -358,7 +358,7 @@ def _stream(job: _Job) -> list[memoryview]:
     keys, blobs = job.load.keys, []
     if len(keys) > 1 and job.is_kept:  # A process may have died before it found out that it had packed damaged bytes.
         tier.retract(keys)
-    get_or_fill = tier.get_or_fill if job.is_kept else _filled
+    get_or_fill = tier.get_or_fill if job.is_kept else fill_in_memory
     try:
         with job.stack:
             for key, rows, columns in zip(keys, cache.plan.lengths(number), job.decoded(), strict=True):
@@ -369,13 +369,6 @@ def _stream(job: _Job) -> list[memoryview]:
             tier.retract(keys)  # The first blobs are of the same bytes as the one that cannot be made.
         raise
     return blobs
-
-
-def _filled(key: BlobKey, fill: Fill) -> memoryview:
-    """Return a blob in the memory of this process."""
-    draft = Draft(key)
-    fill(draft.allocate)
-    return draft.publish()
 
 
 # Small row groups
