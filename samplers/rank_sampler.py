@@ -159,16 +159,16 @@ class RankSampler(DistributedSampler[int]):
         return self._order_of(self._next_options())
 
     @property
-    def begun(self) -> Position | None:
+    def handed_out_in_epoch(self) -> Position | None:
         """Up to where rows of the current epoch were handed out; None: no iteration has begun."""
         return None if self.handed_out is None or self.handed_out.epoch != self.epoch else self.handed_out
 
     @property
-    def last(self) -> Position:
+    def saved_position(self) -> Position:
         """The position that a state has: up to where rows were handed out, or where the next iteration begins."""
         # With `advance`, torch takes rows beyond the end of an epoch whose last batches are not consumed yet: what was
         # handed out may be of the epoch before.
-        return (self.handed_out if self._advances else self.begun) or self.position
+        return (self.handed_out if self._advances else self.handed_out_in_epoch) or self.position
 
     def use_file_order(self) -> None:
         """Begin the epoch in file order, without a shuffle."""
@@ -287,7 +287,7 @@ class RankSampler(DistributedSampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
-        return self.last.state_dict()
+        return self.saved_position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The world may differ.

@@ -151,18 +151,27 @@ class Client:
         return found or self._nodes.setdefault(node, CircuitBreaker(1, self._clock, lambda: None))
 
     def _failed(self, command: str, client: Any, breaker: CircuitBreaker, error: Exception, *, large: bool) -> None:
+        """Pause what an error of a command concerns: all of its server, or writes alone."""
         import valkey
-        from valkey.exceptions import ClusterDownError, SlotNotCoveredError
+        from valkey.exceptions import ClusterDownError
 
         self.health.report(f"calling {command}", error)
-        rejected = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
-        if large or (rejected and command != "get"):
-            self.health.writes.failed()
-            if not isinstance(error, valkey.ReadOnlyError):  # A failover: this server is no longer the primary.
-                self.health.reads.inconclusive()
-                return
-        else:
+        is_rejected = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
+        if not (large or (is_rejected and command != "get")):
             breaker.failed(for_good=True)
+            self._recover(client, error)
+            return
+        self.health.writes.failed()
+        if isinstance(error, valkey.ReadOnlyError):  # A failover: this server is no longer the primary.
+            self._recover(client, error)
+        else:
+            self.health.reads.inconclusive()
+
+    def _recover(self, client: Any, error: Exception) -> None:
+        """Look for the nodes again after an error. If that does not help, the next command connects anew."""
+        import valkey
+        from valkey.exceptions import SlotNotCoveredError
+
         if _is_cluster(client) and type(error) in (valkey.ConnectionError, valkey.TimeoutError):
             return  # The client has already refreshed its view of the nodes.
         if isinstance(error, SlotNotCoveredError):  # The other nodes still serve their slots.
@@ -171,7 +180,7 @@ class Client:
                 return
         with self._connecting:
             if self._client is client:
-                self._client = None  # Reconnect: a client that lost all its nodes would not find them again.
+                self._client = None  # A client that lost all its nodes would not find them again.
         with suppress(Exception):  # Other threads may still use it; their commands fail.
             client.close()
 

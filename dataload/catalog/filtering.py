@@ -159,7 +159,7 @@ class _Scan:
         each = partial(self._mask, tried=tried)
         parse = partial(Selection.from_bytes, lengths=[group.rows for group in groups])
         matches = Metadata(self._blocks, groups[0].footer_at.run, f"matches {digest}", parse)
-        return matches.make_alone(lambda: Selection.of(self._threads.map(each, part)).to_bytes())
+        return matches.get_or_make_once(lambda: Selection.of(self._threads.map(each, part)).to_bytes())
 
     def _mask(self, number: int, tried: Selection | None) -> Mask:
         if self._ended.is_set():

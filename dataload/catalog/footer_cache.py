@@ -174,7 +174,7 @@ class Metadata(Generic[T]):
         """Return it. If it is not cached, `make` returns its bytes, which are cached."""
         return self._parsed(self._made(make))
 
-    def make_alone(self, make: Callable[[], bytes]) -> T:
+    def get_or_make_once(self, make: Callable[[], bytes]) -> T:
         """Return it, as `get_or_make` does. One process of the host makes it, as long as it runs.
 
         `get_or_make` waits for another process for two minutes only, and then makes the blob as well.

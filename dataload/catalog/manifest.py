@@ -316,7 +316,7 @@ def manifest_of(
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
     what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)
     found = Metadata(blocks, first, what, lambda data: Manifest.from_bytes(bytes(data), paths))
-    return found.make_alone(lambda: _read_footers(*args).to_bytes(paths))
+    return found.get_or_make_once(lambda: _read_footers(*args).to_bytes(paths))
 
 
 def _read_footers(

@@ -164,10 +164,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 yield partial(_same, answer)
             else:
                 part = rows.part(slice(start, start + size))
-                yield partial(self._answer, request, answer, part, around, memory, stop)
+                yield partial(self._answered, request, answer, part, around, memory, stop)
             cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
 
-    def _answer(
+    def _answered(
         self,
         request: Request,
         answer: Answer,
@@ -180,8 +180,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         _, epoch, rank = request.stream
         name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
         place = request.stream, answer.cursor
-        make = partial(self._made, place=place, around=partial(around, *place), empty=empty)
-        batch, skipped = self._checked(rows, answer.batch, make, name, stop)
+        make = partial(self._batch, place=place, around=partial(around, *place), empty=empty)
+        batch, skipped = self._skipping_bad_rows(rows, answer.batch, make, name, stop)
         return replace(answer, batch=batch, skipped=skipped)
 
     def collate(self, rows: NumberedRows) -> tuple[Any, Mapping[str, int], tuple[int, ...]]:
@@ -198,7 +198,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 "skip_first_batches (which a Hugging Face Trainer calls unless ignore_data_skip=True)"
             )
         [by_source] = self._dataset.rows_by_source(rows.numbers, [len(rows)])
-        batch, skipped = self._checked(rows.shaped(**self._shape), None, self._made, "this batch")
+        batch, skipped = self._skipping_bad_rows(rows.shaped(**self._shape), None, self._batch, "this batch")
         return batch, by_source, skipped
 
     def _numbered(self, records: Records, numbers: Array) -> NumberedRows:
@@ -218,7 +218,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             yield from repeat(None, left)
             start = stop
 
-    def _checked(
+    def _skipping_bad_rows(
         self,
         rows: NumberedRows,
         columns: Batch | None,
@@ -269,7 +269,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def _text_of(self, row: int) -> str:
         return self._dataset.locate(row).text
 
-    def _made(
+    def _batch(
         self,
         rows: NumberedRows,
         columns: Batch | None,

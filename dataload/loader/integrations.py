@@ -86,7 +86,7 @@ class TrainerEpochs(RankSampler):
         """
         if not (self.restored and epoch < self.epoch and _fabric_runs()):
             self.begin(epoch)
-        elif self.begun is not None:
+        elif self.handed_out_in_epoch is not None:
             self.end_epoch()
 
     def begin(self, epoch: int) -> None:

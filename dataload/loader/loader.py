@@ -160,7 +160,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
         sampler = self.rank_sampler
-        if sampler.begun is None:
+        if sampler.handed_out_in_epoch is None:
             sampler.renew()
         return sampler.state_dict()
 
@@ -246,7 +246,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             self._checked = True
         if self._agreement is not None:
             self._agreement.check()
-        if sampler.begun is not None and sampler.finished_at(sampler.begun.cursor):
+        if sampler.handed_out_in_epoch is not None and sampler.finished_at(sampler.handed_out_in_epoch.cursor):
             sampler.end_epoch()  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
             sampler.handed_out, sampler.entered = None, False  # The epoch begins, perhaps for a second time.

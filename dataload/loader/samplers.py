@@ -36,16 +36,16 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
         return None if self._mixture.weights == self.order.weights else list(self._mixture.weights)
 
     @property
-    def last(self) -> Position:
+    def saved_position(self) -> Position:
         """The position that a state has, as in `RankSampler`, with the weights of the mixture as the next ones."""
-        return with_next_weights(super().last, self._mixture.weights)
+        return with_next_weights(super().saved_position, self._mixture.weights)
 
     def renew(self) -> None:
         """Use the current weights of the mixture, as in `RankSampler`."""
         options = self.position.options
         if list(self._mixture.weights) == (options["next_weights"] or options["weights"]):
             return
-        begun = self.begun
+        begun = self.handed_out_in_epoch
         if begun is not None and self.finished_at(begun.cursor):
             self.end_epoch()  # The last loop took exactly len(loader) batches.
         elif begun is not None or self.cursor:

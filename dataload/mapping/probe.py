@@ -69,7 +69,7 @@ def stage_of(
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
     what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
-    sample = Metadata(blocks, first, what, _Sample.of).make_alone(
+    sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(
         lambda: _sampled(user, source, manifest, schema, blocks, chosen)
     )
     user.sources.forget()

@@ -137,7 +137,7 @@ class RowGroupCache:
         """Return whether the cache did not keep a row group when this process made it last."""
         return number in self._refused
 
-    def note_made(self, number: int, made: list[memoryview]) -> None:
+    def note_kept(self, number: int, made: list[memoryview]) -> None:
         """Note whether the cache kept a row group that was made or awaited, and by how much it exceeds its forecast.
 
         A small one tells nothing about the sizes of others.

@@ -112,7 +112,7 @@ class RowGroupLoad:
     def mark_cached(self, blobs: list[memoryview]) -> None:
         """Note the blobs that this process or another one has made."""
         self.enter(State.CACHED)
-        self.cache.note_made(self.number, blobs)
+        self.cache.note_kept(self.number, blobs)
 
     def begin(self) -> bool:
         """Return whether a thread may load the row group. It may not if the load was cancelled before."""

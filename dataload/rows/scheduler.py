@@ -40,7 +40,7 @@ class Place(Enum):
 
     HERE = "here"  # in this process, now
     DECODER = "decoder"  # in the background decoder; here if it cannot
-    LATER = "later"  # here, once a batch needs it
+    ON_DEMAND = "on demand"  # here, once a batch needs it
 
 
 def choose(
@@ -69,7 +69,7 @@ def choose(
         is_waiting: Whether the loop waits for row groups most of the time.
     """
     if not (is_kept or is_awaited or fits):
-        return Place.LATER
+        return Place.ON_DEMAND
     if has_decoder and (has_started or is_mapped or not is_waiting):
         return Place.DECODER
     return Place.HERE
@@ -222,7 +222,7 @@ class RowGroupScheduler:
         here = []
         for load in loads:
             place = self._place(load)
-            if place is Place.LATER:
+            if place is Place.ON_DEMAND:
                 report(load, ReservationCancelled())
             elif place is Place.DECODER and others:
                 leave(load)  # A thread waits for each.
@@ -236,7 +236,7 @@ class RowGroupScheduler:
             self._spent.add(**timeline.seconds(since, perf_counter()))
 
     def _place(self, load: RowGroupLoad) -> Place:
-        """Choose where to make a row group. Reserve memory for it if the cache keeps none, and it is not for later."""
+        """Choose where to make a row group. Reserve memory for one that is made now and not kept."""
         decoder, memory = self.decoder, self._row_groups.memory
         with self._mutex:
             held = 0 if self.is_cached else sum(each.uncached_bytes for each in self._loads.copy().values())
@@ -250,7 +250,7 @@ class RowGroupScheduler:
                 is_mapped=self._row_groups.is_mapped,
                 is_waiting=decoder is not None and self._demand.mostly_waiting,
             )
-            if not load.awaited and place is not Place.LATER:
+            if not load.awaited and place is not Place.ON_DEMAND:
                 load.uncached_bytes = size
         return place
 

@@ -727,7 +727,7 @@ def test_a_loop_asks_again_for_row_groups_that_must_wait_for_memory(
     def choose_later(*, is_awaited: bool, **now: bool) -> scheduler.Place:
         place = choose(is_awaited=is_awaited, **now)
         if place is scheduler.Place.HERE and not is_awaited:
-            return scheduler.Place.LATER
+            return scheduler.Place.ON_DEMAND
         return place
 
     monkeypatch.setattr(scheduler, "choose", choose_later)

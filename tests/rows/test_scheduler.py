@@ -30,9 +30,9 @@ UNKEPT = {**KEPT, "is_kept": False, "has_decoder": False}
         pytest.param(KEPT | {"is_awaited": True}, Place.DECODER, id="the decoder itself looks at the demand"),
         pytest.param(KEPT | {"has_decoder": False}, Place.HERE, id="a small dataset"),
         pytest.param(UNKEPT, Place.HERE, id="uncached, and there is memory"),
-        pytest.param(UNKEPT | {"fits": False}, Place.LATER, id="uncached, and no memory"),
+        pytest.param(UNKEPT | {"fits": False}, Place.ON_DEMAND, id="uncached, and no memory"),
         pytest.param(UNKEPT | {"fits": False, "is_awaited": True}, Place.HERE, id="uncached, but a batch needs it"),
-        pytest.param(KEPT | {"is_kept": False, "fits": False}, Place.LATER, id="uncached, with a decoder"),
+        pytest.param(KEPT | {"is_kept": False, "fits": False}, Place.ON_DEMAND, id="uncached, with a decoder"),
     ],
 )
 def test_choices(situation: dict[str, bool], place: Place) -> None:
@@ -42,5 +42,5 @@ def test_choices(situation: dict[str, bool], place: Place) -> None:
 def test_a_row_group_that_a_batch_needs_is_never_made_later() -> None:
     for values in product([False, True], repeat=len(KEPT)):
         now = dict(zip(KEPT, values, strict=True)) | {"is_awaited": True}
-        assert choose(**now) is not Place.LATER
+        assert choose(**now) is not Place.ON_DEMAND
         assert (choose(**now) is Place.DECODER) <= now["has_decoder"]
