@@ -159,5 +159,6 @@ def _form(field: Field) -> str:
     if field.kind == "dense":
         return f"Tensor[{', '.join(['B', *map(str, field.shape)])}] of {field.dtype}"
     if field.kind == "list":
-        return f"list[Tensor] of {field.dtype}"
+        shape = f"[{', '.join(['n', *map(str, field.shape)])}]" if field.shape else ""
+        return f"list[Tensor{shape}] of {field.dtype}"
     return RAGGED.get(field.kind, "list of Python values")

@@ -159,6 +159,15 @@ def fixed_shape(field: pa.Field) -> tuple[tuple[int, ...], pa.DataType]:
     return shape, kind
 
 
+def list_elements(kind: pa.DataType) -> tuple[tuple[int, ...], pa.DataType] | None:
+    """Return the shape of the elements of a list, and the type of one number in them; None if they are no numbers."""
+    field = kind.field(0)
+    if is_list(storage(field.type)):  # also the Array2D of Hugging Face datasets, which is lists of lists
+        return None
+    shape, element = fixed_shape(field)
+    return None if number(element) is None else (shape, element)
+
+
 def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
     """Return the shape of an Array2D to Array5D feature of Hugging Face datasets; () for others and for varying ones.
 

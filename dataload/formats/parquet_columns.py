@@ -18,6 +18,7 @@ from dataload.formats.arrow_types import (
     is_bytes,
     is_list,
     leaf_count,
+    list_elements,
     number,
     storage,
 )
@@ -58,10 +59,10 @@ class ParquetColumns:
 
     @cached_property
     def numbers(self) -> dict[str, np.dtype[Any]]:
-        """The dtype in batches of each column that holds lists of numbers."""
+        """The dtype in batches of each column that holds lists of numbers, or of arrays of one shape."""
         lists = ((field.name, storage(field.type)) for field in flatten(self._schema))
-        found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
-        return {name: dtype for name, dtype in found if dtype is not None}
+        found = ((name, list_elements(kind)) for name, kind in lists if is_list(kind))
+        return {name: dtype for name, elements in found if elements and (dtype := number(elements[1])) is not None}
 
     @cached_property
     def has_ns(self) -> bool:

@@ -21,6 +21,7 @@ from dataload.formats.arrow_types import (
     is_bytes,
     is_list,
     is_text,
+    list_elements,
     number,
     portable,
     storage,
@@ -48,10 +49,10 @@ class Field:
     Args:
         name: Name of the column, dotted for a member of a struct.
         kind: "dense" for one value or array of a fixed shape per row; "mask" for the rows of another column that have
-            nulls; "list" (of numbers), "binary" or "string" for values of varying length; "nested" for all others,
-            which become Python values.
-        dtype: Type of one element.
-        shape: Shape of a dense value.
+            nulls; "list" (of numbers, or of arrays of one shape), "binary" or "string" for values of varying length;
+            "nested" for all others, which become Python values.
+        dtype: Type of one number.
+        shape: Shape of a dense value, or of an element of a list.
         type: Arrow type of a nested value.
         unit: Arrow type of a time, whose numbers depend on its unit; "" for other values.
     """
@@ -72,6 +73,11 @@ class Field:
     def is_bytes(self) -> bool:
         """Whether the values are strings or bytes, which records refer to by their number in a table of spans."""
         return self.kind in ("string", "binary")
+
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of a dense value, or of one element of a list."""
+        return int(np.dtype((self.dtype, self.shape)).itemsize)
 
     @property
     def in_record(self) -> np.dtype[Any]:
@@ -233,12 +239,19 @@ def _field(field: pa.Field) -> Field:
     is_uuid = isinstance(field.type, pa.BaseExtensionType) and field.type.extension_name == "arrow.uuid"
     if is_bytes(kind) and not is_uuid:
         return Field(field.name, "string" if is_text(kind) else "binary", np.uint8)
-    if is_list(kind) and not shape and (elements := number(storage(kind.value_type))) is not None:
-        return Field(field.name, "list", elements, unit=unit(kind.value_type))
+    if is_list(kind) and not shape and (elements := list_elements(kind)) is not None:
+        inner, of_list = elements
+        return Field(field.name, "list", _checked(field, number(of_list), inner), inner, unit=unit(of_list))
     if dtype is None or is_uuid:
         if reason := unsupported(kind):
             raise DataError(f"column {field.name!r} has type {field.type} with {reason}: leave it out with columns=")
         return Field(field.name, "nested", np.uint8, type=portable(field.type))
+    return Field(field.name, "dense", _checked(field, dtype, shape), shape, unit=unit(element))
+
+
+def _checked(field: pa.Field, dtype: np.dtype[Any] | None, shape: tuple[int, ...]) -> np.dtype[Any]:
+    """Return the dtype of arrays of a shape. Raise DataError if no record can hold one."""
+    assert dtype is not None
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
         raise DataError(f"column {field.name!r} has arrays of {shape} in its rows: leave it out with columns=")
-    return Field(field.name, "dense", dtype, shape, unit=unit(element))
+    return dtype

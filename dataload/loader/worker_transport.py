@@ -107,7 +107,7 @@ class _Pickler(pickle.Pickler):
         return start
 
     def joined(self, value: Any, outermost: bool = True) -> Any:
-        """Return the value with each column of views of bytes, and each column of vectors, as one `_Call`.
+        """Return the value with each column of views of bytes, and of arrays with rows of one shape, as one `_Call`.
 
         Columns are entries of dicts, of tuples, and of the outermost list. The rows of a column are not searched: they
         may be many nested values.
@@ -248,6 +248,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _can_be_joined(tensors: list[torch.Tensor]) -> bool:
-    return len({tensor.dtype for tensor in tensors}) == 1 and all(
-        tensor.ndim == 1 and _is_plain(tensor) for tensor in tensors
+    return len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1 and all(
+        tensor.ndim and _is_plain(tensor) and (tensor.ndim == 1 or tensor.is_contiguous()) for tensor in tensors
     )

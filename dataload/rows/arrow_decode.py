@@ -119,13 +119,10 @@ class _Decoder:
         values, nulls = self._dense(column)
         rows: Array | None = None
         if nulls is not None:
-            rows = np.logical_or.reduce(nulls.reshape(len(column), -1), axis=1)
+            rows = _any(nulls)
             what = "nulls" if nulls.ndim == 1 else "rows with nulls"
             values = self._without_nulls(values, nulls, column, what, self._needed)
-        if isinstance(kind, pa.FixedShapeTensorType):
-            axes = [1 + axis for axis in kind.permutation or range(len(kind.shape))]
-            values = values.reshape(len(column), *kind.shape).transpose(0, *axes)
-        return Dense(values), rows
+        return Dense(_shaped(values, kind)), rows
 
     def _dense(self, column: pa.Array) -> tuple[Array, Array | None]:
         """Return the values, and which of them are null, [rows, …]; None: no value. That of a null is undefined."""
@@ -181,7 +178,7 @@ class _Decoder:
             values[nulls] = np.nan
         elif self._masks:
             values[nulls] = 0
-        elif count := int(nulls.reshape(len(nulls), -1).any(axis=1).sum()):
+        elif count := int(_any(nulls).sum()):
             ways = "pass fill_null= to replace them, or null_masks=True to mark them"
             raise DataError(f"{self._where} has {count} {what}: {ways}")
         return values
@@ -190,10 +187,7 @@ class _Decoder:
         """Return the replacement of a null dense value: a value, one number for all of its elements, or None."""
         if self._filling is None:
             return None
-        kinds = [kind]
-        while pa.types.is_fixed_size_list(kinds[-1]):
-            kinds.append(storage(kinds[-1].value_type))
-        kinds[-1:] = _accepted(kinds[-1])
+        kinds = _accepted(kind)
         for candidate in kinds:
             try:
                 return self._dense(unwrapped(array_of(self._filling, candidate)))[0][0]
@@ -219,16 +213,15 @@ class _Decoder:
             starts, data = bounds(column)
             return Ragged(data, starts, found), None
         lengths, inner = elements(column)
-        inner = unwrapped(inner)
+        kind, inner = inner.type, unwrapped(inner)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        values = numbers(inner)
-        if inner.null_count:
-            nulls = ~valid(inner)
+        values, nulls = self._dense(inner)
+        if nulls is not None:
             needed = None if self._needed is None else np.repeat(self._needed, lengths)
             values = self._without_nulls(values, nulls, inner, "nulls inside its lists", needed, column.type)
             rows = np.zeros(len(column), np.bool_) if rows is None else rows
-            rows[np.searchsorted(offsets, np.flatnonzero(nulls), side="right") - 1] = True
-        return Ragged(values, offsets, found), rows
+            rows[np.searchsorted(offsets, np.flatnonzero(_any(nulls)), side="right") - 1] = True
+        return Ragged(_shaped(values, kind), offsets, found), rows
 
     def _coded(self, chunks: pa.ChunkedArray) -> Coded | None:
         """Return the column with its dictionary, or None if it has none, or if this would not be much smaller."""
@@ -272,6 +265,20 @@ class _Decoder:
         return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}: {way}")
 
 
+def _any(nulls: Array) -> Array:
+    """Return which values have a null, bool [n], given which of their numbers are null, [n, …]."""
+    found: Array = np.asarray(nulls.any(axis=tuple(range(1, nulls.ndim))))
+    return found
+
+
+def _shaped(values: Array, kind: pa.DataType) -> Array:
+    """Return values, [n, …], in the shape of the tensors that a type has."""
+    if not isinstance(kind, pa.FixedShapeTensorType):
+        return values
+    axes = [1 + axis for axis in kind.permutation or range(len(kind.shape))]
+    return values.reshape(len(values), *kind.shape).transpose(0, *axes)
+
+
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:
     """Return a chunk without nulls in its dictionary. `null` is the value of a null, [1]."""
     values, codes = unwrapped(chunk.dictionary), numbers(chunk.indices).astype(np.int64)
@@ -293,8 +300,11 @@ def _fixed_lists(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:
 
 
 def _accepted(kind: pa.DataType) -> list[pa.DataType]:
-    """Return the types of a replacement of values of a type."""
-    return [kind, pa.float64()] if pa.types.is_decimal(kind) else [kind]
+    """Return the types of a replacement of values of a type: of whole arrays, of their rows, and of their numbers."""
+    kinds = [kind]
+    while pa.types.is_fixed_size_list(kinds[-1]):
+        kinds.append(storage(kinds[-1].value_type))
+    return [*kinds, pa.float64()] if pa.types.is_decimal(kinds[-1]) else kinds
 
 
 def _whole(chunks: pa.ChunkedArray) -> pa.Array:

@@ -29,8 +29,9 @@ class Flat(NamedTuple):
     """A ragged column as values and offsets. Row i is values[offsets[i]:offsets[i + 1]]; a null is an empty row.
 
     Attributes:
-        values: The values of all rows: a Tensor [total] of numbers or bytes, list[str], a `Flat` for lists of lists,
-            or a dict of these for structs (by member) and maps ("key" and "value").
+        values: The values of all rows: a Tensor [total] of numbers or bytes, or [total, k] for lists of fixed-size
+            lists, list[str], a `Flat` for lists of lists, or a dict of these for structs (by member) and maps ("key"
+            and "value").
         offsets: Where each row starts, int64 [B + 1].
     """
 
@@ -49,7 +50,8 @@ def to_batch(
     """Return the rows as a batch: a dict of columns.
 
     Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], lists of
-    numbers list[Tensor], and all others Python values. In lists, a null is None.
+    numbers list[Tensor[n]], lists of fixed-size lists list[Tensor[n, k]], and all others Python values. In lists, a
+    null is None.
 
     Args:
         records: The rows.

@@ -34,7 +34,7 @@ class Ragged:
     """A column with a varying number of values per row. Row i is values[offsets[i]:offsets[i + 1]].
 
     Attributes:
-        values: Numbers, or bytes as uint8, [total].
+        values: Numbers, or bytes as uint8, [total]; for lists of arrays, [total, …].
         offsets: Where each row starts, int64 [rows + 1].
         valid: Which rows are not null, bool [rows]; None: all. A null has no values.
     """

@@ -140,7 +140,7 @@ def _check_heap(heap: memoryview, table_bytes: int, places: Array, field: Field)
             _require(array.type == plain_type(field.type) and len(array) == len(places), wrong)
             array.view(bare(array.type)).validate(full=True)  # Text may be invalid in the file, too.
         return
-    spans, itemsize = places, np.dtype(field.dtype).itemsize
+    spans = places
     if field.is_bytes:
         _require(table_bytes % SPAN.itemsize == 0, wrong)
         spans = np.frombuffer(heap[:table_bytes], SPAN)
@@ -151,7 +151,7 @@ def _check_heap(heap: memoryview, table_bytes: int, places: Array, field: Field)
     lengths, _ = lengths_of(spans)
     ends = np.cumsum(lengths)
     _require(np.array_equal(spans[:, 0], ends - lengths), wrong)
-    _require(table_bytes + lengths.sum() * itemsize == len(heap), wrong)
+    _require(table_bytes + lengths.sum() * field.element_bytes == len(heap), wrong)
 
 
 def _require(holds: object, wrong: str) -> None:
@@ -211,7 +211,7 @@ class Blob:
             values = spans
         lengths, valid = lengths_of(values)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        return Ragged(np.frombuffer(self._heaps[field.name], field.dtype), offsets, valid)
+        return Ragged(_elements(self._heaps[field.name], field, int(offsets[-1])), offsets, valid)
 
     def keeps_strings(self, field: Field) -> bool:
         """Return whether `strings` makes each distinct string of a column once, because many rows share it."""
@@ -385,11 +385,12 @@ class Records:
 
     def ragged(self, field: Field) -> Ragged:
         """Return copies of the values of a ragged column, one after the other."""
-        spans, itemsize = self.spans(field), np.dtype(field.dtype).itemsize
+        spans = self.spans(field)
         lengths, valid = lengths_of(spans)
-        parts = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, itemsize)]
+        parts = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, field.element_bytes)]
         joined = bytearray().join(parts)  # writable without another copy
-        return Ragged(np.frombuffer(joined, field.dtype), np.concatenate(([0], np.cumsum(lengths))), valid)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        return Ragged(_elements(joined, field, int(offsets[-1])), offsets, valid)
 
 
 class _Heap:
@@ -430,11 +431,17 @@ class _Heap:
         if isinstance(self._values, pa.RecordBatch):
             self._write_to(pa.FixedSizeBufferWriter(pa.py_buffer(memory)))
         else:
-            np.concatenate([part.view(np.uint8) for part in self._values], out=memory)
+            np.concatenate([part.reshape(-1).view(np.uint8) for part in self._values], out=memory)
 
     def _write_to(self, sink: Any) -> None:
         with sink, pa.ipc.new_stream(sink, self._values.schema) as stream:
             stream.write_batch(self._values)
+
+
+def _elements(heap: bytearray | memoryview, field: Field, count: int) -> Array:
+    """Return a view of the elements of all lists of a column, [count, …]."""
+    values: Array = np.frombuffer(heap, field.dtype)
+    return values.reshape(count, *field.shape) if field.shape else values
 
 
 def _aligned(size: int) -> int:

@@ -42,6 +42,7 @@ TYPES: list[pa.DataType] = [
     pa.list_(pa.list_(pa.int16(), 2), 2),
     pa.list_(pa.int64()),
     pa.large_list(pa.uint8()),
+    pa.list_(pa.list_(pa.float32(), 4)),
     pa.binary(),
     pa.binary(4),
     pa.string(),
