@@ -27,6 +27,7 @@ from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import PARTITIONINGS, Partitioning
+from dataload.formats.text import TextErrors, checked_errors
 from dataload.mapping.map_maker import MapMaker
 from dataload.mapping.places import stored_of
 from dataload.mapping.stage import Stage, fingerprint_of, order_key_of
@@ -204,11 +205,13 @@ class Dataset(MapStyle):
         fill_null: Any = None,
         null_masks: bool = False,
         stages: Sequence[Stage] = (),
+        errors: TextErrors = "raise",
     ) -> None:
         self.manifest = manifest
         self.blocks = blocks
         self.fill_null = fill_null
         self.null_masks = null_masks
+        self.errors = errors
         self.stages = tuple(stages)
         self._columns = manifest.select(columns)
         read = pa.schema([manifest.schema.field(name) for name in self._columns])
@@ -222,7 +225,8 @@ class Dataset(MapStyle):
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
         own = self._columns if self.stages or columns is None else columns
-        cache = RowGroupCache(FileMaker(self._decoded, own, self.blocks, self.fill_null, self.null_masks))
+        how = self.fill_null, self.null_masks, self.errors
+        cache = RowGroupCache(FileMaker(self._decoded, own, self.blocks, *how))
         for stage in self.stages:
             chosen = columns if stage is self.stages[-1] else None
             cache = RowGroupCache(MapMaker(cache, stage, chosen))
@@ -317,7 +321,7 @@ class Dataset(MapStyle):
 
         made = {name for stage in self.stages for name in stage.made}
         try:
-            return self._of(narrow(self.manifest, self.blocks, filters, made))
+            return self._of(narrow(self.manifest, self.blocks, filters, made, self.errors))
         except ConfigError as error:
             hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
             raise ConfigError(f"{error}{hint}") from error
@@ -388,7 +392,7 @@ class Dataset(MapStyle):
 
     def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None) -> Dataset:
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
-        return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept)
+        return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors)
 
 
 @known_keywords(CacheConfig)
@@ -400,6 +404,7 @@ def make_dataset(
     storage_options: dict[str, Any] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
+    errors: TextErrors = "raise",
     partitioning: Partitioning = "hive",
     cache: CacheConfig | Literal[False] | None = None,
     **cache_options: Unpack[CacheOptions],
@@ -420,6 +425,9 @@ def make_dataset(
             integers, booleans and times raise a DataError.
         null_masks: Instead of that error, make these nulls zeros, and add "<column>.is_null": a bool Tensor[B] of the
             rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
+        errors: What to do about text that is not UTF-8, at any depth and in the keys of folders. "raise" raises a
+            DataError once a batch has it. "replace" puts U+FFFD in its place, as `bytes.decode` does, also for filters
+            and `map`; such rows are cached apart.
         partitioning: "hive": folders named `key=value` below the source are keys. None: they are not.
         cache: The host's cache: a `CacheConfig`, or None for the default one. False: cache nothing outside this
             process's memory. Each of a loader's `num_workers` has its own memory, so each fetches every row group then.
@@ -452,6 +460,7 @@ def make_dataset(
     config = chosen(cache, cache_options)
     if partitioning not in PARTITIONINGS:
         raise ConfigError(f"partitioning={partitioning!r} is unknown: use 'hive', or None")
+    errors = checked_errors(errors)
     paths, columns = source_paths(source), _listed(columns)
     if filters is not None:
         from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
@@ -459,10 +468,10 @@ def make_dataset(
 
         check_form(filters)
     blocks = Blocks.open(open_source(paths[0], storage_options, paths[1:]), config)
-    manifest = resolve(paths, blocks, columns, partitioning)
+    manifest = resolve(paths, blocks, columns, partitioning, errors)
     if filters is not None:
-        manifest = narrow(manifest, blocks, filters)
-    return Dataset(manifest, blocks, columns, fill_null, null_masks)
+        manifest = narrow(manifest, blocks, filters, errors=errors)
+    return Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors)
 
 
 def _as_array(numbers: Any) -> npt.NDArray[Any]:

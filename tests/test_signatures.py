@@ -16,8 +16,8 @@ from dataload.dataset import Dataset
 from dataload.loader.loader import Loader
 
 OF_DATASETS = (
-    "columns=None, filters=None, storage_options=None, fill_null=None, null_masks=False, cache=None, cache_dir=None, "
-    "cache_bytes=None, cluster=None"
+    "columns=None, filters=None, storage_options=None, fill_null=None, null_masks=False, errors='raise', cache=None, "
+    "cache_dir=None, cache_bytes=None, cluster=None"
 )
 OF_LOADERS = (
     "shuffle=True, seed=0, drop_last=False, window=None, num_streams=None, num_workers=0, num_threads=None, "

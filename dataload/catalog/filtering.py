@@ -23,6 +23,7 @@ from dataload.errors import ConfigError
 from dataload.formats.base import RowGroupReader, read_row_group
 from dataload.formats.hive_partitions import with_constants
 from dataload.formats.null_types import has_null_type
+from dataload.formats.text import TextErrors
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.resource_limits import usable_memory
@@ -36,7 +37,13 @@ HELD_BYTES = 8 << 20  # of each row group in flight; the rest of its columns is 
 BATCH_ROWS = 1 << 14
 
 
-def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collection[str] = ()) -> Manifest:
+def narrow(
+    manifest: Manifest,
+    blocks: Blocks,
+    filters: Filters,
+    made: Collection[str] = (),
+    errors: TextErrors = "raise",
+) -> Manifest:
     """Return the manifest of the rows that match.
 
     Partition keys and statistics decide first. Where they do not, the filter's columns are fetched. Each host finds the
@@ -47,6 +54,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
         blocks: Reads the objects through the cache.
         filters: As in `make_dataset`.
         made: Names of the columns that `map` made, which no filter can read.
+        errors: As in `make_dataset`.
 
     Raises:
         ConfigError: The filters are malformed, they name a column that `map` made, or no row matches.
@@ -59,7 +67,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     own = read_footer(first.file, first.footer_at, blocks).schema
     own = [field.with_type(_common(field.name, field.type, manifest)) for field in own]
     keys = [manifest.schema.field(name) for name, _ in first.constants]
-    chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
+    chosen = filter_of(filters, manifest, pa.schema([*own, *keys]), errors)
     if mapped := {*made} & {*chosen.columns}:
         raise ConfigError(f"map made the column {min(mapped)!r}")
     if lacking := [name for name in chosen.columns if name in manifest.partial and _is_member(name, manifest, blocks)]:

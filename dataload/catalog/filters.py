@@ -25,6 +25,7 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.arrow_arrays import as_comparable
 from dataload.formats.arrow_types import NO_VALUE, comparable, comparable_fields, has_members, is_bytes, is_text, number
+from dataload.formats.text import TextErrors, repaired
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,
@@ -54,11 +55,13 @@ class Filter:
         expression: Its Arrow expression.
         schema: The columns that it reads, in the dataset's own schema, with structs, but with `comparable` types.
         columns: Their names in the flat schema.
+        errors: "replace": it reads valid text in place of invalid text.
     """
 
     expression: pc.Expression
     schema: pa.Schema
     columns: tuple[str, ...]
+    errors: TextErrors = "raise"
 
     def __str__(self) -> str:
         return shown(self.expression)
@@ -66,7 +69,8 @@ class Filter:
     @property
     def digest(self) -> str:
         """Hex digest of the expression. Its text would not do, because it omits most members of a long list."""
-        return hashlib.blake2b(pickle.dumps(self.expression, 5), digest_size=16, person=b"filter").hexdigest()
+        how = b"" if self.errors == "raise" else self.errors.encode()
+        return hashlib.blake2b(pickle.dumps(self.expression, 5) + how, digest_size=16, person=b"filter").hexdigest()
 
     def mask(self, table: pa.Table, tried: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.bool_]:
         """Return which of the rows of a table that are tried match: bool [tried rows]. A null result is no match.
@@ -80,6 +84,10 @@ class Filter:
         """
         try:
             columns = [as_comparable(table.column(field.name), field.type) for field in self.schema]
+            if self.errors == "replace":
+                columns = [
+                    pa.chunked_array([repaired(chunk) for chunk in column.chunks], column.type) for column in columns
+                ]
             known = pa.table(columns, schema=self.schema)
             if tried is not None and not tried.all():
                 known = known.filter(pa.array(tried))  # after the cast: Arrow cannot gather views
@@ -117,13 +125,14 @@ def check_form(filters: Filters) -> None:
             raise ConfigError(f"filters: {shown(clause)} needs a list of values")
 
 
-def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter:
+def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema, errors: TextErrors = "raise") -> Filter:
     """Return the filter for a dataset.
 
     Args:
         filters: As the caller wrote them.
         manifest: The dataset.
         schema: Its own schema, with structs and with the partition keys.
+        errors: As in `make_dataset`.
 
     Raises:
         ConfigError: A predicate is malformed, names no column, or compares a column with a value of another type.
@@ -149,7 +158,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
         raise ConfigError(f"filters={shown(filters)}: {problem}")
     columns, reduced = _read(expression, schema, paths)
     manifest.check_columns(columns)
-    return Filter(expression, reduced, columns)
+    return Filter(expression, reduced, columns, errors)
 
 
 def lacks_member(name: str, manifest: Manifest) -> ConfigError:

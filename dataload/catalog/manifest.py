@@ -25,8 +25,16 @@ from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.arrow_types import has_members
 from dataload.formats.base import Footer
-from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns
+from dataload.formats.hive_partitions import (
+    NO_KEYS,
+    Constants,
+    Keys,
+    Partitioning,
+    partition_columns,
+    with_valid_text,
+)
 from dataload.formats.schema import flatten, holds_nulls, structs_of
+from dataload.formats.text import TextErrors
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
@@ -270,7 +278,11 @@ def _digest(content: Any) -> str:
 
 
 def resolve(
-    source: Source, blocks: Blocks, columns: Sequence[str] | None = None, partitioning: Partitioning = "hive"
+    source: Source,
+    blocks: Blocks,
+    columns: Sequence[str] | None = None,
+    partitioning: Partitioning = "hive",
+    errors: TextErrors = "raise",
 ) -> Manifest:
     """Return the manifest of `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
 
@@ -282,13 +294,14 @@ def resolve(
         blocks: Reads them through the cache.
         columns: As in `make_dataset`.
         partitioning: As in `make_dataset`.
+        errors: As in `make_dataset`.
 
     Raises:
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, or files differ in the chosen columns.
         ConfigError: A column cannot be chosen.
     """
-    manifest = manifest_of(list_objects(source, blocks, partitioning), blocks)
+    manifest = manifest_of(list_objects(source, blocks, partitioning), blocks, errors=errors)
     expected = manifest.promoted
     if nulls := [name for name in manifest.select(columns) if name in manifest.partial and name not in expected]:
         names, file = few(map(repr, nulls)), manifest.partial[nulls[0]]
@@ -297,7 +310,10 @@ def resolve(
 
 
 def manifest_of(
-    objects: Mapping[Object, Keys], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
+    objects: Mapping[Object, Keys],
+    blocks: Blocks,
+    progress: Callable[[Object], object] = lambda _: None,
+    errors: TextErrors = "raise",
 ) -> Manifest:
     """Return the manifest of these objects.
 
@@ -305,10 +321,13 @@ def manifest_of(
         objects: At least one object, with its partition keys.
         blocks: Reads the objects through the cache.
         progress: Called with each object whose footer has been read, from any thread.
+        errors: As in `make_dataset`, of the keys.
 
     Raises:
         DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
     """
+    if errors == "replace":
+        objects = {obj: with_valid_text(keys) for obj, keys in objects.items()}
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj, keys in objects.items():
         digest.update(json.dumps([obj.stable_path, obj.size, obj.version, *([keys] if keys else [])]).encode())

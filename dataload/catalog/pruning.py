@@ -19,6 +19,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.filters import Filter, paths_of
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.formats.arrow_types import has_part, is_text
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants
 from dataload.formats.schema import flatten
@@ -86,7 +87,9 @@ def _by_statistics(
     stored = [name for name in chosen.columns if name not in constants]
     footers = footer.for_statistics(guarantee, stored)
     floats = bool(list(_floats(chosen)))
-    if footers is None or len(nans) > MOST_NANS or not _trusts_statistics(chosen.expression, floats=floats):
+    # Statistics bound the stored bytes, and replaced ones may be beyond.
+    is_other = chosen.errors == "replace" and any(has_part(kind, is_text) for kind in chosen.schema.types)
+    if is_other or footers is None or len(nans) > MOST_NANS or not _trusts_statistics(chosen.expression, floats=floats):
         yield from [None] * len(groups)
         return
     possible = _kept(footers, chosen.expression, chosen.schema)

@@ -96,8 +96,14 @@ def bare(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
         return bare(kind.storage_type)
     if is_text(kind):
-        return pa.large_binary() if kind == pa.large_string() else pa.binary()
+        return {pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}.get(kind, pa.binary())
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, bare(kind.value_type), kind.ordered)
+    if pa.types.is_run_end_encoded(kind):
+        return pa.run_end_encoded(kind.run_end_type, bare(kind.value_type))
     fields = [child.with_type(bare(child.type)) for child in children(kind)]
+    if pa.types.is_union(kind):
+        return pa.union(fields, kind.mode, kind.type_codes)
     return with_members(kind, fields) if fields else kind
 
 

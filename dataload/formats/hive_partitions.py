@@ -31,6 +31,15 @@ def keys_of(relative: str) -> Keys:
     return tuple((unquote(key), None if value == NULL else unquote(value)) for key, value in pairs)
 
 
+def with_valid_text(keys: Keys) -> Keys:
+    """Return keys with U+FFFD in place of bytes that are not UTF-8, as a folder on a disk may have them."""
+    return tuple((_readable(name), None if value is None else _readable(value)) for name, value in keys)
+
+
+def _readable(text: str) -> str:
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tuple[list[pa.Field], list[Constants]]:
     """Return the columns that the files' keys become, and their values for each file.
 
@@ -71,7 +80,8 @@ def _check_text(obj: Object, names: Iterable[str], values: Mapping[str, str | No
         "".join(f"{name}{values[name]}" for name in names).encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{obj.name}: a key in the names of its folders is not UTF-8: rename the folder; {NO_KEYS}"
+            f"{obj.name}: a key in the names of its folders is not UTF-8: rename the folder, or pass "
+            f"errors='replace'; {NO_KEYS}"
         ) from error
 
 

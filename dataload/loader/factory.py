@@ -30,6 +30,7 @@ from dataload.world import World
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
     from dataload.formats.hive_partitions import Partitioning
+    from dataload.formats.text import TextErrors
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def make_loader(
     cache: CacheConfig | Literal[False] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
+    errors: TextErrors = "raise",
     partitioning: Partitioning = "hive",
     stats_dir: str | os.PathLike[str] | None = None,
     world: World | None = None,
@@ -111,6 +113,7 @@ def make_loader(
         cache: As in `make_dataset`.
         fill_null: As in `make_dataset`.
         null_masks: As in `make_dataset`.
+        errors: As in `make_dataset`.
         partitioning: As in `make_dataset`.
         stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
             needs its own folder. Write errors are logged, not raised.
@@ -143,8 +146,8 @@ def make_loader(
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
     options |= {"null_masks": null_masks or None, "cache": cache, **cache_options}
     given = {name: value for name, value in options.items() if value is not None}
-    if partitioning != "hive":
-        given["partitioning"] = partitioning
+    others = {"errors": (errors, "raise"), "partitioning": (partitioning, "hive")}
+    given |= {name: value for name, (value, usual) in others.items() if value != usual}
     dataset = _dataset_of(source, given)
     for nulls in (each.known_nulls for each in dataset.datasets):
         if nulls is not None:

@@ -14,6 +14,7 @@ from dataload.formats.arrow_arrays import as_in_dataset, bounds, elements, numbe
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
 from dataload.formats.exact_values import array_of
 from dataload.formats.schema import Field, fields_of, flatten_table, mask_name, needs_mask
+from dataload.formats.text import TextErrors, repaired
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
@@ -26,6 +27,7 @@ def decode(
     where: str,
     schema: pa.Schema,
     needed: Array | None = None,
+    errors: TextErrors = "raise",
 ) -> dict[str, Column]:
     """Return columns of an Arrow table as arrays, by name.
 
@@ -38,6 +40,7 @@ def decode(
         schema: The flat schema of the dataset. Columns of other types are cast to its types: those without values in
             this table, see `null_types`, and those that `common_schema` promoted.
         needed: The rows that somebody reads, bool [rows]; None: all. Nulls of the others become zeros.
+        errors: "replace" stores valid text in place of invalid text, "raise" the bytes as they are.
 
     Raises:
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
@@ -53,9 +56,8 @@ def decode(
         by_column = isinstance(fill_null, Mapping)
         filling = fill_null.get(field.name) if by_column else fill_null
         mask = mask_name(field) if needs_mask(field) and mask_name(field) in names else None
-        decoder = _Decoder(
-            field, f"{where} column {field.name!r}", filling, needed, must_fill=by_column, masks=mask is not None
-        )
+        place, repairs = f"{where} column {field.name!r}", errors == "replace"
+        decoder = _Decoder(field, place, filling, needed, must_fill=by_column, masks=mask is not None, repairs=repairs)
         # A member of a struct that has no members in this table has only nulls.
         column = stored[field.name] if field.name in stored else pa.chunked_array([pa.nulls(len(table))])
         columns[field.name], nulls = decoder.decode(column, schema.field(field.name).type)
@@ -84,10 +86,19 @@ class _Decoder:
         needed: The rows that somebody reads, bool [rows]; None: all.
         must_fill: Whether a replacement that the column cannot hold is an error, also where a null needs none.
         masks: Whether nulls become zeros that a mask marks.
+        repairs: Whether text that is not UTF-8 is replaced.
     """
 
     def __init__(
-        self, field: Field, where: str, filling: Any, needed: Array | None, *, must_fill: bool, masks: bool
+        self,
+        field: Field,
+        where: str,
+        filling: Any,
+        needed: Array | None,
+        *,
+        must_fill: bool,
+        masks: bool,
+        repairs: bool,
     ) -> None:
         self._field = field
         self._where = where
@@ -95,6 +106,7 @@ class _Decoder:
         self._needed = needed
         self._must_fill = must_fill
         self._masks = masks
+        self._repairs = repairs
 
     def decode(self, chunks: pa.ChunkedArray, kind: pa.DataType) -> tuple[Column, Array | None]:
         """Return the column, and the rows that have nulls, bool [rows]; None: no row. kind: its type in the dataset."""
@@ -103,13 +115,16 @@ class _Decoder:
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
                 common = plain_type(self._field.type)
-                return Nested(whole if whole.type == common else whole.cast(common)), None
+                return Nested(self._readable(whole if whole.type == common else whole.cast(common))), None
             return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
         except MemoryError as error:  # Arrow's is also an ArrowException.
             error.add_note(f"{self._where} cannot be decoded")
             raise
         except pa.ArrowException as error:
             raise DataError(f"{self._where} cannot be decoded: {error}") from error
+
+    def _readable(self, array: pa.Array) -> pa.Array:
+        return repaired(array) if self._repairs else array
 
     def _fixed(self, chunks: pa.ChunkedArray) -> tuple[Dense, Array | None]:
         kind = chunks.type
@@ -201,7 +216,7 @@ class _Decoder:
     def _ragged(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
         if (coded := self._coded(chunks)) is not None:
             return coded, None
-        column = _whole(unwrapped(chunks))
+        column = self._readable(_whole(unwrapped(chunks)))
         rows = ~valid(column) if column.null_count else None
         found = None
         if rows is not None:
@@ -234,7 +249,9 @@ class _Decoder:
             return None
         null = unwrapped(pa.nulls(1, kind.value_type))
         null = self._filled(null) if chunks.null_count else null
-        coded = concatenate([_coded(chunk, null) for chunk in chunks.chunks])
+        coded = concatenate(
+            [_coded(chunk, self._readable(unwrapped(chunk.dictionary)), null) for chunk in chunks.chunks]
+        )
         assert isinstance(coded, Coded)
         dictionary = coded.values.nbytes + coded.spans.nbytes
         pays = len(coded.spans) < len(chunks) and dictionary * MIN_SHARING <= whole_bytes(coded)
@@ -279,9 +296,9 @@ def _shaped(values: Array, kind: pa.DataType) -> Array:
     return values.reshape(len(values), *kind.shape).transpose(0, *axes)
 
 
-def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:
-    """Return a chunk without nulls in its dictionary. `null` is the value of a null, [1]."""
-    values, codes = unwrapped(chunk.dictionary), numbers(chunk.indices).astype(np.int64)
+def _coded(chunk: pa.DictionaryArray, values: pa.Array, null: pa.Array) -> Coded:
+    """Return a chunk. values: its dictionary, without nulls. null: the value of a null, [1]."""
+    codes = numbers(chunk.indices).astype(np.int64)
     if chunk.null_count:
         codes[~valid(chunk.indices)] = len(values)
         values = pa.concat_arrays([values, null])

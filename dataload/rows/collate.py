@@ -229,7 +229,8 @@ def _decoded(name: str, values: Callable[[], Any]) -> Any:
     try:
         return values()
     except UnicodeDecodeError as error:
-        raise DataError(f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary") from error
+        ways = "pass errors='replace', or write it as binary"
+        raise DataError(f"column {name!r} has a string that is not UTF-8 ({error}): {ways}") from error
     except (DataError, MemoryError):  # Arrow's MemoryError is also an ArrowException.
         raise
     except (pa.ArrowException, ValueError, OverflowError) as error:  # times of nanoseconds, years after 9999

@@ -34,7 +34,7 @@ class RowGroupPlan:
         columns: Names of the columns to store.
         fill_null: The replacement of nulls, which is part of the names of the blobs.
         null_masks: Whether the layout has masks of nulls, see `fields_of`.
-        made_by: Keys of what makes the rows, if it is not the decoding of files.
+        made_by: Keys of what makes the rows, besides the decoding of files.
 
     Raises:
         ConfigError: `fill_null` names a column that is not in the dataset, cannot be filled, or cannot hold the value.

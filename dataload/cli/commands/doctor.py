@@ -13,6 +13,7 @@ from dataload.cli.commands.options import (
     NODES,
     BatchSize,
     Columns,
+    Errors,
     FillNull,
     FilterLists,
     Json,
@@ -34,6 +35,7 @@ from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 if TYPE_CHECKING:
     from dataload.doctor.finding import Finding
     from dataload.doctor.object_store import Store
+    from dataload.formats.text import TextErrors
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Order
 
@@ -56,6 +58,7 @@ def doctor(
     filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    errors: Errors = "raise",
     partitioning: PartitioningName = "hive",
     shuffle: ShuffleName = "block",
     window: Window = None,
@@ -67,9 +70,11 @@ def doctor(
     """Check this machine and bucket for common problems."""
     from dataload.doctor.finding import PROBLEM, Case
     from dataload.doctor.registry import examine
+    from dataload.formats.text import checked_errors
 
+    text = checked_errors(errors)
     store = None if url is None else _store(url, storage_options, cache, partitioning)
-    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
+    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks, text
     nodes = num_streams or _num_streams()
     order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
     reads, unreadable = _reads(store, chosen, order, quiet=as_json) if store else (None, "")
@@ -119,13 +124,13 @@ def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioni
 
 
 def _reads(
-    store: Store, chosen: tuple[list[str] | None, Any, Any, bool], order: dict[str, Any], *, quiet: bool
+    store: Store, chosen: tuple[list[str] | None, Any, Any, bool, TextErrors], order: dict[str, Any], *, quiet: bool
 ) -> tuple[tuple[Order, RowGroupCache] | None, str]:
     """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
     Args:
         store: Where the dataset is.
-        chosen: The loader's columns, filters, fill_null and null_masks.
+        chosen: The loader's columns, filters, fill_null, null_masks and errors.
         order: The loader's shuffle, window and num_streams.
         quiet: Whether to show no progress.
 
@@ -143,7 +148,7 @@ def _reads(
     manifest = None
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
-            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1))
+            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1), chosen[-1])
         blobs = row_groups_of(manifest, store.blocks, *chosen)
         blobs.measure()
     except Exception as error:

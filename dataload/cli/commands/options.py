@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dataload.cache.local.directory import CacheFolder
     from dataload.catalog.manifest import Manifest
     from dataload.formats.hive_partitions import Partitioning
+    from dataload.formats.text import TextErrors
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Shuffle
 
@@ -31,6 +32,9 @@ Columns = Annotated[str | None, typer.Option(help="Names of columns, comma-separ
 FillNull = Annotated[
     str | None,
     typer.Option(help='The loader\'s fill_null, as JSON: 0, or {"age": 0, "name": "-"}; default: none.'),
+]
+Errors = Annotated[
+    str, typer.Option("--errors", help="The loader's: raise for text that is not UTF-8, or replace its bad bytes.")
 ]
 FilterLists = Annotated[
     str | None,
@@ -169,7 +173,13 @@ def existing(cache: CacheConfig) -> CacheFolder:
 
 
 def open_manifest(
-    url: str, storage_options: str | None, cache: CacheConfig, *, partitioning: str, quiet: bool
+    url: str,
+    storage_options: str | None,
+    cache: CacheConfig,
+    *,
+    partitioning: str,
+    errors: TextErrors = "raise",
+    quiet: bool,
 ) -> tuple[Manifest, Blocks, Collection[Object]]:
     """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
     from dataload.cache.blocks.reader import Blocks
@@ -180,7 +190,7 @@ def open_manifest(
     blocks = Blocks.open(open_source(url, mapping(storage_options)), cache)
     objects = list_objects(url, blocks, partitioning_of(partitioning))
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
-        return manifest_of(objects, blocks, lambda _: advance(1)), blocks, objects
+        return manifest_of(objects, blocks, lambda _: advance(1), errors), blocks, objects
 
 
 def open_row_groups(
@@ -192,17 +202,29 @@ def open_row_groups(
     filters: str | None,
     fill_null: str | None,
     null_masks: bool,
+    errors: str,
     partitioning: str,
     quiet: bool,
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
-    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks
-    manifest, blocks, _ = open_manifest(url, storage_options, cache, partitioning=partitioning, quiet=quiet)
+    from dataload.formats.text import checked_errors
+
+    text = checked_errors(errors)
+    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks, text
+    manifest, blocks, _ = open_manifest(
+        url, storage_options, cache, partitioning=partitioning, errors=text, quiet=quiet
+    )
     return row_groups_of(manifest, blocks, *chosen)
 
 
 def row_groups_of(
-    manifest: Manifest, blocks: Blocks, columns: list[str] | None, filters: Any, fill_null: Any, null_masks: bool
+    manifest: Manifest,
+    blocks: Blocks,
+    columns: list[str] | None,
+    filters: Any,
+    fill_null: Any,
+    null_masks: bool,
+    errors: TextErrors,
 ) -> RowGroupCache:
     """Return the row groups of a dataset as a loader with these arguments reads them."""
     from dataload.rows.making.file_maker import FileMaker
@@ -212,5 +234,5 @@ def row_groups_of(
     if filters is not None:
         from dataload.catalog.filtering import narrow
 
-        manifest = narrow(manifest, blocks, filters)
-    return RowGroupCache(FileMaker(manifest, selected, blocks, fill_null, null_masks))
+        manifest = narrow(manifest, blocks, filters, errors=errors)
+    return RowGroupCache(FileMaker(manifest, selected, blocks, fill_null, null_masks, errors))

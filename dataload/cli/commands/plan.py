@@ -15,6 +15,7 @@ from dataload.cli.commands.options import (
     NODES,
     BatchSize,
     Columns,
+    Errors,
     FillNull,
     FilterLists,
     Json,
@@ -66,6 +67,7 @@ def plan(
     filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    errors: Errors = "raise",
     partitioning: PartitioningName = "hive",
     bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
     latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
@@ -92,7 +94,7 @@ def plan(
     rate = parse_bytes("bandwidth", bandwidth)
     unlimited = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    reads |= {"null_masks": null_masks, "partitioning": partitioning}
+    reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
     sources = [open_row_groups(url, storage_options, unlimited, **reads, quiet=as_json) for url in urls]
     options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
     order = _order(urls, sources, shares, window=window, **options)

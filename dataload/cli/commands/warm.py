@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
     Columns,
+    Errors,
     FillNull,
     FilterLists,
     Json,
@@ -45,6 +46,7 @@ def warm(
     filters: FilterLists = None,
     fill_null: FillNull = None,
     null_masks: NullMasks = False,
+    errors: Errors = "raise",
     partitioning: PartitioningName = "hive",
     *,
     cache: CacheConfig,
@@ -64,7 +66,7 @@ def warm(
         raise ConfigError(f"cache_dir {cache.folder} is read-only: warm it where it can be written")
     _must_answer(cache)
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    reads |= {"null_masks": null_masks, "partitioning": partitioning}
+    reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
     blobs = open_row_groups(url, storage_options, cache, **reads, quiet=as_json)
     if nulls := blobs.maker.known_nulls:
         raise DataError(f"{nulls}: {ON_THE_COMMAND_LINE}")

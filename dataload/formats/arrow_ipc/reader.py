@@ -14,7 +14,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks, Object, wait_for_origin
 from dataload.cache.tier import Span
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, V5, Message, map_errors, unpack
-from dataload.formats.arrow_types import children
+from dataload.formats.arrow_types import bare, children
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces, zeros_around
 from dataload.formats.schema import ambiguous, structs_of
@@ -138,7 +138,7 @@ class ArrowFooter:
         )
         with pa.ipc.open_stream(pa.BufferReader(stream), options=options) as reader:
             table = reader.read_all()
-        table.validate(full=True)  # Arrow does not check offsets: damaged ones would crash the process.
+        _check(table)
         if table.num_rows != self.lengths[number]:
             raise pa.ArrowInvalid(f"{table.num_rows} rows, but its metadata says {self.lengths[number]}")
         return table
@@ -226,6 +226,19 @@ class _Reader:
         table = self._decompressed()
         for first in range(0, max(1, table.num_rows), rows):
             yield table.slice(first, rows)
+
+
+def _check(table: pa.Table) -> None:
+    """Check all offsets: Arrow does not, and damaged ones would crash the process. Text may be invalid in the file.
+
+    Raises:
+        pa.ArrowInvalid: The table is damaged.
+    """
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        for chunk in (chunk for column in table.columns for chunk in column.chunks):
+            chunk.view(bare(chunk.type)).validate(full=True)
 
 
 def _holders(column: str) -> list[str]:

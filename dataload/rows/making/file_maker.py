@@ -19,6 +19,7 @@ from dataload.errors import DataError
 from dataload.formats.arrow_types import leaf_count
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
+from dataload.formats.text import TextErrors
 from dataload.rows.arrow_decode import decode
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.maker import Columns, Opened
@@ -42,6 +43,7 @@ class FileMaker:
         blocks: Reader of the dataset's files, and the cache.
         fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
         null_masks: Whether to store masks of nulls, see `fields_of`.
+        errors: As for `decode`.
     """
 
     is_mapped = False
@@ -54,12 +56,15 @@ class FileMaker:
         blocks: Blocks,
         fill_null: Any = None,
         null_masks: bool = False,
+        errors: TextErrors = "raise",
     ) -> None:
         self.manifest = manifest
         self._columns = tuple(columns)
         self._fill_null = fill_null
         self._null_masks = null_masks
-        self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks)
+        self._errors = errors
+        made_by = [] if errors == "raise" else [f"errors={errors}"]
+        self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks, made_by=made_by)
         self.blocks = blocks
         if not blocks.tier.shared:  # Memory keeps blocks until their neighbours are needed only if all data fits.
             files = {group.file for group in manifest.row_groups}
@@ -71,7 +76,11 @@ class FileMaker:
         self.memory = RowGroupMemory(self.need)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileMaker, (self.manifest, self._columns, self.blocks, self._fill_null, self._null_masks)
+        return FileMaker, (self.manifest, self._columns, self.blocks, *self._how)
+
+    @property
+    def _how(self) -> tuple[Any, bool, TextErrors]:
+        return self._fill_null, self._null_masks, self._errors
 
     @property
     def need(self) -> MemoryNeed:
@@ -131,7 +140,7 @@ class FileMaker:
         if set(names) == set(self._columns):
             return None
         try:
-            return RowGroupCache(FileMaker(self.manifest, names, self.blocks, self._fill_null, self._null_masks))
+            return RowGroupCache(FileMaker(self.manifest, names, self.blocks, *self._how))
         except DataError:
             return None
 
@@ -170,7 +179,7 @@ class FileMaker:
     def _shared_blocks(self) -> SharedBlocks | None:
         """The blocks that these row groups replace; None if datasets of other arguments cannot be made from them."""
         is_all = set(self.manifest.schema.names) == set(self._columns)
-        if not is_all or self._fill_null is not None or self._null_masks:
+        if not is_all or self._how != (None, False, "raise"):
             return None
         return SharedBlocks(self.manifest, self.blocks)
 
@@ -226,4 +235,5 @@ class FileMaker:
         group, needed = self.manifest.row_groups[number], self.plan.needed(number)
         whole = with_constants(table, group.constants, rows, self._schema)
         needed = None if needed is None else needed[first : first + rows]
-        return decode(whole, self.plan.layout.fields, self._fill_null, where or group.name, self._schema, needed)
+        place, fields = where or group.name, self.plan.layout.fields
+        return decode(whole, fields, self._fill_null, place, self._schema, needed, self._errors)
