@@ -81,7 +81,10 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         return self.__getitems__([range(len(self))[number]])[0]
 
     def __getitems__(self, rows: Any) -> NumberedRows:
-        """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
+        """Return a batch of rows: a list of row dicts, whose `.columns` is the batch by column.
+
+        In a row, numbers and arrays are tensors, and lists of integers are Python lists, as collators of tokens expect.
+        The dicts are made at the first look at the list: `.columns` alone makes none.
 
         Args:
             rows: Row numbers, int64 [B], each in [0, len(self)).

@@ -20,6 +20,7 @@ from dataload.loader.background_iterator import taken
 from dataload.loader.bad_rows import is_of_a_row, naming_rows, replacements
 from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
 from dataload.loader.device_copy import HostMemory
+from dataload.loader.integrations import with_pairs
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.user_code import Around, Draws, InLoop, InThreads, in_worker
@@ -78,7 +79,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         columns = self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
         # Columns of ragged values are made for a whole request, because they take a search in each blob.
         self.made_together = MAX_BATCHES_PER_GATHER if layout.ragged else max(1, MOST_COLUMNS // max(1, len(columns)))
-        self._collate = collate_fn
+        self._collate = with_pairs(collate_fn)
         self._transform = Transform(transform)
         self._leaves_strings = self.only_gathers and any(field.kind == "string" for field in layout.fields)
         self._draws = Draws()

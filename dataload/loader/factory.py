@@ -95,8 +95,9 @@ def make_loader(
             `forward`. The same batch always gets the same generator, with any number of workers or threads and after a
             resume. What torch draws is the same for it, too, and moves no generator of the loop. NumPy's and Python's
             global generators are shared with the loop in threads: a warning says so.
-        collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch. Collators that
-            need a list, such as those of transformers, get one by `lambda rows: collator(list(rows))`.
+        collate_fn: Makes the batch from a list of row dicts (see `Dataset.__getitems__`), whose `.columns` is the
+            default batch: a collator of transformers or TRL as it is. One of timm gets the values of each row, so
+            choose columns=["image", "label"].
         device: Device of the batches: of their tensors, and of other objects with a method `to`.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
         prefetch: Batches that each worker, or all threads together, prepare ahead: at least 2, and one per thread.

@@ -1,4 +1,4 @@
-"""Integration with Lightning and accelerate: they run the loader and do not shard it again.
+"""Integration with Lightning, accelerate and timm: they run the loader and do not shard it again.
 
 Lightning does not replace a `sampler` that is a DistributedSampler. For prediction it rebuilds the loader from its
 keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs from 0 in each process (`TrainerEpochs`).
@@ -8,7 +8,9 @@ reports the start and end of an epoch; here the loader does (`accelerate_iterati
 each rank unless `split_batches=True` or `step_scheduler_with_optimizer=False` is set. Its `skip_first_batches` makes a
 DataLoader of its own (`trainer_batches`), which iterates the sampler and counts batches from the start of the epoch.
 
-Neither library is imported unless the program has imported it. Nothing here has a state: positions are the sampler's.
+The collate functions of timm take pairs (`with_pairs`); those of other libraries take the rows as they are.
+
+No library is imported unless the program has imported it. Nothing here has a state: positions are the sampler's.
 """
 
 from __future__ import annotations
@@ -92,6 +94,19 @@ class TrainerEpochs(RankSampler):
     def begin(self, epoch: int) -> None:
         """Set the epoch, as the loader and not Fabric numbers it."""
         super().set_epoch(epoch)
+
+
+def with_pairs(collate_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return a collate function of rows. One of timm takes (image, target) pairs: it gets the values of each row."""
+    function = getattr(collate_fn, "func", collate_fn)  # of a partial
+    module = getattr(function, "__module__", None) or ""  # of an object: that of its class
+    if collate_fn is None or module.partition(".")[0] != "timm":
+        return collate_fn
+    return partial(_collate_pairs, collate_fn)
+
+
+def _collate_pairs(collate_fn: Callable[..., Any], rows: list[dict[str, Any]]) -> Any:
+    return collate_fn([tuple(row.values()) for row in rows])
 
 
 def _accelerate_runs() -> bool:

@@ -48,8 +48,8 @@ class LatestLoop:
         """Return a batch for a trainer's DataLoader, and count it. A batch of a worker counts when it arrives."""
         batch, *counts = maker.collate(rows)
         if get_worker_info() is not None:
-            return _Sent(self._key, batch, len(rows), *counts)
-        return _arrived(self._key, batch, len(rows), *counts)
+            return _Sent(self._key, batch, len(rows.numbers), *counts)
+        return _arrived(self._key, batch, len(rows.numbers), *counts)
 
 
 _loops = WeakValueDictionary[str, LatestLoop]()

@@ -147,12 +147,19 @@ def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
     return column[span]
 
 
-def row_value(column: Any, row: int) -> Any:
-    """Return the value at `row`, at least 0: the bounds of a `Flat` do not wrap around."""
-    if isinstance(column, Flat):
-        return _part(column.values, slice(int(column.offsets[row]), int(column.offsets[row + 1])))
-    value = column[row]
-    return bytes(value) if isinstance(value, memoryview) else value  # torch cannot collate views of bytes
+def row_values(column: Any) -> Iterable[Any]:
+    """Return the value of each row of a column, as functions that collate rows expect it."""
+    if isinstance(column, torch.Tensor):
+        return column.unbind()
+    return unflattened(column) if isinstance(column, Flat) else map(_row_value, column)
+
+
+def _row_value(value: Any) -> Any:
+    if isinstance(value, memoryview):
+        return bytes(value)  # torch cannot collate views of bytes
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return value.tolist()  # Collators of tokens join lists by `+`, which adds tensors.
+    return value
 
 
 def unflattened(column: Any) -> Any:

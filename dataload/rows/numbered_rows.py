@@ -1,16 +1,17 @@
-"""A batch as a sequence of row dicts that also knows the rows' numbers in the dataset."""
+"""A batch as a list of row dicts that also knows the rows' numbers in the dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from functools import wraps
+from typing import Any
 
 import numpy as np
 import torch
 
 from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.rows.collate import Batch, Empty, columns_of, cut, row_value, with_strings
+from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.bisection import bisected
@@ -29,8 +30,11 @@ ROW_IDS: Computed = {ROW_ID: np.asarray}
 """The column of row numbers."""
 
 
-class NumberedRows(Sequence[dict[str, Any]]):
-    """A batch as a sequence of row dicts, with the numbers of the rows. Each dict is made at its first access.
+class NumberedRows(list[dict[str, Any]]):
+    """A batch as a list of row dicts, with the numbers of the rows. The dicts are made at the first look at the list.
+
+    Whoever only asks for `columns` or `numbers` makes none: each method of a list fills it first. It is pickled and
+    copied as a plain list.
 
     Args:
         records: The rows.
@@ -46,38 +50,26 @@ class NumberedRows(Sequence[dict[str, Any]]):
     def __init__(
         self, records: Records, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
     ) -> None:
+        super().__init__()
         self._records = records
         self.numbers = numbers
         self._locate = locate
         self._computed = computed or {}
         self._shape = shape
-        self._made = dict[int, dict[str, Any]]()  # kept, because collate functions may change rows in place
+        self._is_filled = False
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"a sequence of rows has no attribute {name!r}: a collate_fn for lists of rows needs "
-            "lambda rows: collate_fn(list(rows))"
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
 
-    def __len__(self) -> int:
-        return len(self._records)
+    def __radd__(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*rows, *self]  # `list + list` would look into this one itself
 
-    @overload
-    def __getitem__(self, row: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, row: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        places = range(len(self))
-        if isinstance(row, slice):
-            return [self[place] for place in places[row]]
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a batch of {len(self)}")
-        place = places[row]
-        if place not in self._made:
-            self._made[place] = {name: row_value(column, place) for name, column in self.columns.items()}
-        return self._made[place]
+    def _fill(self) -> None:
+        if not self._is_filled:
+            columns = self.columns
+            self._is_filled = True
+            rows = zip(*map(row_values, columns.values()), strict=True)
+            self.extend(dict(zip(columns, row, strict=True)) for row in rows)
 
     @cached_property
     def columns(self) -> Batch:
@@ -92,9 +84,9 @@ class NumberedRows(Sequence[dict[str, Any]]):
             DataError: A batch cannot hold a value. It names the file, the row group and the column.
         """
         try:
-            return with_strings(next(self.batches([len(self)], empty)))
+            return with_strings(next(self.batches([len(self.numbers)], empty)))
         except DataError as error:
-            row = bisected(len(self), self._fails)
+            row = bisected(len(self.numbers), self._fails)
             if not self._fails(slice(row, row + 1)):
                 raise ConfigError(str(error)) from error
             location = self._locate(int(self.numbers[row]))
@@ -104,7 +96,7 @@ class NumberedRows(Sequence[dict[str, Any]]):
         """Return whether no batch can be made of some of the rows."""
         some = self.part(span)
         try:
-            next(some.batches([len(some)]))
+            next(some.batches([len(some.numbers)]))
         except DataError:
             return True
         return False
@@ -117,7 +109,7 @@ class NumberedRows(Sequence[dict[str, Any]]):
         batch = reading(self._records.place, columns_of, self._records, **self._shape, empty=empty)
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
-            size, dtype = (len(self),), torch.int64
+            size, dtype = (len(self.numbers),), torch.int64
             column = torch.empty(size, dtype=dtype, device="cpu") if empty is None else empty(size, dtype)
             column.numpy()[...] = values(self.numbers)
             batch[name] = column
@@ -131,3 +123,17 @@ class NumberedRows(Sequence[dict[str, Any]]):
         """Return some of the rows."""
         some, numbers = self._records[span], self.numbers[span]
         return NumberedRows(some, numbers, self._locate, computed=self._computed, **self._shape)
+
+
+def _filled(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(rows: NumberedRows, *args: Any, **kwargs: Any) -> Any:
+        rows._fill()  # noqa: SLF001 (of this module)
+        return method(rows, *args, **kwargs)
+
+    return call
+
+
+_OF_THE_TYPE = {"__new__", "__init__", "__getattribute__", "__class_getitem__"}
+for _name in {name for name, method in vars(list).items() if callable(method)} - _OF_THE_TYPE:
+    setattr(NumberedRows, _name, _filled(getattr(list, _name)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import multiprocessing
+import operator
 import pickle
 import re
 import subprocess
@@ -12,8 +14,9 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -562,16 +565,65 @@ def test_collate_fn_may_change_rows_in_place(dataset: Any) -> None:
     assert sorted(ids(make_loader(dataset, 16, collate_fn=negated))) == list(range(1 - N, 1))
 
 
-def test_collators_that_need_a_list_get_one(dataset: Any) -> None:
-    def pad(rows: Any) -> dict[str, list[Any]]:
-        """Distinguish a list of rows from a batch as the tokenizers of transformers do."""
-        if isinstance(rows, (list, tuple)) and isinstance(rows[0], Mapping):
-            rows = {name: [row[name] for row in rows] for name in rows[0]}
-        return {name: list(rows[name]) for name in rows.keys()}  # noqa: SIM118 (it looks up the attribute)
+def joined(rows: Any) -> dict[str, Any]:
+    """Collate as transformers and TRL do: look at the types, and join lists of tokens by `+`."""
+    assert isinstance(rows, list)
+    assert all(type(row) is dict for row in rows)
+    tokens = [row["tokens"] + row["tokens"] for row in rows]
+    return {"row_id": torch.stack([row["row_id"] for row in rows]), "tokens": [len(each) for each in tokens]}
 
-    assert sorted(ids(make_loader(dataset, 16, collate_fn=lambda rows: pad(list(rows))))) == list(range(N))
-    with pytest.raises(AttributeError, match=r"no attribute 'keys': .* needs lambda rows: collate_fn\(list\(rows\)\)"):
-        ids(make_loader(dataset, 16, collate_fn=pad))
+
+@pytest.fixture
+def token_rows(tmp_path: Path) -> Any:
+    tokens = [[row] * (row % 4) for row in range(48)]
+    table = pa.table({"row_id": range(48), "tokens": tokens, "wave": [[0.5] * (row % 3) for row in range(48)]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=20)
+    return make_dataset(tmp_path / "x.parquet", cache=False)
+
+
+@pytest.mark.parametrize("make", [make_loader, partial(make_loader, num_workers=1), DataLoader])
+def test_collators_of_tokens_get_lists_of_dicts(token_rows: Any, make: Any) -> None:
+    batches = list(make(token_rows, 16, shuffle=False, collate_fn=joined))
+    assert [row for batch in batches for row in batch["row_id"].tolist()] == list(range(48))
+    assert [length for batch in batches for length in batch["tokens"]] == [2 * (row % 4) for row in range(48)]
+
+
+def test_rows_are_made_at_the_first_look_at_their_list(token_rows: Any) -> None:
+    looks: dict[str, Any] = {
+        "length": len,
+        "iteration": lambda rows: sum(1 for _ in rows),
+        "index": lambda rows: len([rows[0], rows[-1], rows[1]]),
+        "slice": lambda rows: len(rows[:]),
+        "on the left": lambda rows: len(operator.add(rows, [])),
+        "on the right": lambda rows: len(operator.add([], rows)),
+        "star": lambda rows: len([*rows]),
+        "sequence": lambda rows: len(pa.array([row["tokens"] for row in rows])),
+        "reversed": lambda rows: len(list(reversed(rows))),
+        "copy": lambda rows: len(copy.deepcopy(rows)),
+        "pickle": lambda rows: len(pickle.loads(pickle.dumps(rows))),
+        "change": lambda rows: (rows.append(rows.pop()), list.__len__(rows))[1],
+        "truth": lambda rows: 3 * bool(rows),
+    }
+    for name, look in looks.items():
+        rows = token_rows.__getitems__([3, 1, 2])
+        assert rows.columns["row_id"].tolist() == [3, 1, 2]
+        assert list.__len__(rows) == 0, "columns make no row"
+        assert look(rows) == 3, name
+    row = token_rows[7]
+    assert row == {"row_id": 7, "tokens": [7, 7, 7], "wave": row["wave"]}
+    assert row["wave"].dtype == torch.float64
+
+
+def test_collate_functions_of_timm_get_pairs(token_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pairs(rows: Any) -> dict[str, Any]:
+        assert all(isinstance(row, tuple) for row in rows)
+        return {"row_id": [row[0] for row in rows]}
+
+    with pytest.raises(AssertionError):
+        list(make_loader(token_rows, 16, collate_fn=pairs))
+    monkeypatch.setattr(pairs, "__module__", "timm.data.loader")
+    assert sorted(ids(make_loader(token_rows, 16, collate_fn=pairs))) == list(range(48))
+    assert sorted(ids(make_loader(token_rows, 16, collate_fn=partial(pairs)))) == list(range(48))
 
 
 def test_columns_group_ragged(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:

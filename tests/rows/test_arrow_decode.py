@@ -269,7 +269,7 @@ def test_rows_are_indexed_like_a_list(ragged: str) -> None:
     assert [plain_row(row) for row in rows] == expected
     none = rows.part(slice(0, 0))
     for some, index in ((rows, 3), (rows, -4), (none, 0), (none, -1)):
-        with pytest.raises(IndexError, match=f"row {index} of a batch of {len(some)}"):
+        with pytest.raises(IndexError):
             some[index]
 
 
