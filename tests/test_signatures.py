@@ -31,7 +31,7 @@ OF_SAMPLERS = (
 OF_TRAINING = (
     "epochs, precision='auto', accumulate=1, clip_grad_norm=None, scheduler=None, activation_checkpointing=None, "
     "comm_hook=None, compile=False, evaluate=None, checkpoint_dir=None, checkpoint_every=None, resume='auto', "
-    "log_dir=None, profile=None, timeout=None"
+    "log_dir=None, profile=None, timeout=None, loss_weight=None"
 )
 OF_FILESYSTEMS = (
     "target_protocol=None, target_options=None, fs=None, cache_dir=None, cache_bytes=None, block_bytes='4MiB', "

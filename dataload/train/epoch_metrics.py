@@ -42,7 +42,8 @@ class EpochMetrics:
 
     Args:
         sums: Initial sum of each scalar over rows, from the part of the epoch before a resume.
-        rows: Initial number of rows behind each sum. A scalar need not be logged with each batch or on each rank.
+        rows: Initial number of rows, or other weight, behind each sum. A scalar need not be logged with each batch or
+            on each rank.
         counts: Initial counts, such as rows and seconds.
     """
 
@@ -54,21 +55,22 @@ class EpochMetrics:
         self.counts: defaultdict[str, float] = defaultdict(float, counts)
         self._started = perf_counter() - self.counts["seconds"]
 
-    def add(self, scalars: Mapping[str, Any], rows: int) -> None:
-        """Add the scalars of a batch, each a mean over its `rows` rows.
+    def add(self, scalars: Mapping[str, Any], rows: int, weight: float | None = None) -> None:
+        """Add the scalars of a batch, each a mean over its `rows` rows, or over what `weight` counts.
 
         Raises:
             ConfigError: A scalar does not have one element.
         """
-        if not rows:
+        weight = rows if weight is None else weight
+        self.counts["rows"] += rows
+        if not weight:
             return
         for name, value in scalars.items():
             scalar = torch.as_tensor(value)
             _check_scalar("loss_fn", name, scalar)
             # A number on the host may follow one on the device.
-            self.sums[name] = self.sums[name] + scalar.detach().double() * rows
-            self.rows[name] += rows
-        self.counts["rows"] += rows
+            self.sums[name] = self.sums[name] + scalar.detach().double() * weight
+            self.rows[name] += weight
 
     def state(self) -> dict[str, dict[str, float]]:
         """Return the arguments of an EpochMetrics that continues this one, as plain numbers. Wait for the device."""

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
+from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
@@ -62,6 +64,7 @@ def fit(
     device: torch.device | str | None = None,
     progress: bool = True,
     mesh: DeviceMesh | None = None,
+    loss_weight: LossWeight | None = None,
 ) -> list[dict[str, Any]]:
     """Train `model` in place until `epochs` epochs are done.
 
@@ -91,7 +94,7 @@ def fit(
             accelerators that have it, and "fp32" elsewhere. "fp16" needs the same sharding of all parameters, which a
             tensor-parallel model in FSDP2 seldom has.
         accumulate: Batches per optimizer step. The gradient of a step is that of the mean over all rows of its batches
-            on all ranks, also in the last step of an epoch, which may have fewer batches.
+            (see `loss_weight`) on all ranks, also in the last step of an epoch, which may have fewer batches.
         clip_grad_norm: Upper bound of the norm of the averaged gradients; None for no clipping.
         scheduler: A learning rate scheduler. Its step() is called after every optimizer step, not after every epoch.
         activation_checkpointing: Classes of modules, or a predicate of a module. The activations of these modules are
@@ -137,14 +140,20 @@ def fit(
         progress: Whether rank 0 shows a progress bar.
         mesh: A torch DeviceMesh of the data-parallel dimensions, over which loss and metrics are reduced. None: that of
             the loader if it has one; otherwise all ranks are data-parallel.
+        loss_weight: What the loss of a batch averages over, if not its rows: "tokens", or a function of the batch that
+            returns a number, at least 0. Batches of all ranks and of `accumulate` are weighed by it, so that 8 batches
+            of 1 row train as 1 batch of 8. "tokens" counts the values of `batch["labels"]` (a tensor, or a list of
+            them) that are not -100. A model that shifts labels by itself leaves out the first of each row: then pass
+            `lambda batch: (batch["labels"][:, 1:] != -100).sum()`. The number is read on the host in each step, and the
+            ranks exchange it. Batches that weigh 0 train nothing.
 
     Returns:
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
-        the rows of all ranks; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for batches), averaged over
-        processes; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the counts in the loader's
-        stats, summed over processes, tensor-parallel peers included, and its waits by cause, averaged over them, both
-        only since the last resume; and the scalars of `evaluate` on this rank (before a resume: on rank 0), named
-        `evaluate.name` if the name is taken.
+        the rows of all ranks, or by `loss_weight`; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for
+        batches), averaged over processes; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the
+        counts in the loader's stats, summed over processes, tensor-parallel peers included, and its waits by cause,
+        averaged over them, both only since the last resume; and the scalars of `evaluate` on this rank (before a
+        resume: on rank 0), named `evaluate.name` if the name is taken.
 
     Raises:
         ConfigError: An argument is invalid, ranks see different data or checkpoints, the checkpoint to resume from is
@@ -166,6 +175,7 @@ def fit(
         [32, 32]
     """
     check_options(precision, accumulate, clip_grad_norm)
+    check_loss_weight(loss_weight)
     _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
     mesh, world = _data_parallel(loader, mesh)
     _check_parameters(model, optimizer, precision, alone=world.world_size == 1 and checkpoint_dir is None)
@@ -191,6 +201,7 @@ def fit(
                 evaluate=evaluate,
                 mesh=mesh,
                 stats_dir=stats_dir,
+                weigh=None if loss_weight is None else partial(weight_of, loss_weight),
             )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, traces):

@@ -99,6 +99,7 @@ class TrainingLoop:
         step: Optimizer steps so far.
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
         stats_dir: Where the loader writes its statistics, see `batches_on`.
+        weigh: As for `feed`.
     """
 
     model: nn.Module
@@ -116,6 +117,7 @@ class TrainingLoop:
     step: int = 0
     mesh: DeviceMesh | None = None
     stats_dir: Path | None = None
+    weigh: Callable[[Any], float] | None = None
 
     def __post_init__(self) -> None:
         self._rows = 0  # of all ranks, in the pending optimizer step
@@ -265,7 +267,7 @@ class TrainingLoop:
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device, self.stats_dir)
         begin = partial(self._begin, resumed, number)
-        for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh):
+        for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh, self.weigh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             # A rank without further batches could not resume this epoch: its loader is at the next one.
@@ -292,10 +294,11 @@ class TrainingLoop:
     def _take(self, fed: RankBatch, tally: EpochMetrics, where: str) -> None:
         with stage("copy to device"):
             batch = on_device(fed.batch, self.steps.device)
-        loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)
+        loss, scalars = self.steps.add(batch, fed.weight, fed.all_weight, last=fed.last)
         self._check_names(scalars)
-        self.losses.add(loss, where)
-        tally.add({**scalars, "loss": loss}, fed.rows)
+        if fed.weight:  # The mean over nothing is NaN.
+            self.losses.add(loss, where)
+        tally.add({**scalars, "loss": loss}, fed.rows, fed.weight)
         self._rows += fed.all_rows
         if self.steps.pending:
             return

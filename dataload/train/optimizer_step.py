@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,8 @@ def _kind(result: Any) -> str:
 class OptimizerStep:
     """Forward, backward and optimizer step with autocast, loss scaling, gradient accumulation and clipping.
 
-    The gradient of a step is that of the mean loss over the rows of all its batches on all ranks.
+    The gradient of a step is that of the mean loss over all its batches on all ranks: over their rows, or whatever they
+    are weighed by.
 
     Args:
         exchange: The model, and how the ranks exchange its gradients.
@@ -102,34 +103,35 @@ class OptimizerStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.pending = 0
         self.skipped = False
-        self._rows = 0  # of all batches in the pending step, on all ranks
-        self._nominal_rows = 0  # of the pending step if all its batches are as large as the first
+        self._total = 0.0  # weight of all batches in the pending step, on all ranks
+        self._nominal = 0.0  # that of the pending step if all its batches weigh as much as the first
 
-    def add(self, batch: Any, rows: int, all_rows: int, *, last: bool) -> tuple[Tensor, Mapping[str, Any]]:
+    def add(self, batch: Any, weight: float, all_weight: float, *, last: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Add the gradients of a batch. Step the optimizer after `accumulate` batches, or after the last of an epoch.
 
         Args:
             batch: The batch, on the device.
-            rows: Rows that count in this batch; 0 if this rank has run out of batches: then no buffer changes
-                either, but for statistics that the ranks exchange, those of SyncBatchNorm.
-            all_rows: Rows of the batches that all ranks add at this time.
+            weight: What the batch weighs, such as its rows; 0 if this rank has run out of batches, or its loss averages
+                over nothing: then no buffer changes either, but for statistics that the ranks exchange, those of
+                SyncBatchNorm.
+            all_weight: Weight of the batches that all ranks add at this time.
             last: Whether this is the last batch of the epoch on all ranks.
 
         Returns:
             The loss, and the scalars that `loss_fn` logs.
         """
         if not self.pending:
-            self._nominal_rows = self.accumulate * all_rows
+            self._nominal = self.accumulate * (all_weight or 1)
         self.pending += 1
-        self._rows += all_rows
+        self._total += all_weight
         full = last or self.pending == self.accumulate
         # DDP and FSDP average gradients over ranks. Multiplying by the number of ranks makes it a sum.
-        weight = rows * self.exchange.ranks / self._nominal_rows
-        with nullcontext() if rows else BuffersKept(self.exchange.model, nn.SyncBatchNorm):  # type: ignore[arg-type]
-            loss, scalars = self._backward(batch, weight, full)
+        factor = weight * self.exchange.ranks / self._nominal
+        with nullcontext() if weight else self._without_effect():
+            loss, scalars = self._backward(batch, factor, full)
         if full:
-            self._step(self._nominal_rows / self._rows)
-            self.pending = self._rows = 0
+            self._step(self._nominal / self._total if self._total else 1)
+            self.pending, self._total = 0, 0.0
         return loss, scalars
 
     def autocast(self, *, cached: bool = True) -> torch.autocast:
@@ -143,17 +145,32 @@ class OptimizerStep:
         dtype, cached = PRECISIONS[self.precision], cached and not isinstance(self.exchange, Sharded)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None, cache_enabled=cached)
 
-    def _backward(self, batch: Any, weight: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
+    @contextmanager
+    def _without_effect(self) -> Iterator[None]:
+        """Keep buffers and gradients as they are in a forward and backward that the other ranks wait for.
+
+        The mean loss over nothing is NaN, and 0 times its gradient may be, too.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+        try:
+            with BuffersKept(self.exchange.model, nn.SyncBatchNorm):  # type: ignore[arg-type]
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _backward(self, batch: Any, factor: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
         with self.exchange.during(last=full):
             with stage("forward"), self.autocast():
                 loss, scalars = _loss_and_scalars(self.loss_fn(self.exchange.model, batch))  # type: ignore[arg-type]
             with stage("backward"):
-                torch.autograd.backward(self.scaler.scale(loss * weight))
+                torch.autograd.backward(self.scaler.scale(loss * factor))
         return full_tensor(loss), scalars
 
     def _step(self, factor: float) -> None:
-        """Step the optimizer. `factor` corrects the gradients, whose weights assumed `_nominal_rows` rows."""
+        """Step the optimizer. `factor` corrects the gradients, which were divided by the `_nominal` weight."""
         with stage("optimizer"):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             if factor != 1:

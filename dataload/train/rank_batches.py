@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from dataload.world import World
 
 
 class RankBatch(NamedTuple):
-    """A batch of this rank, and the row counts that weigh it.
+    """A batch of this rank, and what it weighs.
 
     A rank that runs out of batches before the others gets its last batch again with rows=0, because it must take part
     in their collectives.
@@ -33,6 +33,8 @@ class RankBatch(NamedTuple):
         batch: The batch, on the host.
         rows: Rows of the batch that count.
         all_rows: Sum of `rows` over all ranks.
+        weight: What the batch weighs in the gradient: its rows, or what `weigh` returned.
+        all_weight: Sum of `weight` over all ranks.
         last: Whether no rank has another batch.
         ending: Whether a rank has no further batch.
         state: State of the loader after this batch and before the next one.
@@ -41,6 +43,8 @@ class RankBatch(NamedTuple):
     batch: Any
     rows: int
     all_rows: int
+    weight: float
+    all_weight: float
     last: bool
     ending: bool
     state: Any
@@ -54,6 +58,7 @@ def feed(
     state_of: Callable[[], Any],
     begin: Callable[[], None],
     mesh: DeviceMesh | None = None,
+    weigh: Callable[[Any], float] | None = None,
 ) -> Iterator[RankBatch]:
     """Yield each batch of this rank that has rows. Fetch one batch ahead.
 
@@ -65,6 +70,7 @@ def feed(
         state_of: Returns the state of the loader.
         begin: Called when the first batch has arrived.
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
+        weigh: Returns what a batch weighs; None: its rows.
 
     Raises:
         ConfigError: The loaders of some ranks are empty and those of others are not (on every rank).
@@ -72,25 +78,27 @@ def feed(
     # Batches without rows are skipped: they have no mean, and a count of 0 marks a rank without further batches.
     batches, end = filter(num_rows, loader), object()
 
-    def take() -> tuple[Any, list[int]]:
+    def take() -> tuple[Any, list[int], Sequence[float]]:
         started = perf_counter()
         with stage("wait for batch"):
             batch = next(batches, end)
         counts["wait_seconds"] += perf_counter() - started
         rows = 0 if batch is end else num_rows(batch)
-        return batch, [rows] * world.world_size if even else gather_count(rows, mesh)
+        all_rows = [rows] * world.world_size if even else gather_count(rows, mesh)
+        return batch, all_rows, all_rows if weigh is None else gather_count(weigh(batch) if rows else 0.0, mesh)
 
-    batch, rows = take()
+    batch, rows, weights = take()
     if any(rows) and not all(rows):
         empty = [rank for rank, count in enumerate(rows) if not count]
         raise ConfigError(f"the loader gave no batch on ranks {empty}: each rank needs at least one")
     begin()
     while any(rows):
         state = state_of()  # before the next batch is fetched, which this step does not use
-        following, following_rows = take()
+        following, following_rows, following_weights = take()
         last, ending = not any(following_rows), not all(following_rows)
-        yield RankBatch(batch, rows[world.rank], sum(rows), last, ending, state)
-        batch, rows = batch if following is end else following, following_rows
+        yield RankBatch(batch, rows[world.rank], sum(rows), weights[world.rank], sum(weights), last, ending, state)
+        batch = batch if following is end else following
+        rows, weights = following_rows, following_weights
 
 
 def even_batches(loader: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dataload.errors import ConfigError, DataloadError, as_sent
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 def is_first() -> bool:
@@ -54,14 +55,14 @@ def gather(value: Any, mesh: DeviceMesh | None = None) -> list[Any]:
     return [each for _, each in sorted(ranks, key=itemgetter(0))]
 
 
-def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
-    """Return the `count` of each rank, in rank order, in half the time that `gather` takes."""
+def gather_count(count: N, mesh: DeviceMesh | None = None) -> list[N]:
+    """Return the `count` of each rank, all integers or all floats, in rank order, in half the time of `gather`."""
     if mesh is not None or not dist.is_initialized() or "cpu:" not in dist.get_backend_config():
         return gather(count, mesh)  # A group of the caller may have no CPU backend.
-    own = torch.tensor([count], device="cpu")
+    own = torch.tensor([count], dtype=torch.float64 if isinstance(count, float) else torch.int64, device="cpu")
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
-    return [int(rank) for rank in ranks]
+    return [type(count)(rank) for rank in ranks]
 
 
 def on_first(work: Callable[[], T]) -> T:
