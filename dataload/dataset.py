@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -121,6 +122,15 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             sizes: Rows of each batch.
         """
         return [{} for _ in sizes]
+
+    def skipping(self) -> MapStyle:
+        """Return the same rows, of which those with which `map` fails end no others."""
+        return self
+
+    @property
+    def known_failure(self) -> str | None:
+        """Why a function of `map` is known to fail with a row; None: it is not."""
+        return None
 
     def rows_around(self, row: int) -> range:  # noqa: ARG002 (a mixture's)
         """Return the rows of the source that has a row; all rows if this is no mixture."""
@@ -276,6 +286,19 @@ class Dataset(MapStyle):
         """Which columns are known to have nulls that end a loop; None: none. See `known_nulls.known_nulls`."""
         return known_nulls(self._decoded, self._columns, self.fill_null, null_masks=self.null_masks)
 
+    @property
+    def known_failure(self) -> str | None:
+        """Why a function of `map` is known to fail with a row of its sample; None: it is not."""
+        return next((stage.failed for stage in self.stages if stage.failed is not None), None)
+
+    def skipping(self) -> Dataset:
+        """Return the same rows, of which those with which `map` fails end no others.
+
+        They are stored as errors, which are raised when they are read, and they are cached apart. The dataset itself
+        raises while it makes the row group of such a row.
+        """
+        return self._of(self.manifest, [replace(stage, skips=True) for stage in self.stages]) if self.stages else self
+
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
         groups, files = counted(len(self.row_groups), "row group"), counted(len(urls), "file")
@@ -371,7 +394,8 @@ class Dataset(MapStyle):
 
         Raises:
             ConfigError: An argument cannot work, or the function needs a version.
-            DataError: The function raised in a sample of the rows, or it returned what no column can hold.
+            DataError: The function raised for all rows of a sample, or it returned what no column can hold. If it
+                raises for some, reading these raises; `make_loader(on_error="skip")` replaces them.
             OriginError: The origin failed.
 
         Notes:
@@ -380,7 +404,8 @@ class Dataset(MapStyle):
         """
         from dataload.mapping.probe import stage_of
 
-        (own,) = self.rowstore.row_groups.caches
+        readable = self if self.known_failure is None else self.skipping()
+        (own,) = readable.rowstore.row_groups.caches
         stage = stage_of(
             function,
             own,

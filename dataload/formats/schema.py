@@ -50,7 +50,7 @@ class Field:
         name: Name of the column, dotted for a member of a struct.
         kind: "dense" for one value or array of a fixed shape per row; "mask" for the rows of another column that have
             nulls; "list" (of numbers, or of arrays of one shape), "binary" or "string" for values of varying length;
-            "nested" for all others, which become Python values.
+            "nested" for all others, which become Python values; "error" for the texts of `ERRORS`.
         dtype: Type of one number.
         shape: Shape of a dense value, or of an element of a list.
         type: Arrow type of a nested value.
@@ -72,7 +72,7 @@ class Field:
     @property
     def is_bytes(self) -> bool:
         """Whether the values are strings or bytes, which records refer to by their number in a table of spans."""
-        return self.kind in ("string", "binary")
+        return self.kind in ("string", "binary", "error")
 
     @property
     def element_bytes(self) -> int:
@@ -85,6 +85,10 @@ class Field:
         if self.is_bytes or self.kind == "nested":
             return CODE
         return SPAN if self.ragged else np.dtype((self.dtype, self.shape))
+
+
+ERRORS = pa.field("\0errors", pa.string())
+"""The column of why `map` has no row, null where it has one. Batches do not have it."""
 
 
 class Layout:
@@ -233,6 +237,8 @@ def _leaves(field: pa.Field) -> Iterable[pa.Field]:
 
 
 def _field(field: pa.Field) -> Field:
+    if field.name == ERRORS.name:
+        return Field(field.name, "error", np.uint8)
     kind = storage(field.type)
     shape, element = fixed_shape(field)
     dtype = number(element)

@@ -9,11 +9,10 @@ from itertools import islice
 from time import monotonic
 
 import numpy as np
-import torch
 
-from dataload.errors import ConfigError, RowError
+from dataload.errors import RowError
 from dataload.rows.columns import Array
-from dataload.runtime.exhaustion import is_exhaustion, with_causes
+from dataload.rows.row_errors import is_of_a_row
 
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
@@ -47,16 +46,6 @@ def naming_rows(
                 position = _first_bad(numbers, works)
         error.add_note(_note(numbers, name, position, text_of))
         raise
-
-
-def is_of_a_row(error: Exception) -> bool:
-    """Return whether other rows may work.
-
-    They do not if memory, files or a disk ran out, if an accelerator failed, or if an argument is wrong.
-    """
-    accelerator = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
-    failed = (ConfigError, torch.OutOfMemoryError, accelerator)
-    return not (is_exhaustion(error) or any(isinstance(each, failed) for each in with_causes(error)))
 
 
 def _position_in(error: Exception, numbers: Array) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from dataload.dataset import MapStyle
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.loader.background_iterator import taken
-from dataload.loader.bad_rows import is_of_a_row, naming_rows, replacements
+from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
 from dataload.loader.device_copy import HostMemory
 from dataload.loader.integrations import with_pairs
@@ -29,6 +29,7 @@ from dataload.rows.collate import Batch, Empty, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
+from dataload.rows.row_errors import is_of_a_row
 from dataload.rows.row_store import Loads
 from dataload.runtime.redact import redacted
 from dataload.telemetry.loader_stats import summed

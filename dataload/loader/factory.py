@@ -104,10 +104,10 @@ def make_loader(
         row_ids: Add the column "row_id": the number of each row in the dataset, int64 Tensor[B]. `Dataset.locate`
             returns its file and row group.
         on_error: "raise" raises an exception of `transform` or `collate_fn`, or of a value that cannot be decoded, with
-            a note that names the rows of the batch. "skip" replaces the rows that raise by other rows of their batch,
-            always the same ones, and counts them in `stats()`: `skipped_rows`, `skipped_row_ids`. It may call the
-            functions several times for such a batch, with parts of its rows and the same `rng`. Exceptions that no
-            row causes, such as `torch.OutOfMemoryError`, are raised.
+            a note that names the rows of the batch; and the error of a function of `map`. "skip" replaces the rows
+            that raise by other rows of their batch, always the same ones, and counts them in `stats()`: `skipped_rows`,
+            `skipped_row_ids`. It may call the functions several times for such a batch, with parts of its rows and the
+            same `rng`. Exceptions that no row causes, such as `torch.OutOfMemoryError`, are raised.
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.
@@ -128,8 +128,8 @@ def make_loader(
         ConfigError: An argument is invalid, the cache is too small for the shuffle window, or ranks that need equal
             batches would get different ones (pass `mesh`).
         OriginError: The source cannot be read.
-        DataError: A file or a column type is not supported, or a column is known to have nulls that batches cannot
-            hold.
+        DataError: A file or a column type is not supported, a column is known to have nulls that batches cannot hold,
+            or a function of `map` is known to fail.
 
     Example:
         ```python
@@ -153,6 +153,10 @@ def make_loader(
     for nulls in (each.known_nulls for each in dataset.datasets):
         if nulls is not None:
             raise DataError(f"{nulls}: {IN_PYTHON}")
+    if on_error == "skip":
+        dataset = dataset.skipping()
+    elif dataset.known_failure is not None:
+        raise DataError(dataset.known_failure)
     maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
     sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)

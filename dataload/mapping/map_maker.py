@@ -84,8 +84,9 @@ class MapMaker(ForkAware):
     value_sizes = None  # The sample of `map` has measured all.
 
     def __init__(self, source: RowGroupCache, stage: Stage, columns: Sequence[str] | None = None) -> None:
-        self._source, self._stage, self.blocks = source, stage, source.blocks
-        self._columns = stage.schema.names if columns is None else tuple(columns)
+        self._source, self._stage, self._chosen, self.blocks = source, stage, columns, source.blocks
+        added = stage.stored_schema.names[len(stage.schema) :]
+        self._columns = (*(stage.schema.names if columns is None else columns), *added)
         self.selection = stage.selection
         self.manifest = stage.stored()
         self.plan = MappedPlan(self.manifest, self._columns, stage, source.plan)
@@ -100,7 +101,7 @@ class MapMaker(ForkAware):
         self._processes: ProcessRunner | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MapMaker, (self._source, self._stage, self._columns)
+        return MapMaker, (self._source, self._stage, self._chosen)
 
     @property
     def need(self) -> MemoryNeed:

@@ -69,16 +69,20 @@ def stage_of(
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
     what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
-    sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(
-        lambda: _sampled(user, source, manifest, schema, blocks, chosen)
-    )
+    failed = None
+    try:
+        sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(
+            lambda: _sampled(user, source, manifest, schema, blocks, chosen)
+        )
+    except _FailedError as error:  # The row may work the next time, so it is not cached.
+        sample, failed = _Sample.of(memoryview(error.sample)), str(error)
     user.sources.forget()
     if processes is not None:
         try:  # Now, the error costs no time. The calls in the sample may have made what it names.
             pickle.dumps(user)
         except ConfigError as error:
             raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
-    return Stage(user, chosen, processes, manifest, sample.schema, sample.row_bytes, sample.made)
+    return Stage(user, chosen, processes, manifest, sample.schema, sample.row_bytes, sample.made, failed)
 
 
 class _Sample(NamedTuple):
@@ -102,6 +106,19 @@ class _Sample(NamedTuple):
         return cls(schema, found["row_bytes"], tuple(found["made"]))
 
 
+class _FailedError(Exception):
+    """The function failed with a row of the sample. The others, or at least one, tell the columns.
+
+    Args:
+        text: What failed.
+        sample: What `_sampled` returns.
+    """
+
+    def __init__(self, text: str, sample: bytes) -> None:
+        super().__init__(text)
+        self.sample = sample
+
+
 def _sampled(
     user: UserFunction,
     source: RowGroupCache,
@@ -115,19 +132,28 @@ def _sampled(
     given, kept = given_and_kept(layout.fields, columns)
     runner = Runner(user.call, given, kept)
     samples, row_bytes = [], dict[str, float]()
+    failed: DataError | None = None
+    cause: BaseException | None = None
     filled = np.flatnonzero(manifest.block_lengths).tolist()
     for number in (filled[position] for position in spread(len(filled))):
         records = _head(source, manifest, number, where(manifest.row_groups[number], blocks))
         try:
-            forms = runner.forms(records)
+            found = list(runner.forms(records))
         except ChunkError as error:
             rows = rows_text(manifest.selection, number, 0, len(records), error.row)
             place = f"{where(manifest.row_groups[number], blocks)} {rows}"
-            raise DataError(f"{place}: map {user.name}: {error.text}") from error.__cause__
-        samples.append({name: form for name, (form, _) in forms.items()})
-        sizes = {name: size for name, (_, size) in forms.items()} | runner.kept_bytes(records)
-        # The largest, because a cache of exactly the mean size would be too small by chance.
-        row_bytes |= {name: max(size, row_bytes.get(name, 0.0)) for name, size in sizes.items()}
+            problem = DataError(f"{place}: map {user.name}: {error.text}")
+            if error.row is None:
+                raise problem from error.__cause__
+            failed, cause = failed or problem, cause or error.__cause__
+            found = list(runner.forms(records, of_working=True))
+        for forms in found:
+            samples.append({name: form for name, (form, _) in forms.items()})
+            sizes = {name: size for name, (_, size) in forms.items()} | runner.kept_bytes(records)
+            # The largest, because a cache of exactly the mean size would be too small by chance.
+            row_bytes |= {name: max(size, row_bytes.get(name, 0.0)) for name, size in sizes.items()}
+    if failed is not None and not samples:
+        raise failed from cause
     if not user.is_same:
         raise ConfigError(
             f"map cannot tell one version of {user.name} from another: it changes an object that it refers to, such as "
@@ -140,7 +166,10 @@ def _sampled(
     except DataError as error:
         raise DataError(f"map {user.name}: {error}") from error
     encoded = base64.b64encode(mapped.serialize()).decode()
-    return json.dumps({"schema": encoded, "made": list(types), "row_bytes": row_bytes}).encode()
+    sample = json.dumps({"schema": encoded, "made": list(types), "row_bytes": row_bytes}).encode()
+    if failed is not None:
+        raise _FailedError(str(failed), sample)
+    return sample
 
 
 def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:

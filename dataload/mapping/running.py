@@ -10,16 +10,20 @@ from contextlib import closing
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from dataload.catalog.selection import Mask
 from dataload.errors import DataError, RowError
-from dataload.formats.schema import Field, Layout
+from dataload.formats.arrow_arrays import plain
+from dataload.formats.schema import ERRORS, Field, Layout
 from dataload.mapping.forms import Form, converted, fitted
+from dataload.mapping.identity import name_of
 from dataload.rows import row_block
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, spans_of
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of
 from dataload.rows.row_block import Blob, Records
+from dataload.rows.row_errors import UnmappedError, is_of_a_row
 from dataload.runtime.bisection import bisected
 from dataload.runtime.executor import DaemonExecutor, awaited
 
@@ -62,20 +66,24 @@ class Runner:
             fields: The columns to return.
 
         Raises:
-            ChunkError: The function raised, or it returned other columns.
+            ChunkError: The function raised, or it returned other columns. With a column of errors among `fields`, these
+                are stored if other rows may work.
         """
+        kept = {field.name for field in self._kept}
+        own = [field for field in fields if field.name not in kept and field.kind != "error"]
 
         def fit(part: Records) -> dict[str, Column]:
             returned = self._call(part)
-            kept = {field.name for field in self._kept}
-            own = [field for field in fields if field.name not in kept]
             for name in returned.keys() ^ {field.name for field in own}:
                 has = "returned" if name in returned else "did not return"
                 raise DataError(f"it {has} the column {name!r}, unlike for the rows before: return the same columns")
             return {field.name: fitted(field, returned[field.name], len(part)) for field in own}
 
         names = {field.name for field in fields}
-        columns: dict[str, Column] = self._located(fit, records)
+        if any(field.kind == "error" for field in fields):
+            columns = with_errors(self._working(fit, records), own)
+        else:
+            columns = self._located(fit, records)
         return columns | {field.name: column_of(records, field) for field in self._kept if field.name in names}
 
     def each(
@@ -94,8 +102,12 @@ class Runner:
             for _, columns in results:
                 yield columns
 
-    def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
-        """Return the form of each column that the function returns, and the mean bytes of a ragged value.
+    def forms(self, records: Records, *, of_working: bool = False) -> Iterator[dict[str, tuple[Form, float]]]:
+        """Yield the form of each column that the function returns, and the mean bytes of a ragged value.
+
+        Args:
+            records: The rows of a chunk.
+            of_working: Yield those of parts of the rows that the function works with.
 
         Raises:
             ChunkError: The function raised, or a column can hold no value of it.
@@ -110,8 +122,12 @@ class Runner:
                 raise DataError("it returned no column: return at least one")
             return {name: converted(name, value, len(part)) for name, value in returned.items()}
 
-        found = self._located(convert, records)
-        return {name: (form, bytes_of(column) / len(records)) for name, (form, column) in found.items()}
+        parts = (
+            self._working(convert, records) if of_working else [(self._located(convert, records), None, len(records))]
+        )
+        for found, _, rows in parts:
+            if found is not None:
+                yield {name: (form, bytes_of(column) / rows) for name, (form, column) in found.items()}
 
     def kept_bytes(self, records: Records) -> dict[str, float]:
         """Return the mean bytes of a value of each kept column that is ragged."""
@@ -127,6 +143,27 @@ class Runner:
             raise DataError(f"it returned a column {unnamed[0]!r}: name columns by strings")
         return dict(returned)
 
+    def _working(self, call: Callable[[Records], T], records: Records) -> Iterator[tuple[T | None, str | None, int]]:
+        """Yield what a call returns for some rows, or why it fails with a row, and the number of rows: in their order.
+
+        Raises:
+            ChunkError: It fails with whatever rows.
+        """
+        found, reason = None, None
+        try:
+            found = call(records)
+        except Exception as error:
+            if not is_of_a_row(error):
+                raise ChunkError(None, shown(error)) from error
+            text = error.without_row if isinstance(error, RowError) else shown(error)
+            reason = text if isinstance(error, UnmappedError) else f"map {name_of(self._function)}: {text}"
+        if reason is None or len(records) == 1:
+            yield found, reason, len(records)
+        else:
+            middle = len(records) // 2
+            yield from self._working(call, records[:middle])
+            yield from self._working(call, records[middle:])
+
     def _located(self, call: Callable[[Records], Any], records: Records) -> Any:
         try:
             return call(records)
@@ -136,6 +173,38 @@ class Runner:
             row, reason = _failing(call, records) or (None, error)
             text = reason.without_row if row is not None and isinstance(reason, RowError) else shown(reason)
             raise ChunkError(row, text) from reason
+
+
+def with_errors(
+    parts: Iterable[tuple[dict[str, Column] | None, str | None, int]], fields: Sequence[Field]
+) -> dict[str, Column]:
+    """Return the columns of consecutive parts, and why there are none: then the row is blank."""
+    found: list[dict[str, Column]] = []
+    texts: list[str | None] = []
+    for columns, reason, rows in parts:
+        found.append({field.name: blank(field) for field in fields} if columns is None else columns)
+        texts += [reason] * rows
+    joined = {field.name: concatenate([columns[field.name] for columns in found]) for field in fields}
+    return joined | {ERRORS.name: column_of_texts(texts)}
+
+
+def blank(field: Field) -> Column:
+    """Return a column of one row without a value."""
+    if field.kind == "nested":
+        return Nested(plain(pa.nulls(1, field.type)))
+    if not field.ragged:
+        return Dense(np.zeros((1, *field.shape), field.dtype))
+    return Ragged(np.empty((0, *field.shape), field.dtype), np.zeros(2, np.int64), np.zeros(1, np.bool_))
+
+
+def column_of_texts(texts: Sequence[str | None]) -> Column:
+    """Return a column of strings, of which many are equal."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    _, column = converted("", list(numbers), len(numbers))
+    assert isinstance(column, Ragged)
+    if 2 * len(numbers) > len(texts):
+        return converted("", texts, len(texts))[1]
+    return Coded(column.values, spans_of(column), np.array([numbers[text] for text in texts]))
 
 
 def in_flight(

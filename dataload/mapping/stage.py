@@ -16,7 +16,7 @@ import pyarrow as pa
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError
-from dataload.formats.schema import Field, Layout, needs_mask
+from dataload.formats.schema import ERRORS, Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
 from dataload.mapping.identity import find_code, identity, name_of
 from dataload.mapping.pickling import dumps
@@ -132,6 +132,8 @@ class Stage:
         schema: The mapped columns.
         row_bytes: Mean bytes of a value, by column.
         made: Names of the columns that the function returns.
+        failed: Why the function failed with a row of the sample; None: it did not.
+        skips: Whether rows with which the function fails are stored as errors. Otherwise they end the loop.
     """
 
     function: UserFunction
@@ -141,6 +143,13 @@ class Stage:
     schema: pa.Schema
     row_bytes: Mapping[str, float]
     made: tuple[str, ...]
+    failed: str | None = None
+    skips: bool = False
+
+    @property
+    def stored_schema(self) -> pa.Schema:
+        """The columns that are stored."""
+        return self.schema.append(ERRORS) if self.skips else self.schema
 
     @property
     def key(self) -> str:
@@ -167,7 +176,7 @@ class Stage:
     def stored(self) -> Manifest:
         """Return the mapped rows as a dataset: its row groups have these rows and no others."""
         counts = self.manifest.block_lengths.tolist()
-        whole = Manifest(self.schema, (), self.manifest.fingerprint)
+        whole = Manifest(self.stored_schema, (), self.manifest.fingerprint)
         groups = tuple(
             replace(
                 group,
@@ -218,6 +227,7 @@ def given_and_kept(fields: Sequence[Field], columns: Sequence[str] | None) -> tu
 
     The mask of a column goes with it.
     """
+    fields = [field for field in fields if field.kind != "error"]
     if columns is None:
         return [field.name for field in fields], []
     masks = {mask_of(field) for field in fields if field.name in columns and needs_mask(field)}

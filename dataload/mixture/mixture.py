@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +39,14 @@ MOST_WEIGHTS = 100  # that a mixture remembers; a pickled one, such as that of a
 Weights = Mapping[str, Any] | Sequence[Any] | None
 
 
+@dataclass
+class _Weights:
+    """The weights of a mixture, which its loaders share. See `Mixture`."""
+
+    current: tuple[int, ...] = ()
+    latest: tuple[tuple[int, ...], ...] = ()
+
+
 class Mixture(MapStyle):
     """Rows of several datasets. `mix` makes one, and `make_loader` takes it in place of a dataset.
 
@@ -52,11 +62,8 @@ class Mixture(MapStyle):
     Attributes:
         names: Names of the sources.
         num_rows: Number of rows of all sources.
-        weights: The weights as the smallest integers of the same proportion.
         schema: Arrow schema of the columns, that of the first source.
         order: Arguments of `MixtureSampler`.
-        earlier_weights: The latest `MOST_WEIGHTS` weights, the current ones first. States of hundreds of sources have
-            digests of weights.
 
     Raises:
         ConfigError: An argument cannot work, or the columns of the sources differ.
@@ -78,9 +85,47 @@ class Mixture(MapStyle):
         if name_column is not None:
             self.computed = {name_column: self._sources_of}
         self._check_columns(name_column)
-        self.earlier_weights: tuple[tuple[int, ...], ...] = ()
+        self._used = _Weights()
         self.set_weights(weights)
         self.rowstore = self._row_store()
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The weights as the smallest integers of the same proportion."""
+        return self._used.current
+
+    @weights.setter
+    def weights(self, weights: tuple[int, ...]) -> None:
+        self._used.current = weights
+
+    @property
+    def earlier_weights(self) -> tuple[tuple[int, ...], ...]:
+        """The latest `MOST_WEIGHTS` weights, the current ones first. States of many sources have their digests."""
+        return self._used.latest
+
+    @property
+    def known_failure(self) -> str | None:
+        """Why a function of `map` is known to fail with a row; None: it is not."""
+        return next((each.known_failure for each in self._datasets if each.known_failure is not None), None)
+
+    def skipping(self) -> Mixture:
+        """Return the same rows and weights; see `Dataset.skipping`.
+
+        Raises:
+            ConfigError: Only some of the sources are mapped.
+        """
+        mapped = [name for name, each in zip(self.names, self._datasets, strict=True) if each.stages]
+        if not mapped:
+            return self
+        if others := [name for name in self.names if name not in mapped]:
+            raise ConfigError(
+                f'on_error="skip": source {mapped[0]!r} is mapped, and {others[0]!r} is not: map all sources or none, '
+                "such as by a function that returns its batch"
+            )
+        found = copy.copy(self)  # set_weights of the mixture holds for the loader, too.
+        found._datasets = tuple(each.skipping() for each in self._datasets)  # noqa: SLF001
+        found.rowstore = found._row_store()  # noqa: SLF001
+        return found
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -136,8 +181,8 @@ class Mixture(MapStyle):
         # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
-        self.weights = order.weights
-        self.earlier_weights = tuple(dict.fromkeys((order.weights, *self.earlier_weights)))[:MOST_WEIGHTS]
+        self._used.current = order.weights
+        self._used.latest = tuple(dict.fromkeys((order.weights, *self.earlier_weights)))[:MOST_WEIGHTS]
 
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""

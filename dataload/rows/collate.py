@@ -14,9 +14,10 @@ from dataload.arguments import did_you_mean
 from dataload.errors import ConfigError, DataError
 from dataload.formats.arrow_arrays import bounds, elements, numbers, valid
 from dataload.formats.arrow_types import has_elements, has_members, is_bytes, is_text, number
-from dataload.formats.schema import Field
+from dataload.formats.schema import NULL, Field
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
+from dataload.rows.row_errors import UnmappedError
 from dataload.runtime.text import few
 
 Batch = dict[str, Any]
@@ -63,6 +64,7 @@ def to_batch(
     Raises:
         ConfigError: A group has the name of a column, or its columns are not numbers of one dtype.
         DataError: A string is not UTF-8, or a nested value with nulls cannot be a tensor. It names the column.
+        UnmappedError: A function of `map` failed with a row.
 
     Notes:
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
@@ -82,7 +84,10 @@ def columns_of(
 ) -> Batch:
     """Return what `to_batch` returns, but with Arrow arrays, which `cut` and, for strings, `with_strings` convert."""
     groups = group or {}
-    fields = {field.name: field for field in records.layout.fields if columns is None or field.name in columns}
+    for field in (field for field in records.layout.ragged if field.kind == "error"):
+        check_mapped(records, field)
+    own = (field for field in records.layout.fields if field.kind != "error")
+    fields = {field.name: field for field in own if columns is None or field.name in columns}
     if clash := groups.keys() & fields.keys():
         raise ConfigError(f"group {min(clash)!r} has the name of a column: choose another name")
     grouped = {name for names in groups.values() for name in names}
@@ -90,6 +95,16 @@ def columns_of(
     for name, members in groups.items():
         batch[name] = _stack(records, _numbers_of_one_dtype(name, members, fields), empty)
     return batch
+
+
+def check_mapped(records: Records, errors: Field) -> None:
+    """Raise UnmappedError if a function of `map` failed with one of the rows. errors: the column that says so."""
+    failed = np.flatnonzero(records.spans(errors)[:, 1] != NULL)
+    if len(failed):
+        first = int(failed[0])
+        [text] = records[first : first + 1].views(errors)
+        assert text is not None
+        raise UnmappedError(str(text, "utf-8"))
 
 
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
