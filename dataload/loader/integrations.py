@@ -1,7 +1,8 @@
 """Integration with Lightning, accelerate and timm: they run the loader and do not shard it again.
 
 Lightning does not replace a `sampler` that is a DistributedSampler. For prediction it rebuilds the loader from its
-keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs from 0 in each process (`TrainerEpochs`).
+keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs from 0 in each process, and a
+CombinedLoader has several epochs of a short loader in one of the Trainer (`TrainerEpochs`).
 
 accelerate shards each DataLoader that it has not prepared itself (`PreparedForAccelerate`). Its wrapper of a DataLoader
 reports the start and end of an epoch; here the loader does (`accelerate_iteration`). Its scheduler takes one step for
@@ -16,7 +17,7 @@ No library is imported unless the program has imported it. Nothing here has a st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -71,7 +72,9 @@ def trainer_device() -> torch.device | None:
 
 
 class TrainerEpochs(RankSampler):
-    """A sampler for training loops that count epochs or batches again after a restart."""
+    """A sampler for training loops that count epochs or batches again after a restart, or have epochs of their own."""
+
+    _trainer_epoch: int | None = None  # of Lightning's Trainer
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rank's rows of the whole epoch, also after a restored position, at which the loader itself begins.
@@ -81,12 +84,18 @@ class TrainerEpochs(RankSampler):
         return self._iterator(lambda: (self.epoch, 0))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, as in `RankSampler`, except for Fabric after a restart.
+        """Set the epoch, as in `RankSampler`, except for Lightning after a restart.
 
-        Fabric passes the number of loops that this process has begun. A number below the restored epoch means the next
-        loop: that of this epoch, or of the next one if this one has begun.
+        The Trainer passes its own epoch, in which a CombinedLoader may have begun several of a short loader. If the
+        state was taken in that epoch, the position stays. Fabric passes the number of loops that this process has
+        begun. A number below the restored epoch means the next loop: that of this epoch, or of the next one if this one
+        has begun.
         """
-        if not (self.restored and epoch < self.epoch and _fabric_runs()):
+        if _lightning_trainer_calls():
+            if not (self.restored and epoch == self._trainer_epoch):
+                self.seek(epoch, self.cursor if self._trainer_epoch is None and epoch == self.epoch else 0)
+            self._trainer_epoch = epoch
+        elif not (self.restored and epoch < self.epoch and _fabric_runs()):
             self.begin(epoch)
         elif self.handed_out_in_epoch is not None:
             self.end_epoch()
@@ -94,6 +103,18 @@ class TrainerEpochs(RankSampler):
     def begin(self, epoch: int) -> None:
         """Set the epoch, as the loader and not Fabric numbers it."""
         super().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, and the epoch of Lightning's Trainer if the sampler's is another."""
+        state = super().state_dict()
+        if self._trainer_epoch not in (None, state["epoch"]):
+            state["trainer_epoch"] = self._trainer_epoch
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, as in `RankSampler`."""
+        super().load_state_dict(state)
+        self._trainer_epoch = state.get("trainer_epoch")
 
 
 def with_pairs(collate_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -112,6 +133,13 @@ def _collate_pairs(collate_fn: Callable[..., Any], rows: list[dict[str, Any]]) -
 def _accelerate_runs() -> bool:
     state = sys.modules.get("accelerate.state")
     return state is not None and state.is_initialized()
+
+
+def _lightning_trainer_calls() -> bool:
+    """Return whether a loop of Lightning's Trainer sets the epoch, through a helper of Fabric's."""
+    loop = sys._getframe(2).f_back  # noqa: SLF001 (this function, set_epoch, the helper, the loop)
+    name = "" if loop is None else str(loop.f_globals.get("__name__"))
+    return name.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def _fabric_runs() -> bool:

@@ -201,6 +201,16 @@ def test_lightning_has_each_row_of_a_mixture_once_and_resumes(lightning: Seen) -
         assert rank["mixed resumed"] == {"1": rank["mixed"]["1"][4 * 16 :], "2": rank["mixed"]["2"]}
 
 
+@pytest.mark.parametrize(("where", "batches"), [("cycled", 6), ("cycled border", 4)])
+def test_a_combined_loader_resumes_in_a_cycle_of_its_short_loader(lightning: Seen, where: str, batches: int) -> None:
+    """At the border, the short loader has just ended, and its next epoch has not begun."""
+    for rank in lightning:
+        whole = rank[where]
+        assert len(whole["1"]) == 151 + 2 * 50 + 2 * 16  # two epochs of the short one, and two batches of a third
+        left = whole["1"][batches * 32 - (14 if batches > 3 else 0) :]
+        assert rank[f"{where} resumed"] == {"1": left, "2": whole["2"]}
+
+
 @pytest.mark.parametrize("made", ["overfitted hook", "overfitted"])
 def test_lightning_overfits_the_first_batches_of_the_files(lightning: Seen, made: str) -> None:
     for number, rank in enumerate(lightning):

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
 
 from dataload import make_dataset, make_loader, mix
 
@@ -101,6 +102,26 @@ trainer(num_sanity_val_steps=0).fit(mixed)
 resumed = Model(data=mix(mixture.datasets))
 trainer(num_sanity_val_steps=0).fit(resumed, ckpt_path=out / "checkpoint")
 seen["mixed"], seen["mixed resumed"] = mixed.trained, resumed.trained
+
+
+# In each epoch of the trainer, a CombinedLoader begins several of the short loader, and leaves the last one early.
+class Combined(Model):
+    """A model that trains on pairs of batches of a long and a short loader."""
+
+    mode = "max_size_cycle"
+
+    def train_dataloader(self):
+        return CombinedLoader([make_loader(dataset, 16), make_loader(mixture.datasets[0], 16)], self.mode)
+
+    def training_step(self, batches, number):
+        return sum(super(Combined, self).training_step(batch, number) for batch in batches)
+
+
+for name, save_at in (("cycled", (1, 5)), ("cycled border", (1, 3))):
+    cycled, resumed = Combined(save_at), Combined()
+    trainer(num_sanity_val_steps=0).fit(cycled)
+    trainer(num_sanity_val_steps=0).fit(resumed, ckpt_path=out / "checkpoint")
+    seen[name], seen[f"{name} resumed"] = cycled.trained, resumed.trained
 
 # Two batches of each epoch, of a loader that a hook returns, and of one that is passed to the trainer.
 for name, given in (("overfitted hook", None), ("overfitted", make_loader(dataset, 16))):
