@@ -85,6 +85,7 @@ def in_region(region: str) -> dict[str, Any]:
     return {"fault": refuse, "region": region}
 
 
+WEST = {"AWS_DEFAULT_REGION": "us-west-1"}
 PROXY = "http://user:s3cret@{store}"
 BEHIND = {"endpoint_url": "http://store.invalid"}  # which the proxy alone knows
 
@@ -93,8 +94,8 @@ CASES = {
     # Regions
     "the region of the client": Case(in_region("eu-west-3"), options={"client_kwargs": {"region_name": "eu-west-3"}}),
     "the region of a variable": Case(in_region("eu-west-3"), variables={"AWS_DEFAULT_REGION": "eu-west-3"}),
-    "the region of a variable that botocore ignores": Case(in_region("eu-west-3"), variables={"AWS_REGION": "eu-west-3"}),
-    "another region": Case(in_region("eu-west-3"), "region of the bucket", variables={"AWS_DEFAULT_REGION": "us-west-1"}),
+    "the region of a variable of other SDKs": Case(in_region("eu-west-3"), variables={"AWS_REGION": "eu-west-3"}),
+    "another region": Case(in_region("eu-west-3"), "region of the bucket", variables=WEST),
     "a region of no form": Case(options={"client_kwargs": {"region_name": "a b"}}, error="region"),
     # Proxies
     "a proxy": Case(options=BEHIND, variables={"http_proxy": PROXY}),

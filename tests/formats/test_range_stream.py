@@ -227,6 +227,7 @@ def test_bytes_that_nobody_fetched_are_zeros(size: int) -> None:
         found = beginning.source.read()
     assert found == bytes(100) + b"\x01" * 100 + bytes(size - 210) + b"\x01" * 10
 
+
 ENDING = """
 import atexit, sys
 import subprocess
