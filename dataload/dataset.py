@@ -64,7 +64,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         return self.num_rows
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Return one row as a dict, with values as in a batch. A negative number counts from the end.
+        """Return one row as a dict. A negative number counts from the end.
 
         Raises:
             IndexError: The dataset has no such row.
@@ -79,7 +79,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             raise TypeError(f"a dataset takes a row number, not {type(row).__name__}: {several}") from None
         if not -len(self) <= number < len(self):
             raise IndexError(f"row {number} of a dataset of {len(self)} rows")
-        return self.__getitems__([range(len(self))[number]]).single()
+        return self.__getitems__([range(len(self))[number]])[0]
 
     def __getitems__(self, rows: Any) -> NumberedRows:
         """Return a batch of rows: a list of row dicts, whose `.columns` is the batch by column.
@@ -376,9 +376,9 @@ class Dataset(MapStyle):
         """Return the dataset of the rows that a deterministic function makes. Each host runs it once for each row.
 
         The function gets a dict of columns, as batches of a loader are: tensors [n, …], list[str], list[memoryview],
-        list[Tensor]. It returns a dict of columns of n rows: arrays or tensors [n, …], or lists of n numbers, strings,
-        bytes, or lists of numbers. It runs on chunks of a row group, ahead of the loop. The results are cached like
-        decoded rows, and later epochs read them. Each row must depend on its own row only.
+        list[Tensor], Python values. It returns a dict of columns of n rows: arrays or tensors [n, …], or lists of n
+        values of any type that a column of a file may have. It runs on chunks of a row group, ahead of the loop. The
+        results are cached like decoded rows, and later epochs read them. Each row must depend on its own row only.
 
         Args:
             function: The function.
@@ -415,6 +415,8 @@ class Dataset(MapStyle):
             columns=columns,
             version=version,
             processes=processes,
+            fill_null=self.fill_null,
+            null_masks=self.null_masks,
         )
         return self._of(self.manifest, [*self.stages, stage])
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.arrow_types import canonical, children, is_bytes, is_text, storage
+from dataload.formats.arrow_types import canonical, children, is_bytes, is_text, storage, varying_shape
 from dataload.formats.null_types import filled, has_null_type
 from dataload.formats.schema import fields_of, structs_of
 from dataload.runtime.text import counted
@@ -46,7 +46,7 @@ def common_schema(
         columns, found = _with_members(columns, found), _with_members(found, columns)
         for name, (_, there) in found.items():
             source, here = columns.setdefault(name, (obj, there))
-            if _is_like(filled(here, there), filled(there, here)):
+            if is_like(filled(here, there), filled(there, here)):
                 if has_null_type(here.type):
                     columns[name] = obj, filled(here, there)
             elif (common := promoted(here, there)) is None:
@@ -76,7 +76,7 @@ def promoted(here: pa.Field, there: pa.Field) -> pa.Field | None:
         kind = pa.unify_schemas(schemas, promote_options="permissive").types[0]
     except pa.ArrowException:
         return None
-    common = pa.field(here.name, kind)
+    common = pa.field(here.name, kind, metadata=here.metadata if varying_shape(here) else None)
     # Arrays of different shapes become lists. Their sizes are not estimated as those of lists.
     return common if is_ragged(here) == is_ragged(there) == is_ragged(common) else None
 
@@ -131,7 +131,7 @@ def _with_members(columns: Mapping[str, _Column], others: Mapping[str, _Column])
     return whole
 
 
-def _is_like(here: pa.Field, there: pa.Field) -> bool:
+def is_like(here: pa.Field, there: pa.Field) -> bool:
     """Return whether the values of two columns of one name are the same in batches and in filters."""
     if here.type == there.type:
         return True

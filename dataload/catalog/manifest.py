@@ -38,7 +38,7 @@ from dataload.formats.text import TextErrors
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 12
+VERSION = 13
 UNKNOWN = -1  # nulls
 MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
 

@@ -161,4 +161,6 @@ def _form(field: Field) -> str:
     if field.kind == "list":
         shape = f"[{', '.join(['n', *map(str, field.shape)])}]" if field.shape else ""
         return f"list[Tensor{shape}] of {field.dtype}"
+    if field.shape:  # of a nested column
+        return f"list[Tensor] of {field.dtype}, each of {len(field.shape)} dimensions"
     return RAGGED.get(field.kind, "list of Python values")

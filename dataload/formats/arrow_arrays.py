@@ -247,6 +247,26 @@ def as_comparable(column: Any, kind: pa.DataType) -> Any:
     return pa.StructArray.from_arrays(members, fields=list(kind), mask=struct.is_null())
 
 
+def parts_of_tensors(tensors: pa.StructArray) -> tuple[Array, pa.Array, Array]:
+    """Return the parts of tensors of `arrow.variable_shape_tensor`.
+
+    Returns:
+        The number of values of each, int64 [n]; the values of all, one after the other; and the shapes, int32 [n,
+        dimensions], which are 0 for a null, and -1 where a dimension is null.
+    """
+    members = dict(zip([field.name for field in tensors.type], tensors.flatten(), strict=True))
+    lengths, values = elements(members["data"])
+    column = members["shape"]
+    size, count = column.type.list_size, len(column)
+    inner = column.values.slice(column.offset * size, count * size)
+    shapes = stored(inner).reshape(count, size).copy()
+    if inner.null_count:
+        shapes[~valid(inner).reshape(count, size)] = -1
+    if column.null_count:
+        shapes[~valid(column)] = 0
+    return lengths, unwrapped(values), shapes
+
+
 def elements(array: pa.Array) -> tuple[Array, pa.Array]:
     """Return the lengths of lists or maps, int64 [n], and their elements one after the other. A null has length 0."""
     if pa.types.is_map(array.type):

@@ -14,6 +14,7 @@ NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)
 """What pyarrow raises if a type cannot hold a value."""
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
 UNKNOWN_INTERVALS = (21, 22)  # of months, and of days and milliseconds, in Arrow's Type; pyarrow 18 has no names
+VARYING_NAME = b"arrow.variable_shape_tensor"
 _TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
 
 
@@ -174,16 +175,49 @@ def list_elements(kind: pa.DataType) -> tuple[tuple[int, ...], pa.DataType] | No
     return None if number(element) is None else (shape, element)
 
 
+def varying_shape(field: pa.Field) -> tuple[int, pa.DataType] | None:
+    """Return the dimensions of tensors whose shapes vary, and the type of a number in them; None for other columns.
+
+    A column has them if `tensors_of_varying_shape` made it, or as `arrow.variable_shape_tensor`. For those with a
+    permutation, the answer is None: data and shape are columns then.
+    """
+    kind = storage(field.type)
+    if not pa.types.is_struct(kind) or VARYING_NAME not in (_extension(field)[0], *(field.metadata or {})):
+        return None
+    members = {member.name: storage(member.type) for member in kind}
+    if members.keys() != {"data", "shape"} or not is_list(members["data"]):
+        return None
+    shape, element = members["shape"], storage(members["data"].value_type)
+    is_permuted = "permutation" in (_extension(field)[1] or str(field.type))
+    is_shape = pa.types.is_fixed_size_list(shape) and shape.value_type == pa.int32() and shape.list_size > 0
+    return None if is_permuted or not is_shape or number(element) is None else (shape.list_size, element)
+
+
+def tensors_of_varying_shape(name: str, kind: pa.DataType, dimensions: int) -> pa.Field:
+    """Return a column of tensors in numbers of a type whose shapes vary, in the storage of arrow.variable_shape_tensor.
+
+    Metadata of its own mark it: pyarrow has no class for that type, so processes could not send it to each other.
+    """
+    members = pa.struct([("data", pa.list_(kind)), ("shape", pa.list_(pa.int32(), dimensions))])
+    return pa.field(name, members, metadata={VARYING_NAME: ""})
+
+
+def _extension(field: pa.Field) -> tuple[bytes, str]:
+    """Return the name of an extension type, registered or not, and its metadata if they are known; else empty ones."""
+    kind, metadata = field.type, field.metadata or {}
+    if isinstance(kind, pa.BaseExtensionType):
+        serialized = kind.__arrow_ext_serialize__() if isinstance(kind, pa.ExtensionType) else b""
+        return kind.extension_name.encode(), serialized.decode()
+    return metadata.get(b"ARROW:extension:name", b""), metadata.get(b"ARROW:extension:metadata", b"").decode()
+
+
 def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
     """Return the shape of an Array2D to Array5D feature of Hugging Face datasets; () for others and for varying ones.
 
     With `datasets` imported, the type is an extension. Otherwise the metadata of the field describe it.
     """
-    kind, metadata = field.type, field.metadata or {}
-    name, content = metadata.get(b"ARROW:extension:name", b"").decode(), metadata.get(b"ARROW:extension:metadata", b"")
-    if isinstance(kind, pa.ExtensionType):
-        name, content = kind.extension_name, kind.__arrow_ext_serialize__()
-    if not _TENSOR_OF_DATASETS.fullmatch(name):
+    name, content = _extension(field)
+    if not _TENSOR_OF_DATASETS.fullmatch(name.decode()):
         return ()
     shape, _ = json.loads(content)
     return () if None in shape else tuple(shape)

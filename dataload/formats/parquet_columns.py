@@ -21,6 +21,7 @@ from dataload.formats.arrow_types import (
     list_elements,
     number,
     storage,
+    varying_shape,
 )
 from dataload.formats.int96 import is_ns
 from dataload.formats.schema import ambiguous, flat_fields, flatten
@@ -157,7 +158,7 @@ def _check_names(field: pa.Field) -> None:
 
 def _extensions(field: pa.Field) -> Iterator[pa.Field]:
     """Yield the columns and members of structs whose type is an extension with members, by their dotted names."""
-    if not has_members(field.type):
+    if not has_members(field.type) or varying_shape(field) is not None:
         return
     if isinstance(field.type, pa.BaseExtensionType):
         yield field

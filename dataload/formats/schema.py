@@ -25,8 +25,10 @@ from dataload.formats.arrow_types import (
     number,
     portable,
     storage,
+    tensors_of_varying_shape,
     unit,
     unsupported,
+    varying_shape,
 )
 from dataload.runtime.cached_property import cached_property
 
@@ -52,7 +54,8 @@ class Field:
             nulls; "list" (of numbers, or of arrays of one shape), "binary" or "string" for values of varying length;
             "nested" for all others, which become Python values; "error" for the texts of `ERRORS`.
         dtype: Type of one number.
-        shape: Shape of a dense value, or of an element of a list.
+        shape: Shape of a dense value, or of an element of a list. Of a nested value, (-1, …) if they are tensors with
+            as many dimensions, whose shapes differ.
         type: Arrow type of a nested value.
         unit: Arrow type of a time, whose numbers depend on its unit; "" for other values.
     """
@@ -155,17 +158,21 @@ def ambiguous(schema: pa.Schema) -> dict[str, str]:
 
 def flatten_table(table: pa.Table) -> pa.Table:
     """Return the table with the members of structs as dotted columns, see `flatten`."""
-    while any(map(has_members, table.schema.types)):
-        columns: list[tuple[str, pa.ChunkedArray]] = []
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            if has_members(column.type):
+    while any(map(_has_columns, table.schema)):
+        columns: list[tuple[pa.Field, pa.ChunkedArray]] = []
+        for field, column in zip(table.schema, table.columns, strict=True):
+            if _has_columns(field):
                 chunks = unwrapped(column).chunks
-                for number, field in enumerate(chunks[0].type):
-                    members = [member(chunk, number) for chunk in chunks]
-                    columns.append((f"{name}.{field.name}", pa.chunked_array(members)))
+                for number, inner in enumerate(chunks[0].type):
+                    values = pa.chunked_array([member(chunk, number) for chunk in chunks])
+                    columns.append((inner.with_name(f"{field.name}.{inner.name}").with_type(values.type), values))
             else:
-                columns.append((name, column))
-        table = pa.table([column for _, column in columns], [name for name, _ in columns])
+                columns.append((field, column))
+        schema = pa.schema([field.with_nullable(True) for field, _ in columns])
+        table = pa.Table.from_arrays([column for _, column in columns], schema=schema)
+    for number, field in enumerate(table.schema):
+        if isinstance(field.type, pa.BaseExtensionType) and varying_shape(field) is not None:
+            table = table.set_column(number, field.name, unwrapped(table.column(number)))
     return table
 
 
@@ -229,8 +236,16 @@ def needs_mask(field: Field) -> bool:
     return field.kind in ("dense", "list") and np.dtype(field.dtype).kind != "f"
 
 
+def _has_columns(field: pa.Field) -> bool:
+    """Return whether the members of a struct are columns."""
+    return has_members(field.type) and varying_shape(field) is None
+
+
 def _leaves(field: pa.Field) -> Iterable[pa.Field]:
-    if not has_members(field.type):
+    if (tensors := varying_shape(field)) is not None:
+        dimensions, element = tensors
+        return [tensors_of_varying_shape(field.name, element, dimensions)]
+    if not _has_columns(field):
         return [field]
     members = storage(field.type)
     return [leaf.with_name(f"{field.name}.{leaf.name}") for member in members for leaf in _leaves(member)]
@@ -240,6 +255,9 @@ def _field(field: pa.Field) -> Field:
     if field.name == ERRORS.name:
         return Field(field.name, "error", np.uint8)
     kind = storage(field.type)
+    if (tensors := varying_shape(field)) is not None:
+        dimensions, element = tensors
+        return Field(field.name, "nested", _checked(field, number(element), ()), (-1,) * dimensions, portable(kind))
     shape, element = fixed_shape(field)
     dtype = number(element)
     is_uuid = isinstance(field.type, pa.BaseExtensionType) and field.type.extension_name == "arrow.uuid"

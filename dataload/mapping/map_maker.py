@@ -272,14 +272,14 @@ class MapMaker(ForkAware):
 
     def _each(self, chunks: Iterator[Records], ahead: int) -> Generator[Columns, None, None]:
         """Yield the mapped rows of each chunk, in order. ahead: calls that are under way, besides the one awaited."""
-        stage, given, fields = self._stage, self._source.plan.layout, self.plan.layout.fields
+        stage, given = self._stage, self._source.plan.layout
         if stage.processes is None:
-            return stage.runner(given.fields).each(chunks, fields, self._threads(), ahead)
+            return stage.runner(given.fields).each(chunks, stage.makes, self._threads(), ahead)
         with self._starting:
             if self._processes is None:
                 from dataload.mapping.processes import ProcessRunner
 
-                self._processes = ProcessRunner(stage.function, stage.columns, given, fields, stage.processes)
+                self._processes = ProcessRunner(stage, given, self.plan.layout)
             return self._processes.each(chunks, ahead)
 
     def _threads(self) -> DaemonExecutor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -15,11 +15,11 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import fields_of
-from dataload.mapping.forms import joined_forms
+from dataload.formats.schema import ambiguous, fields_of, flatten, mask_name, needs_mask
+from dataload.mapping.forms import Form, Made, Returned, joined
 from dataload.mapping.map_maker import head_of
 from dataload.mapping.places import mapped_of, rows_text, where
-from dataload.mapping.running import ChunkError, Function, Runner, mapped_blobs, records_of
+from dataload.mapping.running import ChunkError, Function, Runner, bytes_of, mapped_blobs, records_of
 from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.size_sampling import spread
@@ -27,7 +27,7 @@ from dataload.rows.size_sampling import spread
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
 
-VERSION = 2
+VERSION = 3
 SAMPLE_ROWS = 32  # of each sampled row group
 
 
@@ -41,6 +41,8 @@ def stage_of(
     columns: Sequence[str] | None,
     version: Any,
     processes: int | None,
+    fill_null: Any = None,
+    null_masks: bool = False,
 ) -> Stage:
     """Return the map of a dataset. A sample of its rows tells the columns.
 
@@ -53,6 +55,8 @@ def stage_of(
         columns: As for `Dataset.map`.
         version: As for `Dataset.map`.
         processes: As for `Dataset.map`.
+        fill_null: As for `make_dataset`, for the columns that the function makes.
+        null_masks: As for `make_dataset`, for these columns.
 
     Raises:
         ConfigError: An argument cannot work, or the dataset has no row.
@@ -68,11 +72,11 @@ def stage_of(
         raise ConfigError("map needs at least one row, and the dataset has none")
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
-    what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}"
+    what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}{' masks' * null_masks}"
     failed = None
     try:
         sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(
-            lambda: _sampled(user, source, manifest, schema, blocks, chosen)
+            lambda: _sampled(user, source, manifest, schema, blocks, chosen, fill_null, null_masks=null_masks)
         )
     except _FailedError as error:  # The row may work the next time, so it is not cached.
         sample, failed = _Sample.of(memoryview(error.sample)), str(error)
@@ -82,7 +86,7 @@ def stage_of(
             pickle.dumps(user)
         except ConfigError as error:
             raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
-    return Stage(user, chosen, processes, manifest, sample.schema, sample.row_bytes, sample.made, failed)
+    return Stage(user, chosen, processes, manifest, *sample, fill_null, failed)
 
 
 class _Sample(NamedTuple):
@@ -92,18 +96,20 @@ class _Sample(NamedTuple):
         schema: The schema of the mapped rows.
         row_bytes: The mean bytes of a value, by column.
         made: The columns that the function made.
+        masks: The columns that mark their nulls.
     """
 
     schema: pa.Schema
     row_bytes: dict[str, float]
     made: tuple[str, ...]
+    masks: tuple[str, ...]
 
     @classmethod
     def of(cls, data: memoryview) -> Self:
         """Return the sample that `_sampled` returned as JSON."""
         found = json.loads(bytes(data))
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
-        return cls(schema, found["row_bytes"], tuple(found["made"]))
+        return cls(schema, found["row_bytes"], tuple(found["made"]), tuple(found["masks"]))
 
 
 class _FailedError(Exception):
@@ -126,11 +132,14 @@ def _sampled(
     schema: pa.Schema,
     blocks: Blocks,
     columns: Sequence[str] | None,
+    fill_null: Any,
+    *,
+    null_masks: bool,
 ) -> bytes:
     """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
     layout = source.plan.layout
     given, kept = given_and_kept(layout.fields, columns)
-    runner = Runner(user.call, given, kept)
+    runner = Runner(user.call, given, kept, schema)
     samples, row_bytes = [], dict[str, float]()
     failed: DataError | None = None
     cause: BaseException | None = None
@@ -138,7 +147,7 @@ def _sampled(
     for number in (filled[position] for position in spread(len(filled))):
         records = _head(source, manifest, number, where(manifest.row_groups[number], blocks))
         try:
-            found = list(runner.forms(records))
+            found = list(runner.sample(records))
         except ChunkError as error:
             rows = rows_text(manifest.selection, number, 0, len(records), error.row)
             place = f"{where(manifest.row_groups[number], blocks)} {rows}"
@@ -146,12 +155,9 @@ def _sampled(
             if error.row is None:
                 raise problem from error.__cause__
             failed, cause = failed or problem, cause or error.__cause__
-            found = list(runner.forms(records, of_working=True))
-        for forms in found:
-            samples.append({name: form for name, (form, _) in forms.items()})
-            sizes = {name: size for name, (_, size) in forms.items()} | runner.kept_bytes(records)
-            # The largest, because a cache of exactly the mean size would be too small by chance.
-            row_bytes |= {name: max(size, row_bytes.get(name, 0.0)) for name, size in sizes.items()}
+            found = list(runner.sample(records, of_working=True))
+        samples += found
+        _add_largest(row_bytes, runner.kept_bytes(records))
     if failed is not None and not samples:
         raise failed from cause
     if not user.is_same:
@@ -160,16 +166,43 @@ def _sampled(
             "a global. Pass version=, and change it whenever the function's results change"
         )
     try:
-        types = {name: form.type for name, form in joined_forms(samples).items()}
-        mapped = schema_of(schema, layout, kept, types)
-        fields_of(mapped)  # raises for a type that batches cannot hold
+        made = _made_of([sample for sample, _ in samples], schema, fill_null, null_masks=null_masks)
+        for sample, count in samples:
+            _add_largest(row_bytes, {name: bytes_of(each) / count for name, each in made.fitted(sample).items()})
     except DataError as error:
         raise DataError(f"map {user.name}: {error}") from error
+    masks = pa.schema([pa.field(mask, pa.bool_()) for mask in made.masks])
+    mapped = schema_of(schema, layout, kept, pa.schema([*made.schema, *masks]))
     encoded = base64.b64encode(mapped.serialize()).decode()
-    sample = json.dumps({"schema": encoded, "made": list(types), "row_bytes": row_bytes}).encode()
+    told = {"schema": encoded, "made": made.schema.names, "masks": made.masks, "row_bytes": row_bytes}
     if failed is not None:
-        raise _FailedError(str(failed), sample)
-    return sample
+        raise _FailedError(str(failed), json.dumps(told).encode())
+    return json.dumps(told).encode()
+
+
+def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_null: Any, *, null_masks: bool) -> Made:
+    """Return the columns that hold the values of all samples.
+
+    Raises:
+        DataError: The samples differ in their columns or their types, or batches cannot hold a type.
+    """
+    for sample in samples:
+        for name in sample.keys() ^ samples[0].keys():
+            raise DataError(f"it returned the column {name!r} for some rows only: return the same columns")
+    fields = [joined(name, (Form.of(sample[name]) for sample in samples), source) for name in samples[0]]
+    schema = pa.schema(fields)
+    for text in ambiguous(schema).values():
+        raise DataError(f"it returned columns of which {text}: return one")
+    schema = flatten(schema)
+    own = fields_of(schema)
+    known = {mask_name(field) for field in own}  # The function may return the masks that it got.
+    masks = [mask_name(field) for field in own if null_masks and needs_mask(field) and field.name not in known]
+    return Made(schema, tuple(name for name in masks if name not in schema.names), fill_null)
+
+
+def _add_largest(means: dict[str, float], found: Mapping[str, float]) -> None:
+    """Add mean sizes: the largest, because a cache of exactly the mean size would be too small by chance."""
+    means |= {name: max(size, means.get(name, 0.0)) for name, size in found.items()}
 
 
 def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:

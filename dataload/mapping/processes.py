@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import closing
 
-from dataload.formats.schema import Field, Layout
+from dataload.formats.schema import Layout
 from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of, shown
-from dataload.mapping.stage import UserFunction, given_and_kept
+from dataload.mapping.stage import Stage, given_and_kept
 from dataload.rows.columns import Column
 from dataload.rows.row_block import Blob, Records
 from dataload.runtime.child_process import ChildProcesses, ProcessDied, serve
@@ -23,19 +23,16 @@ class ProcessRunner:
     """Calls the function in processes. Rows come and go as blobs of records, so only the function is pickled.
 
     Args:
-        function: The function.
-        columns: Names of the columns that it gets; None: all.
+        stage: The map.
         given: The columns of a chunk.
-        fields: The mapped columns.
-        count: Number of processes.
+        layout: The mapped columns.
     """
 
-    def __init__(
-        self, function: UserFunction, columns: Sequence[str] | None, given: Layout, fields: Sequence[Field], count: int
-    ) -> None:
-        self._given, self._layout = given, Layout(fields)
-        hello = pickle.dumps((function, columns, given.fields, tuple(fields)))
-        self.processes = ChildProcesses(count, f"{__name__}:run", hello)
+    def __init__(self, stage: Stage, given: Layout, layout: Layout) -> None:
+        assert stage.processes is not None
+        self._given, self._layout = given, layout
+        hello = pickle.dumps((stage.function, stage.columns, stage.schema, stage.makes, given.fields, layout.fields))
+        self.processes = ChildProcesses(stage.processes, f"{__name__}:run", hello)
 
     def each(self, chunks: Iterable[Records], ahead: int) -> Generator[dict[str, Column], None, None]:
         """Yield the mapped rows of each chunk, in order. `ahead` chunks, and another one, are under way.
@@ -69,18 +66,19 @@ def run(descriptor: int) -> None:
 
 def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
     try:
-        function, columns, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
+        function, columns, schema, made, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 (the modules of the function may raise anything, also SystemExit)
         failure = _failed(ChunkError(None, f"a process cannot load the function: {type(error).__name__}: {error}"))
         return lambda _: failure
-    runner, layout, mapped = Runner(function.call, *given_and_kept(given, columns)), Layout(given), Layout(fields)
+    runner = Runner(function.call, *given_and_kept(given, columns), schema)
+    layout, mapped = Layout(given), Layout(fields)
 
     def answer(request: bytes) -> bytes | bytearray:
         rows = int.from_bytes(request[:_ROWS_BYTES])
         try:
-            found = runner.columns(records_of(memoryview(request)[_ROWS_BYTES:], rows, layout), fields)
+            found = runner.columns(records_of(memoryview(request)[_ROWS_BYTES:], rows, layout), made)
             return _DONE + blob_of(found, rows, mapped, "a chunk")
         except ChunkError as error:
             return _failed(error)

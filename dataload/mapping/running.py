@@ -16,10 +16,11 @@ import torch
 from dataload.catalog.selection import Mask
 from dataload.errors import DataError, RowError
 from dataload.formats.arrow_arrays import plain
-from dataload.formats.schema import ERRORS, Field, Layout
-from dataload.mapping.forms import Form, converted, fitted
+from dataload.formats.schema import ERRORS, Field, Layout, fields_of
+from dataload.mapping.forms import Made, Returned, returned
 from dataload.mapping.identity import name_of
 from dataload.rows import row_block
+from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of
 from dataload.rows.row_block import Blob, Records
@@ -51,97 +52,96 @@ class Runner:
         function: The function.
         given: Names of the columns that it gets, with their masks of nulls.
         kept: The columns that stay as they are.
+        known: Columns by name, one of which a returned column of that name may equal.
     """
 
-    def __init__(self, function: Function, given: Sequence[str], kept: Sequence[Field]) -> None:
+    def __init__(self, function: Function, given: Sequence[str], kept: Sequence[Field], known: pa.Schema) -> None:
         self._function = function
         self._given = dict.fromkeys(given)
         self._kept = kept
+        self._known = {field.name: field for field in known}
 
-    def columns(self, records: Records, fields: Sequence[Field]) -> dict[str, Column]:
+    def columns(self, records: Records, made: Made) -> dict[str, Column]:
         """Return the mapped rows.
 
         Args:
             records: The rows of a chunk.
-            fields: The columns to return.
+            made: The columns that the function makes.
 
         Raises:
-            ChunkError: The function raised, or it returned other columns. With a column of errors among `fields`, these
-                are stored if other rows may work.
+            ChunkError: The function raised, or it returned other columns. If it skips rows, errors are stored if other
+                rows may work.
         """
-        kept = {field.name for field in self._kept}
-        own = [field for field in fields if field.name not in kept and field.kind != "error"]
 
         def fit(part: Records) -> dict[str, Column]:
-            returned = self._call(part)
-            for name in returned.keys() ^ {field.name for field in own}:
-                has = "returned" if name in returned else "did not return"
-                raise DataError(f"it {has} the column {name!r}, unlike for the rows before: return the same columns")
-            return {field.name: fitted(field, returned[field.name], len(part)) for field in own}
+            return made.fitted(self._call(part))
 
-        names = {field.name for field in fields}
-        if any(field.kind == "error" for field in fields):
-            columns = with_errors(self._working(fit, records), own)
-        else:
-            columns = self._located(fit, records)
-        return columns | {field.name: column_of(records, field) for field in self._kept if field.name in names}
+        found = with_errors(self._working(fit, records), made.columns) if made.skips else self._located(fit, records)
+        return found | {field.name: column_of(records, field) for field in self._kept}
 
     def each(
-        self, chunks: Iterable[Records], fields: Sequence[Field], threads: DaemonExecutor, ahead: int
+        self, chunks: Iterable[Records], made: Made, threads: DaemonExecutor, ahead: int
     ) -> Generator[dict[str, Column], None, None]:
         """Yield the mapped rows of each chunk, in order. See `columns`.
 
         Args:
             chunks: The chunks.
-            fields: The columns to return.
+            made: The columns that the function makes.
             threads: They call the function.
             ahead: Calls that are under way, besides the one whose result comes next.
         """
-        results = in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), ahead)
+        results = in_flight(chunks, lambda records: threads.submit(self.columns, records, made), ahead)
         with closing(results):
             for _, columns in results:
                 yield columns
 
-    def forms(self, records: Records, *, of_working: bool = False) -> Iterator[dict[str, tuple[Form, float]]]:
-        """Yield the form of each column that the function returns, and the mean bytes of a ragged value.
+    def sample(self, records: Records, *, of_working: bool = False) -> Iterator[tuple[dict[str, Returned], int]]:
+        """Yield the columns that the function makes of some rows, and their number.
 
         Args:
             records: The rows of a chunk.
             of_working: Yield those of parts of the rows that the function works with.
 
         Raises:
-            ChunkError: The function raised, or a column can hold no value of it.
+            ChunkError: The function raised, or no column can hold a value of it.
+
+        Raises:
+            ChunkError: The function raised, or no column can hold a value of it.
         """
 
-        def convert(part: Records) -> dict[str, tuple[Form, Column]]:
-            returned = self._call(part)
+        def call(part: Records) -> dict[str, Returned]:
+            found = self._call(part)
             for field in self._kept:
-                if field.name in returned:
+                if field.name in found:
                     raise DataError(f"it returned the column {field.name!r}, which it did not get: add it to columns=")
-            if not returned and not self._kept:
+            if not found and not self._kept:
                 raise DataError("it returned no column: return at least one")
-            return {name: converted(name, value, len(part)) for name, value in returned.items()}
+            return found
 
-        parts = (
-            self._working(convert, records) if of_working else [(self._located(convert, records), None, len(records))]
-        )
+        parts = self._working(call, records) if of_working else [(self._located(call, records), None, len(records))]
         for found, _, rows in parts:
             if found is not None:
-                yield {name: (form, bytes_of(column) / rows) for name, (form, column) in found.items()}
+                yield found, rows
 
     def kept_bytes(self, records: Records) -> dict[str, float]:
         """Return the mean bytes of a value of each kept column that is ragged."""
         ragged = (field for field in self._kept if field.ragged)
         return {field.name: bytes_of(column_of(records, field)) / len(records) for field in ragged}
 
-    def _call(self, records: Records) -> dict[str, Any]:
+    def _call(self, records: Records) -> dict[str, Returned]:
         batch = to_batch(records, empty=_empty, columns=self._given)
-        returned = self._function({name: batch[name] for name in self._given})
-        if not isinstance(returned, Mapping):
-            raise DataError(f"it returned a {type(returned).__qualname__}: return a dict of columns")
-        if unnamed := [name for name in returned if not isinstance(name, str)]:
+        result = self._function({name: batch[name] for name in self._given})
+        if not isinstance(result, Mapping):
+            raise DataError(f"it returned a {type(result).__qualname__}: return a dict of columns")
+        if unnamed := [name for name in result if not isinstance(name, str)]:
             raise DataError(f"it returned a column {unnamed[0]!r}: name columns by strings")
-        return dict(returned)
+        found = {name: returned(name, value, self._known.get(name)) for name, value in result.items()}
+        for name, column in found.items():
+            if len(column) != len(records):
+                raise DataError(
+                    f"column {name!r} has {len(column)} rows, and the batch {len(records)}: return a row for each row"
+                )
+        return found
 
     def _working(self, call: Callable[[Records], T], records: Records) -> Iterator[tuple[T | None, str | None, int]]:
         """Yield what a call returns for some rows, or why it fails with a row, and the number of rows: in their order.
@@ -199,12 +199,9 @@ def blank(field: Field) -> Column:
 
 def column_of_texts(texts: Sequence[str | None]) -> Column:
     """Return a column of strings, of which many are equal."""
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    _, column = converted("", list(numbers), len(numbers))
-    assert isinstance(column, Ragged)
-    if 2 * len(numbers) > len(texts):
-        return converted("", texts, len(texts))[1]
-    return Coded(column.values, spans_of(column), np.array([numbers[text] for text in texts]))
+    schema = pa.schema([ERRORS])
+    table = pa.table([pa.array(texts, ERRORS.type).dictionary_encode()], [ERRORS.name])
+    return decode(table, fields_of(schema), None, "", schema)[ERRORS.name]
 
 
 def in_flight(

@@ -21,8 +21,10 @@ from dataload.formats.schema import mask_name as mask_of
 from dataload.mapping.identity import find_code, identity, name_of
 from dataload.mapping.pickling import dumps
 from dataload.mapping.sources import Sources, add_cells
+from dataload.runtime.cached_property import cached_property
 
 if TYPE_CHECKING:
+    from dataload.mapping.forms import Made
     from dataload.mapping.running import Function, Runner
 
 
@@ -131,7 +133,9 @@ class Stage:
         manifest: The rows that are mapped.
         schema: The mapped columns.
         row_bytes: Mean bytes of a value, by column.
-        made: Names of the columns that the function returns.
+        made: Names of the columns that the function returns, in which members of structs are columns.
+        masks: Names of the columns that mark the nulls of these.
+        fill_null: Replacement of their nulls.
         failed: Why the function failed with a row of the sample; None: it did not.
         skips: Whether rows with which the function fails are stored as errors. Otherwise they end the loop.
     """
@@ -143,6 +147,8 @@ class Stage:
     schema: pa.Schema
     row_bytes: Mapping[str, float]
     made: tuple[str, ...]
+    masks: tuple[str, ...] = ()
+    fill_null: Any = None
     failed: str | None = None
     skips: bool = False
 
@@ -171,7 +177,14 @@ class Stage:
         """Return what calls the function with rows of these columns."""
         from dataload.mapping.running import Runner  # imports torch, which most background decoders do not need
 
-        return Runner(self.function.call, *given_and_kept(fields, self.columns))
+        return Runner(self.function.call, *given_and_kept(fields, self.columns), self.schema)
+
+    @cached_property
+    def makes(self) -> Made:
+        """The columns that the function makes."""
+        from dataload.mapping.forms import Made
+
+        return Made(pa.schema([self.schema.field(name) for name in self.made]), self.masks, self.fill_null, self.skips)
 
     def stored(self) -> Manifest:
         """Return the mapped rows as a dataset: its row groups have these rows and no others."""
@@ -236,21 +249,21 @@ def given_and_kept(fields: Sequence[Field], columns: Sequence[str] | None) -> tu
     return given, [field for field in fields if field.name not in chosen]
 
 
-def schema_of(source: pa.Schema, layout: Layout, kept: Sequence[Field], types: Mapping[str, pa.DataType]) -> pa.Schema:
+def schema_of(source: pa.Schema, layout: Layout, kept: Sequence[Field], made: pa.Schema) -> pa.Schema:
     """Return the schema of mapped rows: the columns of the source in their order, then new ones.
 
     Args:
         source: Schema of the source.
         layout: Its columns with their masks.
         kept: The columns that the function did not get.
-        types: Types of the columns that it returned.
+        made: The columns that it returned, and their masks.
     """
     names = {each.name for each in kept}
     fields = []
     for each in layout.fields:
-        if each.name in types:
-            fields.append(pa.field(each.name, types[each.name]))
+        if each.name in made.names:
+            fields.append(made.field(each.name))
         elif each.name in names:
             fields.append(pa.field(each.name, pa.bool_()) if each.kind == "mask" else source.field(each.name))
     known = {each.name for each in fields}
-    return pa.schema([*fields, *(pa.field(name, kind) for name, kind in types.items() if name not in known)])
+    return pa.schema([*fields, *(field for field in made if field.name not in known)])

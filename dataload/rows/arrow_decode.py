@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_arrays import as_in_dataset, bounds, elements, numbers, plain, plain_type, unwrapped, valid
+from dataload.formats.arrow_arrays import (
+    as_in_dataset,
+    bounds,
+    elements,
+    numbers,
+    parts_of_tensors,
+    plain,
+    plain_type,
+    unwrapped,
+    valid,
+)
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
 from dataload.formats.exact_values import array_of
 from dataload.formats.schema import Field, fields_of, flatten_table, mask_name, needs_mask
@@ -115,7 +126,10 @@ class _Decoder:
             if self._field.kind == "nested":
                 whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
                 common = plain_type(self._field.type)
-                return Nested(self._readable(whole if whole.type == common else whole.cast(common))), None
+                whole = whole if whole.type == common else whole.cast(common)
+                if self._field.shape:
+                    self._check_shapes(whole)
+                return Nested(self._readable(whole)), None
             return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
         except MemoryError as error:  # Arrow's is also an ArrowException.
             error.add_note(f"{self._where} cannot be decoded")
@@ -125,6 +139,13 @@ class _Decoder:
 
     def _readable(self, array: pa.Array) -> pa.Array:
         return repaired(array) if self._repairs else array
+
+    def _check_shapes(self, tensors: pa.StructArray) -> None:
+        """Raise DataError unless each tensor of a column has as many numbers as its shape says, and no null."""
+        lengths, values, shapes = parts_of_tensors(tensors)
+        counts = [math.prod(shape) for shape in shapes.tolist()]  # of Python: they may be too large for 64 bits
+        if values.null_count or counts != lengths.tolist() or shapes.min(initial=0) < 0:
+            raise DataError(f"{self._where} has nulls inside its tensors, or other numbers than their shapes tell")
 
     def _fixed(self, chunks: pa.ChunkedArray) -> tuple[Dense, Array | None]:
         kind = chunks.type

@@ -12,7 +12,7 @@ import torch
 
 from dataload.arguments import did_you_mean
 from dataload.errors import ConfigError, DataError
-from dataload.formats.arrow_arrays import bounds, elements, numbers, valid
+from dataload.formats.arrow_arrays import bounds, elements, numbers, parts_of_tensors, valid
 from dataload.formats.arrow_types import has_elements, has_members, is_bytes, is_text, number
 from dataload.formats.schema import NULL, Field
 from dataload.rows.columns import Array, Ragged
@@ -51,8 +51,8 @@ def to_batch(
     """Return the rows as a batch: a dict of columns.
 
     Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], lists of
-    numbers list[Tensor[n]], lists of fixed-size lists list[Tensor[n, k]], and all others Python values. In lists, a
-    null is None.
+    numbers list[Tensor[n]], lists of fixed-size lists list[Tensor[n, k]], tensors of varying shape list[Tensor], and
+    all others Python values. In lists, a null is None.
 
     Args:
         records: The rows.
@@ -163,19 +163,18 @@ def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
 
 
 def row_values(column: Any) -> Iterable[Any]:
-    """Return the value of each row of a column."""
+    """Return the value of each row of a column, as functions that collate rows expect it."""
     if isinstance(column, torch.Tensor):
         return column.unbind()
-    # torch cannot collate views of bytes.
-    return (bytes(value) if isinstance(value, memoryview) else value for value in unflattened(column))
+    return unflattened(column) if isinstance(column, Flat) else map(_row_value, column)
 
 
-def with_lists(values: Iterable[Any]) -> Iterable[Any]:
-    """Return values of a column of lists with Python lists of integers: collators of tokens join lists by `+`."""
-    return (
-        value.tolist() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
-        for value in values
-    )
+def _row_value(value: Any) -> Any:
+    if isinstance(value, memoryview):
+        return bytes(value)  # torch cannot collate views of bytes
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return value.tolist()  # Collators of tokens join lists by `+`, which adds tensors.
+    return value
 
 
 def unflattened(column: Any) -> Any:
@@ -194,14 +193,19 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
         return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "nested":
-        array = _nested(records, field)
-        return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))
+        return _nested_column(_nested(records, field), field, ragged, empty)
     if field.kind == "string":
         return _decoded(field.name, lambda: records.strings(field))
     if ragged == "list":
         return records.views(field) if field.kind == "binary" else _vectors(records.ragged(field), empty)
     column = records.ragged(field)
     return Flat(_copied(column.values, empty), _copied(column.offsets, empty))
+
+
+def _nested_column(array: pa.Array, field: Field, ragged: str, empty: Empty | None) -> Any:
+    if field.shape:
+        return _tensors(array, empty)
+    return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))
 
 
 def _nested(records: Records, field: Field) -> pa.Array:
@@ -220,6 +224,14 @@ def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:
         for row in np.flatnonzero(~column.valid).tolist():
             vectors[row] = None
     return vectors
+
+
+def _tensors(array: pa.StructArray, empty: Empty | None) -> list[torch.Tensor | None]:
+    """Return tensors of varying shape, whatever `ragged` is: values and offsets would not tell the shapes."""
+    lengths, values, shapes = parts_of_tensors(array)
+    joined = _copied(numbers(values) if empty else numbers(values).copy(), empty)
+    parts = zip(torch.split(joined, lengths.tolist()), shapes.tolist(), valid(array).tolist(), strict=True)
+    return [part.view(shape) if is_valid else None for part, shape, is_valid in parts]
 
 
 def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:

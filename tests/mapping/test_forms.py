@@ -1,140 +1,479 @@
-"""Tests of the columns that a function may return."""
+"""The columns that a function of `map` may return, and how they arrive in batches."""
 
 from __future__ import annotations
 
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tiers
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nightly import NIGHTLY
 
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.dataset import Dataset
 from dataload.errors import DataError
-from dataload.formats.schema import fields_of
-from dataload.mapping.forms import Form, converted, fitted, joined
+from dataload.mapping import map_maker
 from dataload.mapping.map_maker import ChunkSize
 from dataload.rows.collate import Flat
 from dataload.rows.columns import Dense
 
+ROWS = 64  # in two row groups; the sample has 32 rows of each
+INT64_MAX = 2**63 - 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> Iterator[None]:
+    with tiers.fork_server(__name__):
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.parquet"
+    pq.write_table(pa.table({"id": range(ROWS)}), path, row_group_size=ROWS // 2)
+    return path
+
+
+def mapped(file: Path, values: Callable[[list[int]], Any], **options: Any) -> Dataset:
+    """Return the dataset with a column x of what a function returns for the ids of rows."""
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": values(batch["id"].tolist())}
+
+    return make_dataset(file, **({"cache": False} | options)).map(function, version="")
+
+
+def batch_of(dataset: Dataset, rows: int = 2) -> Any:
+    return dataset.__getitems__(range(rows)).columns["x"]
+
+
+def plain(value: Any) -> Any:
+    """Return values of a batch as Python objects; tensors with their shape."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, memoryview):
+        return bytes(value)
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+LATER = datetime(2026, 5, 17, 1, 2, 3, 4, UTC)
+CHAT = [
+    {"role": "user", "content": "a", "calls": [{"name": "f", "score": 0.5}]},
+    {"role": "bot", "content": None, "calls": []},
+]
+IMAGES = [np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3), np.ones((1, 4, 3), np.uint8)]
+AUDIO = [torch.ones(2, 3), torch.zeros(2, 5)]
+BOXES = [np.ones((2, 4), np.float32), np.empty((0, 4), np.float32)]
+
 
 @pytest.mark.parametrize(
-    ("value", "form", "first"),
+    ("value", "kind", "expected"),
     [
-        pytest.param(np.arange(2), "int64 [B]", 0, id="array"),
-        pytest.param(np.zeros((2, 3), np.uint8), "uint8 [B, 3]", [0, 0, 0], id="array of rows"),
-        pytest.param(torch.ones(2, 1, dtype=torch.float16), "float16 [B, 1]", [1.0], id="tensor"),
-        pytest.param(torch.ones(2, requires_grad=True), "float32 [B]", 1.0, id="tensor with a gradient"),
-        pytest.param([1, 2], "int64 [B]", 1, id="ints"),
-        pytest.param([1, 2.5], "float64 [B]", 1.0, id="floats"),
-        pytest.param([True, False], "bool [B]", True, id="bools"),
-        pytest.param([np.zeros((2, 2)), np.ones((2, 2))], "float64 [B, 2, 2]", [[0, 0], [0, 0]], id="list of images"),
-        pytest.param([torch.tensor(3), torch.tensor(4)], "int64 [B]", 3, id="list of scalars"),
-        pytest.param([np.arange(2), np.arange(2)], "lists of int64", [0, 1], id="list of vectors"),
-        pytest.param([[1], []], "lists of int64", [1], id="lists"),
-        pytest.param(([1.5], None), "lists of float64", [1.5], id="lists with a null"),
-        pytest.param(Flat(torch.arange(3), torch.tensor([0, 1, 3])), "lists of int64", [0], id="flat"),
-        pytest.param(["a", None], "strings", "a", id="strings"),
-        pytest.param(np.array(["a", "b"]), "strings", "a", id="array of strings"),
-        pytest.param([b"a", memoryview(b"b")], "bytes", b"a", id="bytes"),
-        pytest.param(pa.array([[1], [2]]), "lists of int64", [1], id="arrow"),
-        pytest.param(pa.array([2**63 + 1, 1], pa.uint64()), "uint64 [B]", 2**63 + 1, id="arrow of uint64"),
-        pytest.param(pa.chunked_array([[1], [2]], pa.uint64()), "uint64 [B]", 1, id="arrow of two chunks"),
-        pytest.param(pa.array([1.5, 2.5], pa.float32()), "float64 [B]", 1.5, id="arrow of numbers"),
-        pytest.param([np.uint64(2**63 + 1), np.uint64(1)], "uint64 [B]", 2**63 + 1, id="list of uint64"),
-        pytest.param([[np.uint64(2**63 + 1)], []], "lists of uint64", [2**63 + 1], id="lists of uint64"),
-        pytest.param(np.arange(2, dtype=">i4"), "int32 [B]", 0, id="other byte order"),
+        pytest.param(np.arange(2), "int64", [0, 1], id="array"),
+        pytest.param(np.zeros((2, 3), np.uint8), "shape=[3]", [[0, 0, 0]] * 2, id="array of rows"),
+        pytest.param(torch.ones(2, 1, dtype=torch.float16), "shape=[1]", [[1.0]] * 2, id="tensor"),
+        pytest.param(torch.ones(2, requires_grad=True), "float", [1.0, 1.0], id="tensor with a gradient"),
+        pytest.param([1, 2], "int64", [1, 2], id="ints"),
+        pytest.param([1, 2.5], "double", [1.0, 2.5], id="floats"),
+        pytest.param([1.5, None], "double", [1.5, math.nan], id="a null beside floats"),
+        pytest.param([True, False], "bool", [True, False], id="bools"),
+        pytest.param([np.float32(1.5), np.float32(2)], "float", [1.5, 2.0], id="numbers of numpy"),
+        pytest.param(
+            [np.ones((2, 2)), np.ones((2, 2))], "shape=[2,2]", [[[1, 1], [1, 1]]] * 2, id="images of one shape"
+        ),
+        pytest.param([torch.tensor(3), torch.tensor(4)], "int64", [3, 4], id="scalars"),
+        pytest.param([np.arange(2), None], "list<item: int64>", [[0, 1], None], id="vectors"),
+        pytest.param([[1], []], "list<item: int64>", [[1], []], id="lists"),
+        pytest.param(([1.5], None), "list<item: double>", [[1.5], None], id="lists with a null"),
+        pytest.param(Flat(torch.arange(3), torch.tensor([0, 1, 3])), "list<item: int64>", [[0], [1, 2]], id="flat"),
+        pytest.param(
+            Flat(torch.arange(4).reshape(2, 2), torch.tensor([0, 1, 2])),
+            "fixed_size_list<item: int64>[2]",
+            [[[0, 1]], [[2, 3]]],
+            id="flat of one length",
+        ),
+        pytest.param(["a", None], "string", ["a", None], id="strings"),
+        pytest.param(np.array(["a", "b"]), "string", ["a", "b"], id="array of strings"),
+        pytest.param([b"a", memoryview(b"b")], "binary", [b"a", b"b"], id="bytes"),
+        pytest.param([["a", "b"], None], "list<item: string>", [["a", "b"], None], id="lists of strings"),
+        pytest.param(
+            [[["a"], []], []], "list<item: list<item: string>>", [[["a"], []], []], id="lists of lists of strings"
+        ),
+        pytest.param(
+            [[[1, 2], [3]], [[]]], "list<item: list<item: int64>>", [[[1, 2], [3]], [[]]], id="lists of lists"
+        ),
+        pytest.param([CHAT, None], "list<item: struct<", [CHAT, None], id="messages"),
+        pytest.param(
+            [[{"a": torch.tensor([1, 2])}], []], "list<item: struct<", [[{"a": [1, 2]}], []], id="tensors inside"
+        ),
+        pytest.param(
+            [[{"a": np.eye(2)}], []], "list<item: struct<", [[{"a": [[1, 0], [0, 1]]}], []], id="arrays inside"
+        ),
+        pytest.param(BOXES, "fixed_size_list<item: float>[4]", [[[1] * 4] * 2, []], id="boxes"),
+        pytest.param(IMAGES, "struct<data: list<item: uint8>", [image.tolist() for image in IMAGES], id="images"),
+        pytest.param(
+            [IMAGES[0], None], "list<item: fixed_size_list", [IMAGES[0].tolist(), None], id="an image and a null"
+        ),
+        pytest.param(AUDIO, "struct<data: list<item: float>", [each.tolist() for each in AUDIO], id="stereo"),
+        pytest.param(
+            torch.tensor([1.5, 3e38], dtype=torch.bfloat16),
+            "float",
+            torch.tensor([1.5, 3e38], dtype=torch.bfloat16).tolist(),
+            id="bfloat16",
+        ),
+        pytest.param(
+            torch.tensor([448, 2**-9]).to(torch.float8_e4m3fn), "halffloat", [448.0, 2**-9], id="float8_e4m3fn"
+        ),
+        pytest.param(
+            torch.tensor([57344, 2**-16]).to(torch.float8_e5m2), "halffloat", [57344.0, 2**-16], id="float8_e5m2"
+        ),
+        pytest.param(
+            [torch.ones(1, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)],
+            "list<item: float>",
+            [[1.0], [1.0, 1.0]],
+            id="list of bfloat16",
+        ),
+        pytest.param(np.array(["2026-05-17", "1970-01-02"], "datetime64[D]"), "date32", [20590, 1], id="days"),
+        pytest.param(np.array([1, 2], "timedelta64[h]"), "duration[s]", [3600, 7200], id="hours"),
+        pytest.param(
+            np.array([[1, 2], [3, 4]], "datetime64[ms]"), "timestamp[ms]", [[1, 2], [3, 4]], id="array of times"
+        ),
+        pytest.param(
+            [LATER, LATER], "timestamp[us, tz=UTC]", [int(LATER.timestamp()) * 10**6 + 4] * 2, id="times of Python"
+        ),
+        pytest.param([timedelta(seconds=1), timedelta(0)], "duration[us]", [10**6, 0], id="durations of Python"),
+        pytest.param([[date(1970, 1, 2)], []], "list<item: date32", [[1], []], id="lists of dates"),
+        pytest.param([Decimal("0.35"), None], "double", [0.35, math.nan], id="decimals"),
+        pytest.param([[Decimal("0.35")], []], "list<item: double>", [[0.35], []], id="lists of decimals"),
+        pytest.param(
+            [[{"d": Decimal("1e20")}], [{"d": Decimal("0.125")}]],
+            "decimal256",
+            [[{"d": Decimal(10**20)}], [{"d": Decimal("0.125")}]],
+            id="decimals inside",
+        ),
+        pytest.param(pa.array([[1], [2]]), "list<item: int64>", [[1], [2]], id="arrow"),
+        pytest.param(pa.array([1, 2], pa.int8()), "int8", [1, 2], id="arrow of one type"),
+        pytest.param(
+            pa.array([{"a": [1]}, None], pa.map_(pa.string(), pa.list_(pa.int8()))),
+            "map<string, list<item: int8>>",
+            [[("a", [1])], None],
+            id="map",
+        ),
+        pytest.param(pa.chunked_array([[1], [2]], pa.uint64()), "uint64", [1, 2], id="arrow of two chunks"),
+        pytest.param([np.uint64(2**63 + 1), np.uint64(1)], "uint64", [2**63 + 1, 1], id="list of uint64"),
+        pytest.param(np.array([2**63 + 1, 1], np.uint64), "uint64", [2**63 + 1, 1], id="array of uint64"),
+        pytest.param(np.arange(2, dtype=">i4"), "int32", [0, 1], id="other byte order"),
     ],
 )
-def test_each_form_of_a_column(value: Any, form: str, first: Any) -> None:
-    found, column = converted("x", value, 2)
-    assert str(found) == form
-    [field] = fields_of(pa.schema([pa.field("x", found.type)]))
-    assert Form.of(field).holds(found)
-    assert fitted(field, value, 2).values.dtype == np.dtype(field.dtype)
-    values = column.values
-    if field.ragged:
-        values = values[column.offsets[0] : column.offsets[1]]
-        values = values.tobytes() if field.is_bytes else values.tolist()
-        assert (values.decode() if field.kind == "string" else values) == first
-    else:
-        assert values[0].tolist() == first
+def test_each_form_of_a_column(file: Path, value: Any, kind: str, expected: list[Any]) -> None:
+    dataset = two_rows(file, value)
+    assert kind in str(dataset.schema.field("x").type)
+    assert same(plain(batch_of(dataset)), expected)
+
+
+def returning(value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that returns the same for all rows."""
+
+    def function(_: dict[str, Any]) -> dict[str, Any]:
+        return {"x": value}
+
+    return function
+
+
+def two_rows(file: Path, value: Any, **options: Any) -> Dataset:
+    """Return the dataset of two rows for which a function returns a value."""
+    return make_dataset(file, cache=False, **options).select([0, 1]).map(returning(value), version="")
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Compare values; NaN equals NaN."""
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(expected, float) and math.isnan(expected):
+        return math.isnan(found)
+    return bool(found == expected)
+
+
+def test_structs_are_dotted_columns_that_gain_members(file: Path) -> None:
+    rows = [{"a": n, **({"b": str(n)} if n >= ROWS // 2 else {})} for n in range(ROWS)]
+    batch = mapped(file, lambda ids: [rows[n] for n in ids]).__getitems__(range(ROWS)).columns
+    assert batch["x.a"].tolist() == list(range(ROWS))
+    assert batch["x.b"] == [None] * (ROWS // 2) + [str(n) for n in range(ROWS // 2, ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "kind"),
+    [
+        pytest.param([1, 2], [1.5, 2.5], "double", id="ints and floats"),
+        pytest.param([[], None], [[1.5], []], "list<item: double>", id="empty lists"),
+        pytest.param([None, None], ["a", "b"], "string", id="nulls"),
+        pytest.param(np.zeros(2, np.int16), np.zeros(2, np.int32), "int32", id="arrays"),
+        pytest.param([[{"a": 1}], []], [[{"a": 1, "b": "c"}], None], "struct<a: int64, b: string>", id="members"),
+        pytest.param([np.ones((1, 4))] * 2, [np.ones((3, 4))] * 2, "fixed_size_list<item: double>[4]", id="boxes"),
+        pytest.param([np.ones((1, 4))] * 2, [np.ones((3, 5))] * 2, "struct<data: list<item: double>", id="shapes"),
+        pytest.param([np.ones((1, 4))] * 2, [None, None], "fixed_size_list<item: double>[4]", id="no shape"),
+    ],
+)
+def test_samples_are_promoted_as_files_are(file: Path, first: Any, then: Any, kind: str) -> None:
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": first if batch["id"][0] == 0 else then}
+
+    dataset = make_dataset(file, cache=False).select([0, 1, ROWS - 2, ROWS - 1]).map(function, version="")
+    assert kind in str(dataset.schema.field("x").type)
+    expected = [each.tolist() if isinstance(each, np.ndarray) else each for each in [*first, *then]]
+    if kind == "struct<a: int64, b: string>":
+        expected[0] = [{"a": 1, "b": None}]
+    assert same(plain(list(batch_of(dataset, 4))), expected)
+
+
+@pytest.mark.parametrize(
+    ("sample", "later", "error"),
+    [
+        ([1, 2], [1.5, 2], r"'x' is float64 \[B\] here, and int64 \[B\]"),
+        (np.zeros(2, np.float32), np.zeros(2), r"'x' is float64 \[B\] here, and float32 \[B\]"),
+        (np.zeros((2, 3)), np.zeros((2, 4)), r"'x' is float64 \[B, 4\] here, and float64 \[B, 3\]"),
+        (np.zeros(2), np.array([1, 2**53 + 1]), "'x' has an integer that float64 cannot hold"),
+        (["a", "b"], [b"a", b"b"], "'x' is binary here, and string in the rows before: return one type"),
+        ([[1], [2]], [[1.5], [2]], "'x' is list<item: double> here, and list<item: int64>"),
+        ([[{"a": 1}]] * 2, [[{"b": 1}]] * 2, r"'x' is list<item: struct<b: int64>> here"),
+        ([{"a": 1}] * 2, [{"b": 1}] * 2, r"it returned the column 'x.b', unlike for the rows before"),
+        ([{"a": 1}] * 2, [1, 2], r"it returned the column 'x', unlike for the rows before"),
+        ([np.ones((2, 2))] * 2, [np.ones((3, 2))] * 2, r"float64 \[B, 3, 2\] here, and .*\[B, 2, 2\].*nested_tensor"),
+        (
+            IMAGES,
+            [np.ones((2, 2))] * 2,
+            r"'x' is float64 \[B, 2, 2\] here, and tensors of",
+        ),
+        (
+            IMAGES,
+            [image * 1.5 for image in IMAGES],
+            r"'x' is float64 \[B, 2, 3, 3\] here, and tensors of uint8",
+        ),
+        (BOXES, [np.ones((2, 5), np.float32)] * 2, r"float32 \[B, 2, 5\] here, and list<item: fixed_size_list"),
+    ],
+)
+def test_another_type_in_later_rows_names_both(file: Path, sample: Any, later: Any, error: str) -> None:
+    calls: list[int] = []
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(batch["id"]))
+        return {"x": (sample if len(calls) == 1 else later)[: len(batch["id"])]}
+
+    dataset = make_dataset(file, cache=False).select([0, 1]).map(function, version="")
+    with pytest.raises(DataError, match=rf"rows\.parquet row group 0 .*{error}"):
+        dataset.__getitems__([0, 1])
+
+
+def test_nested_tensors_vary_whatever_the_sample_shows(file: Path) -> None:
+    def boxes(ids: list[int]) -> Any:
+        sizes = [1 if n < ROWS // 4 else 2 for n in ids]
+        return torch.nested.as_nested_tensor([torch.ones(size, 4) for size in sizes], layout=torch.jagged)
+
+    def images(ids: list[int]) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.nested.nested_tensor([torch.ones(1 if n < ROWS // 4 else n, 4, 3) for n in ids])
+
+    assert [len(row) for row in batch_of(mapped(file, boxes), ROWS)] == [1] * 16 + [2] * 48
+    assert "fixed_size_list<item: float>[4]" in str(mapped(file, boxes).schema.field("x").type)
+    found = batch_of(mapped(file, images), ROWS)
+    assert [tuple(row.shape) for row in found] == [(1, 4, 3)] * 16 + [(n, 4, 3) for n in range(16, ROWS)]
 
 
 @pytest.mark.parametrize(
     ("value", "error"),
     [
         ([1], r"'x' has 1 rows, and the batch 2"),
-        (np.zeros((3, 2)), r"'x' has 3 rows, and the batch 2"),
-        (7, r"'x' is one int: return an array"),
+        (np.zeros((3, 2)), r"'x' has 3 rows, and the batch 1"),
+        (7, r"'x' is one int: return an array .*; or leave the column out, and name the others with columns="),
         (np.float32(1), "'x' is one numpy.float32"),
         (None, "'x' is one NoneType"),
         ({"a": 1}, "'x' is a dict"),
-        ([{"a": 1}] * 2, "'x' has a dict in a row"),
-        ([1, None], "'x' is an array of object"),
-        (pa.array([1, None]), "'x' is an array of object"),
-        ([1, 2**63 + 1], r"'x' has 9223372036854775809, which int64 .*: return an array, .*np\.array\(…, np\.uint64\)"),
-        ([2**63 + 1, 2**63 + 2], "'x' has 9223372036854775809, which int64 cannot hold"),
-        ([np.uint64(2**63 + 1), 1], "'x' has 9223372036854775809, which int64 cannot hold"),
-        ([[1], [2**63 + 1]], "'x' has 9223372036854775809, which int64 cannot hold"),
-        (np.array([1, 2**63 + 1], object), "'x' has 9223372036854775809, which int64 cannot hold"),
-        (pa.array([[1], [2**63 + 1]], pa.list_(pa.uint64())), "'x' has 9223372036854775809, which int64 cannot hold"),
-        ([1, "a"], "'x' is an array of"),
-        (["a", 1], "'x' has values of several types"),
-        ([[1], ["a"]], "'x' has lists of"),
-        ([[[1]], [[2]]], "'x' has lists of int64"),
-        ([np.zeros((1, 2)), np.zeros((2, 1))], "'x' has values of several shapes"),
-        ([np.arange(1), np.arange(1.0)], "'x' has lists of float64 and int64"),
-        ([[1.5, 2.5], np.array([1, 2])], "'x' has both arrays and lists"),
-        ([b"abc", 5], r"'x' has values of several types \(bytes and int\)"),
-        (np.array([b"a\0\0", b"abc"]), r"'x' is an array of \|S3: return .* a list of strings or of bytes"),
+        ([None, None], "'x' has only None or empty lists in the sample"),
+        ([[], None], "'x' has only None or empty lists in the sample"),
+        ([1, None], r"column 'x' has 1 nulls: pass fill_null= .* or null_masks=True"),
+        ([1, 2**63 + 1], r"'x' has an integer that int64 cannot hold: return an array, .*np\.array\(…, np\.uint64\)"),
+        ([2**63 + 1, 2**63 + 2], "'x' has an integer that int64 cannot hold"),
+        ([[1], [2**63 + 1]], "'x' has an integer that int64 cannot hold"),
+        (np.array([1, 2**63 + 1], object), "'x' has an integer that int64 cannot hold"),
+        ([1, "a"], "'x' has values that no type holds together"),
+        (["a", 1], "'x' has values that no type holds together"),
+        (["a", b"b"], "'x' has values that no type holds together .*'a' beside bytes"),
+        ([[{"a": b"b"}, {"a": "b"}], []], "'x' has values that no type holds together .*'b' beside bytes"),
+        ([[1], ["a"]], "'x' has values that no type holds together"),
+        (["\ud800", "a"], "'x' has values that no type holds together .*surrogates"),
+        ([1j, 2j], "'x' has values that no type holds together"),
+        ([np.zeros((1, 2)), np.zeros((2, 1, 1))], "'x' has arrays of 2 and 3 dimensions"),
+        ([np.arange(1), np.arange(1.0)], "'x' has arrays of float64 and int64"),
+        ([np.ma.masked_equal([0.0, 1.0], 1)] * 2, "'x' has masked arrays: fill them"),
+        (np.array([b"a\0\0", b"abc"]), r"'x' is an array of \|S3: return an array"),
         (np.zeros(2, np.complex64), "'x' is an array of complex64"),
-        (np.zeros(2, "datetime64[s]"), "'x' is an array of datetime64"),
-        (np.ma.masked_equal([0.0, 1.0], 1), r"'x' is a masked array, .*: fill it, such as by \.filled\(np\.nan\)"),
-        (torch.zeros(2, dtype=torch.bfloat16), "'x' is a tensor that numpy cannot hold"),
+        (np.zeros(2, "timedelta64[M]"), r"'x' has times in timedelta64\[M\], which Arrow lacks"),
+        (np.ma.masked_equal([0.0, 1.0], 1), r"'x' is a masked array: fill it, such as by \.filled\(np\.nan\)"),
+        (torch.zeros(2).to_sparse(), "'x' has a tensor that numpy cannot hold"),
     ],
 )
-def test_other_values_are_errors(value: Any, error: str) -> None:
-    with pytest.raises(DataError, match=error):
-        converted("x", value, 2)
+def test_other_values_are_errors(file: Path, value: Any, error: str) -> None:
+    with pytest.raises(DataError, match=f"map .*{error}"):
+        two_rows(file, value)
 
 
-@pytest.mark.parametrize(
-    ("before", "here", "error"),
-    [
-        (np.zeros((2, 3)), np.zeros((2, 4)), r"float64 \[B, 4\] here, and float64 \[B, 3\]"),
-        (np.zeros(2, np.float32), np.zeros(2), r"float64 \[B\] here, and float32 \[B\]"),
-        ([1, 2], [1.5, 2], r"float64 \[B\] here, and int64 \[B\]"),
-        ([[1], [2]], [[1.5], [2]], "lists of float64 here, and lists of int64"),
-        (["a", "b"], [b"a", b"b"], "bytes here, and strings"),
-    ],
-)
-def test_another_shape_or_dtype_names_both(before: Any, here: Any, error: str) -> None:
-    form, _ = converted("x", before, 2)
-    [field] = fields_of(pa.schema([pa.field("x", form.type)]))
-    with pytest.raises(DataError, match=f"column 'x' has the form {error} in the rows before"):
-        fitted(field, here, 2)
+def test_nulls_are_those_of_files(file: Path) -> None:
+    ints = [7, None]
+    filled = two_rows(file, ints, fill_null=0)
+    assert batch_of(filled).tolist() == [7, 0]
+    batch = two_rows(file, ints, null_masks=True).__getitems__([1, 0]).columns
+    assert (batch["x"].tolist(), batch["x.is_null"].tolist()) == ([0, 7], [True, False])
+    whole = two_rows(file, np.arange(2), null_masks=True).__getitems__([1, 0]).columns
+    assert (whole["x"].tolist(), whole["x.is_null"].tolist()) == ([1, 0], [False, False])
+    images = two_rows(file, [np.ones((2, 2), np.int64), None], null_masks=True).__getitems__([0, 1]).columns
+    assert (images["x"][1], images["x.is_null"].tolist()) == (None, [False, True])
 
 
-@pytest.mark.parametrize(("before", "here"), [
-    ([1.5, 2], [1, 2]),
-    (pa.array([1.5, 2]), pa.array([1, 2])),
-    ([[1.5], []], [[1], []]),
-    ([[1], []], [[], None]),
-])  # fmt: skip
-def test_numbers_of_python_become_those_of_the_rows_before(before: Any, here: Any) -> None:
-    form, _ = converted("x", before, 2)
-    [field] = fields_of(pa.schema([pa.field("x", form.type)]))
-    assert fitted(field, here, 2).values.dtype == np.dtype(field.dtype)
+def test_masks_that_a_function_returns_stay(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1, None, 3]}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False, null_masks=True).map(lambda batch: {**batch, "y": batch["id"] + 1})
+    batch = dataset.__getitems__([0, 1, 2]).columns
+    assert set(batch) == {"id", "id.is_null", "y", "y.is_null"}
+    assert (batch["id.is_null"].tolist(), batch["y.is_null"].tolist()) == ([False, True, False], [False] * 3)
 
 
-def test_samples_join_to_the_wider_form() -> None:
-    forms = [converted("x", value, 2)[0] for value in ([[], None], [[1], []], [[1.5], []])]
-    assert str(joined("x", forms)) == "lists of float64"
-    assert str(joined("x", forms[:2])) == "lists of int64"
-    with pytest.raises(DataError, match="'x' has only None or empty lists in the sample"):
-        joined("x", forms[:1])
-    with pytest.raises(DataError, match="'x' has the form strings in one batch and lists of int64 in another"):
-        joined("x", [forms[1], converted("x", ["a", "b"], 2)[0]])
+def test_columns_of_files_come_back_as_they_are(tmp_path: Path, cache: CacheConfig) -> None:
+    """`{**batch}` with types that values of Python do not tell: maps, small numbers inside, and columns of nulls."""
+    columns = {
+        "map": pa.array([[("a", 1)], None, []], pa.map_(pa.string(), pa.int8())),
+        "chat": pa.array([CHAT, [], None]),
+        "tools": pa.array(
+            [[{"name": "f", "calls": []}]] * 3,
+            pa.list_(pa.struct([("name", pa.string()), ("calls", pa.list_(pa.string()))])),
+        ),
+        "nothing": pa.nulls(3),
+        "note": pa.array([None, None, "a"]).slice(0, 3),
+        "times": pa.array([[[LATER]], [], None]),
+        "when": pa.array([[time(1, 2)], [], None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path / "x.parquet", cache=cache)
+    again = dataset.map(lambda batch: {**batch, "n": [len(chat or []) for chat in batch["chat"]]})
+    before, batch = (each.__getitems__([0, 1, 2]).columns for each in (dataset, again))
+    assert plain(batch.pop("n")) == [2, 0, 0]
+    assert {name: plain(list(column)) for name, column in batch.items()} == {
+        name: plain(list(column)) for name, column in before.items()
+    }
+    assert str(again.schema.field("map").type) == "map<string, int8>"
+    loaded = next(iter(make_loader(again, 3, shuffle=False, num_workers=1)))
+    assert loaded["map"] == before["map"]
+
+
+def test_members_beside_a_map_are_not_dropped(tmp_path: Path) -> None:
+    kind = pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.int64()))]))
+    pq.write_table(pa.table({"x": pa.array([[{"m": [("a", 1)]}]], kind)}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+    assert dataset.map(lambda batch: dict(batch)).__getitems__([0]).columns["x"] == [[{"m": [("a", 1)]}]]
+    with pytest.raises(DataError, match="'x' has values that no type holds together"):
+        dataset.map(lambda batch: {"x": [[{**turn, "more": 1} for turn in row] for row in batch["x"]]})
+
+
+def test_an_arrow_array_may_be_over_a_buffer_that_is_used_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_maker, "FIRST_ROWS", 1)
+    monkeypatch.setattr(map_maker, "CHUNK_ROWS", 1)
+    buffer = np.empty((ROWS, 1), np.int64)
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        row = buffer[threading.get_ident() % ROWS]
+        row[:] = batch["id"][0]
+        return {"x": pa.array(row)}
+
+    dataset = make_dataset(file, cache=False).select([0, 1, 2]).map(one_at_a_time(function), version="")
+    assert batch_of(dataset, 3).tolist() == [0, 1, 2]
+
+
+def one_at_a_time(function: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that takes the sample's rows together, and others one by one."""
+
+    def called(batch: dict[str, Any]) -> dict[str, Any]:
+        return function(batch) if len(batch["id"]) == 1 else {"x": batch["id"]}
+
+    return called
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"ragged": "flat"}, {"device": "cpu"}], ids=str)
+def test_images_of_varying_shape_reach_the_loop(file: Path, cache: CacheConfig, options: dict[str, Any]) -> None:
+    def images(batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "image": [
+                None if n % 7 == 3 else np.full((n % 5 + 1, n % 3, 3), n, np.uint8) for n in batch["id"].tolist()
+            ],
+            "id": batch["id"],
+        }
+
+    dataset = make_dataset(file, cache=cache).map(images).map(lambda batch: {"id": batch["id"] + 0}, columns=["id"])
+    rows = [
+        pair
+        for batch in make_loader(dataset, 7, **options)
+        for pair in zip(batch["id"].tolist(), batch["image"], strict=True)
+    ]
+    assert sorted(n for n, _ in rows) == list(range(ROWS))
+    for n, image in rows:
+        expected = None if n % 7 == 3 else torch.full((n % 5 + 1, n % 3, 3), n, dtype=torch.uint8)
+        assert image is None if expected is None else torch.equal(image, expected)
+
+
+LEAVES: list[st.SearchStrategy[Any]] = [
+    st.booleans(),
+    st.integers(-(2**63), INT64_MAX),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    st.binary(max_size=5),
+    st.datetimes(datetime(1900, 1, 1), datetime(2100, 1, 1)),  # noqa: DTZ001 (without a zone)
+    st.dates(date(1900, 1, 1), date(2100, 1, 1)),
+    st.timedeltas(timedelta(-9999), timedelta(9999)),
+    st.decimals(-(10**20), 10**20, places=5),
+]
+
+
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[st.SearchStrategy[Any]]:
+    """Return strategies of nested values of one type, at most three levels deep, with nulls at every level."""
+
+    def deeper(inner: st.SearchStrategy[st.SearchStrategy[Any]]) -> st.SearchStrategy[st.SearchStrategy[Any]]:
+        lists = inner.map(lambda each: st.lists(st.none() | each, max_size=3))
+        structs = st.lists(inner, min_size=1, max_size=3).map(
+            lambda each: st.fixed_dictionaries(
+                {name: st.none() | part for name, part in zip("abc", each, strict=False)}
+            )
+        )
+        return lists | structs
+
+    return st.recursive(st.sampled_from(LEAVES), deeper, max_leaves=4)
+
+
+@settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
+@given(data=st.data())
+def test_nested_values_come_back_equal(file: Path, data: st.DataObject) -> None:
+    kind = data.draw(nested(st.none()))
+    one = st.lists(
+        st.lists(st.none() | kind, max_size=2), min_size=1, max_size=2
+    )  # lists of lists: never a flat column
+    rows = [data.draw(one) for _ in range(4)]
+    dataset = make_dataset(file, cache=False).select([0, 1, ROWS - 2, ROWS - 1])
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        places = [n if n < 2 else n - ROWS + 4 for n in batch["id"].tolist()]
+        return {"x": [rows[place] for place in places]}
+
+    assert batch_of(dataset.map(function, version=""), 4) == rows
 
 
 def test_chunks_follow_the_size_of_their_results() -> None:

@@ -658,7 +658,7 @@ FAILED = r"map test_map.failing: KeyError: 'ninety-seven' \(.*test_map.py:\d+ in
     [
         (failing, FAILED, None),
         pytest.param(failing, FAILED, 1, marks=pytest.mark.slow),
-        (reshaped, r"column 'id' has the form float64 \[B, 3\] here, and float64 \[B, 2\]", None),
+        (reshaped, r"column 'id' is float64 \[B, 3\] here, and float64 \[B, 2\]", None),
         (renamed, "the column '(other|id)', unlike for the rows before", None),
         (dropped, "column 'id' has 0 rows, and the batch 1", None),
     ],
