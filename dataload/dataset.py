@@ -64,7 +64,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         return self.num_rows
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Return one row as a dict. A negative number counts from the end.
+        """Return one row as a dict, with values as in a batch. A negative number counts from the end.
 
         Raises:
             IndexError: The dataset has no such row.
@@ -79,7 +79,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             raise TypeError(f"a dataset takes a row number, not {type(row).__name__}: {several}") from None
         if not -len(self) <= number < len(self):
             raise IndexError(f"row {number} of a dataset of {len(self)} rows")
-        return self.__getitems__([range(len(self))[number]])[0]
+        return self.__getitems__([range(len(self))[number]]).single()
 
     def __getitems__(self, rows: Any) -> NumberedRows:
         """Return a batch of rows: a list of row dicts, whose `.columns` is the batch by column.

@@ -22,6 +22,7 @@ TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its 
 REGION = "set AWS_DEFAULT_REGION (or region_name in client_kwargs) to the region of the bucket"
 ARCHIVED = "restore the object from the archive, or leave it out"
 UNLISTABLE = "name its files in a list: the store does not know ListObjectsV2"
+PROXY = "check HTTP_PROXY and HTTPS_PROXY, or add the store's host to NO_PROXY"
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
 # The fixes for S3's error codes. An answer to HEAD has no code, only the HTTP status.
@@ -29,6 +30,7 @@ CODES = {
     "301": REGION,
     "400": f"{TOKEN}; or {REGION}",
     "403": f"{RIGHTS}; or {SPELLING}; or {TOKEN}; or {CLOCK}",
+    "407": PROXY,
     "AccessDenied": f"{RIGHTS}; or {SPELLING}",
     "AllAccessDisabled": RIGHTS,
     "AuthorizationHeaderMalformed": f"{REGION}; or set {KEYS}",
@@ -52,7 +54,7 @@ TYPES = {
     "NoRegionError": "set AWS_DEFAULT_REGION (or region in ~/.aws/config)",
     "PartialCredentialsError": f"set {KEYS}",
     "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
-    "ProxyConnectionError": "check HTTP_PROXY and HTTPS_PROXY, or add the store's host to NO_PROXY",
+    "ProxyConnectionError": PROXY,
     "SSOTokenLoadError": "log in: aws sso login",
     "SSLError": "set AWS_CA_BUNDLE to the file of the store's certificates, or begin the endpoint with http://",
     "UnauthorizedSSOTokenError": "log in again: aws sso login",

@@ -14,6 +14,7 @@ from dataload.cache.blocks.reader import Object, wait_for_origin
 from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.tier import Span
 from dataload.errors import DamagedError, DataError
+from dataload.runtime.executor import result_until_exit
 from dataload.telemetry.wait_timeline import doing
 
 SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
@@ -156,7 +157,7 @@ class RangeStream(io.RawIOBase):
         for position in positions:
             self._read_ahead(position, start, stop)
             with doing("origin"):
-                self._pieces[start, position].fetched.result()
+                result_until_exit(self._pieces[start, position].fetched)
         if self._held:
             return self._memory[start][first - start : last - start]
         parts = [

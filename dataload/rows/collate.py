@@ -163,18 +163,19 @@ def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
 
 
 def row_values(column: Any) -> Iterable[Any]:
-    """Return the value of each row of a column, as functions that collate rows expect it."""
+    """Return the value of each row of a column."""
     if isinstance(column, torch.Tensor):
         return column.unbind()
-    return unflattened(column) if isinstance(column, Flat) else map(_row_value, column)
+    # torch cannot collate views of bytes.
+    return (bytes(value) if isinstance(value, memoryview) else value for value in unflattened(column))
 
 
-def _row_value(value: Any) -> Any:
-    if isinstance(value, memoryview):
-        return bytes(value)  # torch cannot collate views of bytes
-    if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return value.tolist()  # Collators of tokens join lists by `+`, which adds tensors.
-    return value
+def with_lists(values: Iterable[Any]) -> Iterable[Any]:
+    """Return values of a column of lists with Python lists of integers: collators of tokens join lists by `+`."""
+    return (
+        value.tolist() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
+        for value in values
+    )
 
 
 def unflattened(column: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, with_strings
+from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, with_lists, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.bisection import bisected
@@ -33,8 +33,8 @@ ROW_IDS: Computed = {ROW_ID: np.asarray}
 class NumberedRows(list[dict[str, Any]]):
     """A batch as a list of row dicts, with the numbers of the rows. The dicts are made at the first look at the list.
 
-    Whoever only asks for `columns` or `numbers` makes none: each method of a list fills it first. It is pickled and
-    copied as a plain list.
+    Whoever only asks for `columns` or `numbers` makes none: each method of a list makes them first. C code that reads a
+    list without its methods would find None for each row. It is pickled and copied as a plain list.
 
     Args:
         records: The rows.
@@ -50,13 +50,17 @@ class NumberedRows(list[dict[str, Any]]):
     def __init__(
         self, records: Records, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
     ) -> None:
-        super().__init__()
+        super().__init__([None] * len(numbers))  # type: ignore[list-item]
         self._records = records
         self.numbers = numbers
         self._locate = locate
         self._computed = computed or {}
         self._shape = shape
         self._is_filled = False
+
+    def single(self) -> dict[str, Any]:
+        """Return the row of a batch of one, with the values of the batch."""
+        return {name: next(iter(row_values(column))) for name, column in self.columns.items()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -68,8 +72,11 @@ class NumberedRows(list[dict[str, Any]]):
         if not self._is_filled:
             columns = self.columns
             self._is_filled = True
-            rows = zip(*map(row_values, columns.values()), strict=True)
-            self.extend(dict(zip(columns, row, strict=True)) for row in rows)
+            values = (
+                row_values(column) if isinstance(column, torch.Tensor) else with_lists(row_values(column))
+                for column in columns.values()
+            )
+            self[:] = [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
     @cached_property
     def columns(self) -> Batch:

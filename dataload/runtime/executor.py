@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextvars import copy_context
 from heapq import heappop, heappush
 from typing import Any, TypeVar
@@ -134,8 +134,24 @@ def awaited(future: Future[T]) -> T:
         del future  # An error's traceback refers to this frame, which would make a reference cycle.
 
 
+def result_until_exit(future: Future[T]) -> T:
+    """Return the result of a future, for code that C++ has called. Raise CancelledError once the program exits.
+
+    A thread that calls back into Python after the interpreter has gone is unwound by force. In C++ that is no unwinding
+    at all: the process aborts ("terminate called without an active exception").
+    """
+    while not _running_calls.exiting:
+        if future.done() or wait([future], LOOK_SECONDS).done:
+            return future.result()
+    raise CancelledError("the program exits")
+
+
 class _RunningCalls(ForkAware):
-    """The calls that threads of this process run."""
+    """The calls that threads of this process run.
+
+    Attributes:
+        exiting: Whether the program exits.
+    """
 
     def __init__(self) -> None:
         self.after_fork_in_child()
@@ -144,10 +160,10 @@ class _RunningCalls(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self._futures: set[Future[Any]] = set()
-        self._exiting = False
+        self.exiting = False
 
     def run(self, future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if self._exiting:
+        if self.exiting:
             future.cancel()
         if not future.set_running_or_notify_cancel():
             return
@@ -166,7 +182,7 @@ class _RunningCalls(ForkAware):
             atexit.register(self._exit)
 
     def _exit(self) -> None:
-        self._exiting = True
+        self.exiting = True
         wait(list(self._futures), PATIENCE_SECONDS)
 
 

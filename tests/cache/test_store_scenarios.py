@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,12 +26,16 @@ ODD_NAMES = ("a b", "ü", "a+b", "a%20b", "a=b&c", "./d")
 
 @dataclass
 class Case:
-    """A store that misbehaves, and what comes of it: rows, or an error with this text."""
+    """A store that misbehaves, and what comes of it: rows, or an error with this text.
+
+    `{store}` in variables and options stands for the address of the store, and `{nobody}` for one without a server.
+    """
 
     store: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     source: str = "s3://bucket/d"
     options: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 def some(kind: str, numbers: Callable[[int], bool], answer: Answer) -> dict[str, Any]:
@@ -68,7 +73,50 @@ def with_headers(drop: str = "", **headers: str) -> dict[str, Any]:
     return {"spoil": spoil}
 
 
+def in_region(region: str) -> dict[str, Any]:
+    """Return arguments of `Store`: it answers requests that are signed for another region as Amazon does."""
+
+    def refuse(asked: Asked) -> Answer | None:
+        signed = asked.headers.get("Authorization", "")
+        if f"/{region}/s3/" in signed:
+            return None
+        return Answer.error(400, "AuthorizationHeaderMalformed", f"expecting '{region}'", x_amz_bucket_region=region)
+
+    return {"fault": refuse, "region": region}
+
+
+WEST = {"AWS_DEFAULT_REGION": "us-west-1"}
+PROXY = "http://user:s3cret@{store}"
+BEHIND = {"endpoint_url": "http://store.invalid"}  # which the proxy alone knows
+
+
 CASES = {
+    # Regions
+    "the region of the client": Case(in_region("eu-west-3"), options={"client_kwargs": {"region_name": "eu-west-3"}}),
+    "the region of a variable": Case(in_region("eu-west-3"), variables={"AWS_DEFAULT_REGION": "eu-west-3"}),
+    "the region of a variable of other SDKs": Case(in_region("eu-west-3"), variables={"AWS_REGION": "eu-west-3"}),
+    "another region": Case(in_region("eu-west-3"), "region of the bucket", variables=WEST),
+    "a region of no form": Case(options={"client_kwargs": {"region_name": "a b"}}, error="region"),
+    # Proxies
+    "a proxy": Case(options=BEHIND, variables={"http_proxy": PROXY}),
+    "a proxy of all schemes, which botocore ignores": Case(
+        options=BEHIND, variables={"all_proxy": PROXY}, error="cannot be reached"
+    ),
+    "a proxy of an option": Case(options=BEHIND | {"config_kwargs": {"proxies": {"http": PROXY}}}),
+    "a proxy that is not for this host": Case(variables={"http_proxy": "http://{nobody}", "no_proxy": "127.0.0.1"}),
+    "a proxy without a server": Case(
+        options=BEHIND, variables={"http_proxy": "http://user:s3cret@{nobody}"}, error="HTTP_PROXY"
+    ),
+    "a proxy that wants a password": Case(
+        always("list", 407, Proxy_Authenticate="Basic"), "HTTP_PROXY", options=BEHIND, variables={"http_proxy": PROXY}
+    ),
+    "a proxy that answers with a page": Case(
+        some("list", lambda _: True, Answer(200, b"<html><body>Sign in</body></html>", {"Content-Type": "text/html"})),
+        "check bucket, prefix and endpoint", options=BEHIND, variables={"http_proxy": PROXY},
+    ),
+    **{f"a proxy that answers once with {status}": Case(
+        first("get", Answer.error(status, "")), options=BEHIND, variables={"http_proxy": PROXY}
+    ) for status in (502, 503, 504)},
     # Throttling and outages
     **{f"a get answered once with {status}": Case(first("get", Answer.error(status, code))) for status, code in (
         (500, "InternalError"), (502, ""), (503, "SlowDown"), (503, "ServiceUnavailable"), (504, ""), (429, ""),
@@ -148,13 +196,26 @@ def rows(source: str, options: dict[str, Any], tmp_path: Path) -> list[int]:
     return sorted(int(row) for batch in loader for row in batch["x"])
 
 
+def placed(options: Any, places: dict[str, str]) -> Any:
+    """Return options with the addresses of a test."""
+    if isinstance(options, dict):
+        return {name: placed(value, places) for name, value in options.items()}
+    return options.format(**places) if isinstance(options, str) else options
+
+
 @pytest.mark.parametrize("client", ["obstore", "s3fs"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_rows_are_exact_or_one_error_is_clear(tmp_path: Path, name: str, client: str) -> None:
+def test_the_rows_are_exact_or_one_error_is_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, client: str
+) -> None:
     case = CASES[name]
-    with faulty_store(**case.store) as store:
+    with faulty_store(**case.store) as store, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        places = {"store": store.url.removeprefix("http://"), "nobody": f"127.0.0.1:{nobody.getsockname()[1]}"}
+        for variable, value in case.variables.items():
+            monkeypatch.setenv(variable, value.format(**places))
         fill(store, case.source.removeprefix("s3://bucket/") if case.error is None else "d")
-        options = store.options | case.options | ({"version_aware": False} if client == "s3fs" else {})
+        options = store.options | placed(case.options, places) | ({"version_aware": False} if client == "s3fs" else {})
         if options["endpoint_url"] == "https":
             options["endpoint_url"] = store.url.replace("http:", "https:")
         if case.error is None:
@@ -163,6 +224,7 @@ def test_the_rows_are_exact_or_one_error_is_clear(tmp_path: Path, name: str, cli
             with pytest.raises((OriginError, ConfigError), match=case.error) as raised:
                 rows(case.source, options, tmp_path)
             assert "\n" not in str(raised.value)
+            assert "s3cret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("minutes", [4, 60])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -224,3 +226,45 @@ def test_bytes_that_nobody_fetched_are_zeros(size: int) -> None:
     with HeldBeginning(fetch, Object("x", size, "1"), [(100, 200), (size - 10, size)]) as beginning:
         found = beginning.source.read()
     assert found == bytes(100) + b"\x01" * 100 + bytes(size - 210) + b"\x01" * 10
+
+
+ENDING = """
+import atexit, sys
+import subprocess
+import sys
+from concurrent.futures import Future
+from itertools import count
+import pyarrow as pa, pyarrow.parquet as pq
+from dataload.cache.blocks.reader import Object
+from dataload.formats.range_stream import RangeStream
+from dataload.runtime.executor import DaemonExecutor
+
+sink = pa.BufferOutputStream()
+pq.write_table(pa.table({"x": range(1000)}), sink)
+content = sink.getvalue().to_pybytes()
+has_begun, call = Future(), None
+
+def fetch(position, memory):
+    done = Future()
+    if "stalled" not in sys.argv:
+        memory[:] = content[position : position + len(memory)]
+        done.set_result(None)
+    has_begun.done() or has_begun.set_result(None)
+    return done
+
+def read():
+    for _ in count():
+        pq.ParquetFile(RangeStream(fetch, Object("x", len(content), "v"), [(0, len(content))], 0)).read()
+
+atexit.register(lambda: print("reads" if not call.done() else type(call.exception()).__name__))  # after the others
+call = DaemonExecutor(1, "reads").submit(read)
+has_begun.result()
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("origin_is", ["fast", "stalled"])
+def test_reads_by_arrow_end_before_the_interpreter_does(origin_is: str) -> None:
+    """Python unwinds a thread that comes back from C++ later, which aborts the process."""
+    ran = subprocess.run([sys.executable, "-c", ENDING, origin_is], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "CancelledError\n", "")

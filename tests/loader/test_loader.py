@@ -603,15 +603,17 @@ def test_rows_are_made_at_the_first_look_at_their_list(token_rows: Any) -> None:
         "pickle": lambda rows: len(pickle.loads(pickle.dumps(rows))),
         "change": lambda rows: (rows.append(rows.pop()), list.__len__(rows))[1],
         "truth": lambda rows: 3 * bool(rows),
+        "array": lambda rows: sum(row is not None for row in np.array(rows)),
     }
     for name, look in looks.items():
         rows = token_rows.__getitems__([3, 1, 2])
         assert rows.columns["row_id"].tolist() == [3, 1, 2]
-        assert list.__len__(rows) == 0, "columns make no row"
+        assert list.__getitem__(rows, slice(None)) == [None] * 3, "columns make no row"
         assert look(rows) == 3, name
-    row = token_rows[7]
+    [row] = token_rows.__getitems__([7])
     assert row == {"row_id": 7, "tokens": [7, 7, 7], "wave": row["wave"]}
     assert row["wave"].dtype == torch.float64
+    assert {name: value.tolist() for name, value in token_rows[7].items()} == row | {"wave": row["wave"].tolist()}
 
 
 def test_collate_functions_of_timm_get_pairs(token_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
