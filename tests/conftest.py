@@ -167,8 +167,9 @@ def nothing_left_behind() -> Iterator[None]:
     if left_threads(before) or processes():
         gc.collect()  # Cycles may hold them.
     ours = left_threads(before)
+    until = time.monotonic() + 200
     for thread in ours:
-        thread.join(200)
+        thread.join(max(0.0, until - time.monotonic()))
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
     until = time.monotonic() + 60
     while (left := processes()) and time.monotonic() < until:

@@ -94,7 +94,9 @@ CASES = {
     # Regions
     "the region of the client": Case(in_region("eu-west-3"), options={"client_kwargs": {"region_name": "eu-west-3"}}),
     "the region of a variable": Case(in_region("eu-west-3"), variables={"AWS_DEFAULT_REGION": "eu-west-3"}),
-    "the region of a variable of other SDKs": Case(in_region("eu-west-3"), variables={"AWS_REGION": "eu-west-3"}),
+    "the region of a variable that botocore ignores": Case(
+        in_region("eu-west-3"), "set AWS_DEFAULT_REGION", variables={"AWS_REGION": "eu-west-3"}
+    ),
     "another region": Case(in_region("eu-west-3"), "region of the bucket", variables=WEST),
     "a region of no form": Case(options={"client_kwargs": {"region_name": "a b"}}, error="region"),
     # Proxies
