@@ -8,7 +8,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +17,8 @@ from dataload.runtime.redact import redacted
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PLAIN = frozenset((str, int, float, bool, type(None)))  # types that hold no others
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, least: float = 0.6) -> str:
@@ -38,7 +40,8 @@ def known_keywords(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator of functions whose `**options` are arguments of other functions or classes.
 
-    `help` and `inspect.signature` show these arguments, and an unknown keyword is a ConfigError.
+    `help` and `inspect.signature` show these arguments, and an unknown keyword is a ConfigError. Mappings and sequences
+    may be of any type, see `plain_containers`.
 
     Args:
         *passed_on: What gets the options, such as `CacheConfig`: its arguments that have a default.
@@ -62,12 +65,39 @@ def known_keywords(
             for name in kwargs:
                 if name not in known and not others:
                     raise unknown_keyword(name, known, f"it is not an argument of {function.__name__}")
-            return function(*args, **kwargs)
+            return with_plain_arguments(function)(*args, **kwargs)
 
         checked.__signature__ = signature.replace(parameters=[*known.values(), *rest])  # type: ignore[attr-defined]
         return checked
 
     return decorate
+
+
+def plain_containers(value: Any) -> Any:
+    """Return an argument with dicts and lists in place of other mappings and sequences, at any depth.
+
+    Those of OmegaConf, for one, are neither. Tuples, sets, arrays and datasets stay as they are.
+    """
+    if isinstance(value, Mapping):
+        return {name: plain_containers(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return value if hasattr(value, "_fields") else tuple(map(plain_containers, value))
+    if isinstance(value, list) and _PLAIN.issuperset(map(type, value)):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview, range)):
+        return [plain_containers(each) for each in value]
+    return value
+
+
+def with_plain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose arguments may be mappings and sequences of any type; see `plain_containers`."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        by_name = {name: plain_containers(value) for name, value in kwargs.items()}
+        return function(*map(plain_containers, args), **by_name)
+
+    return called
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from dataload.arguments import known_keywords
+from dataload.arguments import known_keywords, with_plain_arguments
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.options import CacheOptions
@@ -312,6 +312,7 @@ class Dataset(MapStyle):
     def _locator(self) -> Locator:
         return Locator(self.manifest, self.blocks.origin.url_of)
 
+    @with_plain_arguments
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
         """Return disjoint datasets that together hold every row: of whole row groups, or of rows if these are too few.
 
@@ -328,6 +329,7 @@ class Dataset(MapStyle):
         """
         return [self._of(part) for part in split_manifest(self.manifest, fractions, seed)]
 
+    @with_plain_arguments
     def filter(self, filters: Filters) -> Dataset:
         """Return the dataset of the rows that match, in file order.
 
@@ -365,6 +367,7 @@ class Dataset(MapStyle):
         """
         return self._of(subset(self.manifest, _as_array(rows)))
 
+    @with_plain_arguments
     def map(
         self,
         function: Function,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import filterfalse, groupby
@@ -24,12 +24,11 @@ from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, Partitioning, keys_of
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
+from dataload.runtime.text import counted
 
 # Names of Spark, except keys that begin with "_", and "." and "..", which may be in keys of S3; markers of folders by
-# EMR and Hadoop; descriptions and results of `map` by Hugging Face datasets
-METADATA = re.compile(
-    r"(^|/)(\.(?!\.?/)|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
-)
+# EMR and Hadoop; results of `map` by Hugging Face datasets
+METADATA = re.compile(r"(^|/)(\.(?!\.?/)|_(?![^/]*=)|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$")
 
 
 class TableFormat(NamedTuple):
@@ -69,6 +68,13 @@ TABLE_FORMATS = {
         "rewrite_data_files with delete-file-threshold=1",
     ),
 }
+# Files beside the data of a repository, such as one of Hugging Face's hub or a dataset of LeRobot
+DOCUMENT = re.compile(
+    r"(^|/)((README|LICEN[CS]E(-\w+)?|NOTICE|COPYING|CITATION)|"
+    r"(?i:[^/]+\.(md|rst|txt|json|ya?ml|toml|cfg|ini|cff|bib|pdf|html?|py|ipynb|sh|"
+    r"png|jpe?g|gif|svg|webp|mp4|mkv|avi|webm|mov)))$"
+)
+META_FOLDER, DATA_FOLDER = re.compile(r"(.*?/)meta/"), re.compile(r"(.*?/)data/")  # of LeRobot, side by side
 LOGS = {"a Delta": check_delta, "an Iceberg": check_iceberg}  # by table format: what their metadata says of files
 KEY = re.compile(r"=[^/]*$")
 # The bucket is in the host, or the path begins with it.
@@ -108,8 +114,9 @@ def list_objects(source: Source, blocks: Blocks, partitioning: Partitioning = "h
     """Return the objects that `source` names, each once, in order of path, with their partition keys; None: no keys.
 
     The order does not follow a list, because `glob.glob` lists files differently on each node. The keys are those of
-    the folders below the named path. Files of metadata are skipped: those of Spark, whose names start with "_" or ".",
-    and the JSON and cached results of Hugging Face datasets.
+    the folders below the named path. Of a folder or a glob, files of metadata are skipped: those of Spark, whose names
+    start with "_" or ".", the cached results of Hugging Face datasets, and documents beside the data, such as README.md
+    and the folder `meta` of LeRobot.
 
     Raises:
         ConfigError: A folder or a glob has files of a table with deleted rows, such as Delta, or a folder has a dataset
@@ -177,18 +184,31 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
             check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
         raise OriginNotFound(f"no objects at {_shown(path)} ({origin.address}): {check}")
     _check_listing(redacted(path), listed.values())
-    found = {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
+    found = {obj: keys_of(name) for obj, name in _data_of(listed).items()}
     if not found:
-        skipped = min(obj.name for obj in listed)
+        other = min(obj.name for obj in listed)
         raise OriginNotFound(
-            f"{redacted(path)} has only files of metadata, such as {skipped}, which are skipped: names that begin with "
-            "_ or . are theirs, so name such data file by file"
+            f"{redacted(path)} has no Parquet or Arrow files, only others such as {other}: names that begin with _ or "
+            ". and endings such as .json are skipped as metadata, so name data that is called so file by file"
+        )
+    if skipped := [obj.name for obj in listed if obj not in found]:
+        log.info(
+            "%s: skips %s beside the data, such as %s", redacted(path), counted(len(skipped), "file"), min(skipped)
         )
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
     below = set() if folder == root else _folders_below(folder, (obj.path for obj in found))
     return found, unlisted, below
+
+
+def _data_of(listed: Mapping[Object, str]) -> dict[Object, str]:
+    """Return the listed files, with their names below the source, that are neither metadata nor documents."""
+    data = {obj: name for obj, name in listed.items() if not (METADATA.search(name) or DOCUMENT.search(name))}
+    above = {match[1] for name in data.values() if (match := DATA_FOLDER.match(name))}
+    return {
+        obj: name for obj, name in data.items() if (match := META_FOLDER.match(name)) is None or match[1] not in above
+    }
 
 
 def _check_cache(path: str, folder: str, pattern: str, blocks: Blocks) -> None:

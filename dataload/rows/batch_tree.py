@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None), memoryview))  # ty
 
 
 def map_tensors(batch: Any, function: Callable[[Any], Any], method: str | None = None) -> Any:
-    """Return the batch with `function` applied to every tensor in its dicts, lists and tuples.
+    """Return the batch with `function` applied to every tensor in its dicts, lists, tuples and dataclasses.
 
     Args:
         batch: The batch.
@@ -55,8 +56,8 @@ def moved(value: Any, device: torch.device) -> Any:
 def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return the batch with `function` applied to every column.
 
-    Columns are the values of a dict, at any depth, and the entries of an outermost list or tuple. A `Flat` is one
-    column. A batch of another type is a column itself.
+    Columns are the values of a dict or dataclass, at any depth, and the entries of an outermost list or tuple. A
+    `Flat` is one column. A batch of another type is a column itself.
     """
     if isinstance(batch, (list, tuple)) and not isinstance(batch, Flat):
         return map_values(batch, lambda column: _map_dicts(column, function))
@@ -68,11 +69,13 @@ def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
         # Other mappings, such as a TensorDict, may not take columns of another length.
         columns = batch if isinstance(batch, (dict, UserDict)) else dict(batch)
         return map_values(columns, lambda value: _map_dicts(value, function))
+    if _is_dataclass(batch):
+        return map_values(batch, lambda value: _map_dicts(value, function))
     return function(batch)
 
 
 def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a mapping, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
+    """Return a mapping, list, tuple or dataclass with `function` applied to every value; other values unchanged."""
     if isinstance(container, Mapping):
         by_name = {name: function(value) for name, value in container.items()}
         # Another class may share the copy's values with the original, unless it says how to copy.
@@ -88,4 +91,21 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
         return type(container)(*values) if hasattr(container, "_fields") else tuple(values)
     if isinstance(container, list):
         return [function(value) for value in container]
-    return container
+    return _map_fields(container, function) if _is_dataclass(container) else container
+
+
+def _map_fields(container: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a copy of a dataclass with other values, which may be frozen; the same one if no value is another."""
+    names = [field.name for field in fields(container) if hasattr(container, field.name)]
+    given = {name: getattr(container, name) for name in names}
+    others = {name: new for name, value in given.items() if (new := function(value)) is not value}
+    if not others:
+        return container
+    same = copy(container)
+    for name, value in others.items():
+        object.__setattr__(same, name, value)
+    return same
+
+
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)

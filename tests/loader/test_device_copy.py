@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections import Counter, UserDict
@@ -29,6 +30,7 @@ from dataload.train.evaluation import evaluate_over
 from dataload.train.harness import fit
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
+from dataload.train.rank_batches import num_rows
 
 ROWS, BATCH = 40, 8
 LARGE = 64 << 10  # bytes; smaller copies are labels and the like
@@ -461,3 +463,32 @@ def test_copies_are_asynchronous_and_overlap_the_step(tmp_path: Path, workers: i
     assert {e["name"] for e in copies} == {"Memcpy HtoD (Pinned -> Device)"}
     hidden = sum(gpu.overlap(e["ts"], e["ts"] + e["dur"], kernels) for e in copies)
     assert hidden > 0.5 * sum(e["dur"] for e in copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    labels: list[torch.Tensor]
+    name: str
+    rows: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", len(self.x))
+
+
+def test_dataclasses_move_to_the_device_with_all_their_fields(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": np.arange(8.0)}), tmp_path / "x.parquet")
+
+    def collated(rows: Any) -> dict[str, Sample]:
+        x = rows.columns["x"]
+        return {"sample": Sample(x, [x, x + 1], "a")}
+
+    for workers in (0, 1):
+        loader = make_loader(tmp_path, 4, collate_fn=collated, shuffle=False, device="meta", num_workers=workers)
+        sample = next(iter(loader))["sample"]
+        assert type(sample) is Sample
+        assert {each.device.type for each in (sample.x, *sample.labels)} == {"meta"}
+        assert (sample.name, sample.rows) == ("a", 4)
+    batch = Sample(torch.arange(4), [], "a")
+    assert map_tensors(batch, lambda tensor: tensor) is batch
+    assert num_rows(batch) == 4
