@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest slow corpora chaos format options demo bench micro gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -48,6 +48,20 @@ newest:
 	grep ^torch== constraints.txt > .venv-newest/constraints.txt
 	$(NEWEST) pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-newest/constraints.txt --editable ".[cluster,images]" --group newest
 	$(NEWEST) pytest $(NEWEST_TESTS:%=tests/%)
+
+# What users of other projects write, on the newest releases of these and offline; WORKFLOWS="-k sft" for a part. Prints
+# the outcomes, and writes those of all to docs/workflows.md. torchtune's last release needs a torchao that peft refuses.
+IN_WORKFLOWS := .venv-workflows/bin/python
+OLD_TORCHAO := .venv-workflows/torchao-for-torchtune/site-packages
+
+workflows:
+	$(PYTHON) -m venv .venv-workflows
+	$(IN_WORKFLOWS) -m pip install --quiet --upgrade pip
+	grep ^torch== constraints.txt > .venv-workflows/constraints.txt
+	$(IN_WORKFLOWS) -m pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-workflows/constraints.txt --editable . --group workflows
+	test -d $(OLD_TORCHAO) || $(IN_WORKFLOWS) -m pip install --quiet --no-deps --target $(OLD_TORCHAO) torchao==0.13.0
+	$(IN_WORKFLOWS) tests/workflows/support/cpu_builds.py
+	WRITE_TABLE=$(if $(WORKFLOWS),,docs/workflows.md) $(IN_WORKFLOWS) -m pytest tests/workflows -W ignore $(WORKFLOWS)
 
 .venv-lowest/.ready: pyproject.toml constraints.txt tests/support/lowest.py
 	$(PYTHON) -m venv .venv-lowest
@@ -127,4 +141,4 @@ constraints: setup
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-peers .bench build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-workflows .venv-peers .bench build dist *.egg-info

@@ -248,6 +248,16 @@ def test_data_parallel(folder, tmp_path):
     check_rows(folder, tmp_path, 1)
 
 
+def test_every_recipe_on_the_page_of_trainers_is_in_a_workflow():
+    page = (ROOT / "docs/guides/trainers.md").read_text()
+    blocks = re.findall(r"```python\n# (tests/workflows/\w+\.py)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 5
+    for path, block in blocks:
+        lines = iter([line.strip() for line in (ROOT / path).read_text().splitlines()])
+        for line in filter(None, (line.strip() for line in block.splitlines())):
+            assert line == "..." or line in lines, f"{path} does not have this line, or in another order: {line}"
+
+
 def test_every_example_is_short_and_on_the_page_of_trainers():
     assert len(EXAMPLES) == 10
     page = (ROOT / "docs/guides/trainers.md").read_text()
