@@ -50,7 +50,8 @@ newest:
 	$(NEWEST) pytest $(NEWEST_TESTS:%=tests/%)
 
 # What users of other projects write, on the newest releases of these and offline; WORKFLOWS="-k sft" for a part. Prints
-# the outcomes, and writes those of all to docs/workflows.md. torchtune's last release needs a torchao that peft refuses.
+# the outcomes, and writes those of all to docs/workflows.md. torchtitan refuses the newest datasets, which it needs not
+# here; the last release of torchtune needs a torchao that peft refuses.
 IN_WORKFLOWS := .venv-workflows/bin/python
 OLD_TORCHAO := .venv-workflows/torchao-for-torchtune/site-packages
 
@@ -59,6 +60,7 @@ workflows:
 	$(IN_WORKFLOWS) -m pip install --quiet --upgrade pip
 	grep ^torch== constraints.txt > .venv-workflows/constraints.txt
 	$(IN_WORKFLOWS) -m pip install --quiet --upgrade --upgrade-strategy eager --constraint .venv-workflows/constraints.txt --editable . --group workflows
+	$(IN_WORKFLOWS) -m pip install --quiet --no-deps --upgrade torchtitan
 	test -d $(OLD_TORCHAO) || $(IN_WORKFLOWS) -m pip install --quiet --no-deps --target $(OLD_TORCHAO) torchao==0.13.0
 	$(IN_WORKFLOWS) tests/workflows/support/cpu_builds.py
 	WRITE_TABLE=$(if $(WORKFLOWS),,docs/workflows.md) $(IN_WORKFLOWS) -m pytest tests/workflows -W ignore $(WORKFLOWS)

@@ -82,7 +82,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcomes.setdefault(name, (kind, said, []))[2].append(outcome)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
     """Print the table of workflows, and write it to the page that `WRITE_TABLE` names."""
     lines = ["| workflow | what must hold | outcome |", "|---|---|---|"]
     found = Counter[str]()
@@ -94,6 +94,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     releases = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PROJECTS)
     text = "\n".join([f"{len(outcomes)} workflows: {summary}. On {releases}.", "", *lines, ""])
     terminalreporter.write_line(text)
-    if page := os.environ.get("WRITE_TABLE"):
+    if (page := os.environ.get("WRITE_TABLE")) and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         path = Path(page)
         path.write_text(f"{path.read_text().partition(START)[0]}{START}\n\n{text}")
