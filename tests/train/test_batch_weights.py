@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import assert_close, parameters_of
 from torch import nn
 
+from dataload import make_loader
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import fit
@@ -82,6 +86,42 @@ def test_a_batch_without_labels_adds_nothing(ranks):
     assert history[-1]["mean"] == pytest.approx(history[-1]["loss"], rel=1e-12)
     for other, _ in ranks(2, trained, 1, by_hand, accumulate=4):
         assert_close(other, whole)
+
+
+class CrashError(Exception):
+    """An error in the user's code."""
+
+
+def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path):
+    """The checkpoint within an epoch has the weights behind its losses."""
+    rows = pa.table({"row": range(ROWS)})
+    pq.write_table(rows, tmp_path / "x.parquet", row_group_size=10)
+    ids, targets = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % WORDS, labels()
+
+    def transform(batch):
+        return {"ids": ids[batch["row"]], "labels": targets[batch["row"]]}
+
+    def run(folder, crash_at=None):
+        model, optimizer = build()
+        steps = itertools.count()
+
+        def loss_fn(model, batch):
+            if next(steps) == crash_at:
+                raise CrashError
+            return by_torch(model, batch)
+
+        loader = make_loader(tmp_path / "x.parquet", 2, cache=False, transform=transform)
+        options = {"epochs": 2, "accumulate": 3, "loss_weight": "tokens", "precision": "fp32", "progress": False}
+        options |= {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 1}
+        history = fit(model, optimizer, loader, loss_fn, **options)
+        return parameters_of(model), [(record["loss"], record["rows"]) for record in history]
+
+    whole, history = run("whole")
+    with pytest.raises(CrashError):
+        run("parts", crash_at=32)
+    resumed, again = run("parts")
+    assert torch.equal(resumed, whole)
+    assert again == history
 
 
 class Sums(nn.Module):
