@@ -18,6 +18,7 @@ from dataload.runtime.redact import redacted
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_OTHERS = (list, tuple, str, bytes, bytearray, memoryview, range)  # sequences that stay as they are
 _PLAIN = frozenset((str, int, float, bool, type(None)))  # types that hold no others
 
 
@@ -76,15 +77,16 @@ def known_keywords(
 def plain_containers(value: Any) -> Any:
     """Return an argument with dicts and lists in place of other mappings and sequences, at any depth.
 
-    Those of OmegaConf, for one, are neither. Tuples, sets, arrays and datasets stay as they are.
+    Those of OmegaConf, for one, are neither. Sets, arrays, datasets, and subclasses of dict and list stay as they are.
     """
-    if isinstance(value, Mapping):
-        return {name: plain_containers(each) for name, each in value.items()}
-    if isinstance(value, tuple):
-        return value if hasattr(value, "_fields") else tuple(map(plain_containers, value))
-    if isinstance(value, list) and _PLAIN.issuperset(map(type, value)):
+    kind = type(value)
+    if kind is list and _PLAIN.issuperset(map(type, value)):
         return value
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview, range)):
+    if kind is tuple:
+        return tuple(map(plain_containers, value))
+    if kind is dict or (isinstance(value, Mapping) and not isinstance(value, dict)):
+        return {name: plain_containers(each) for name, each in value.items()}
+    if kind is list or (isinstance(value, Sequence) and not isinstance(value, _OTHERS)):
         return [plain_containers(each) for each in value]
     return value
 

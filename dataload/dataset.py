@@ -13,12 +13,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from dataload.arguments import known_keywords, with_plain_arguments
+from dataload.arguments import did_you_mean, known_keywords, with_plain_arguments
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.options import CacheOptions
 from dataload.cache.origin.source import open_source
 from dataload.catalog.description import cache_text, columns_text, source_text
+from dataload.catalog.features import class_names, features_of
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
 from dataload.catalog.selected_rows import SelectedRows
@@ -38,8 +39,9 @@ from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore
+from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.text import counted
+from dataload.runtime.text import counted, few
 from dataload.samplers.window_size import default_window
 
 if TYPE_CHECKING:
@@ -63,15 +65,28 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self.num_rows
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """Return one row as a dict, with values as in a batch. A negative number counts from the end.
+    @overload
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, row: str) -> npt.NDArray[Any]: ...
+    def __getitem__(self, row: int | str) -> dict[str, Any] | npt.NDArray[Any]:
+        """Return one row as a dict, with values as in a batch; or a whole column, by its name.
+
+        Args:
+            row: The number of a row; a negative one counts from the end. Or the name of a column. Its values are an
+                array [len(self), …], for stratified splits and weights: numbers and arrays with the dtype of batches,
+                and objects for all others, such as strings. Of the files, only this column is read. The whole array is
+                in memory: 8 bytes a row for int64, about 60 bytes and the text for a string.
 
         Raises:
             IndexError: The dataset has no such row.
             TypeError: The number is not an integer.
+            ConfigError: The dataset has no such column.
             OriginError: The origin failed.
             DataError: The row group cannot be decoded.
         """
+        if isinstance(row, str):
+            return np.concatenate([each.column(row) for each in self.datasets])
         try:
             number = operator.index(row)
         except TypeError:
@@ -290,6 +305,44 @@ class Dataset(MapStyle):
     def known_failure(self) -> str | None:
         """Why a function of `map` is known to fail with a row of its sample; None: it is not."""
         return next((stage.failed for stage in self.stages if stage.failed is not None), None)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a whole column; see `__getitem__`."""
+        if name not in self.schema.names:
+            hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
+            raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
+        rows: Dataset = self
+        if len(self.schema) > 1 and not any(name in stage.made for stage in self.stages):  # The files have it.
+            rows = Dataset(self.manifest, self.blocks, [name], self.fill_null, self.null_masks, errors=self.errors)
+        count = max(1, BYTES_AT_ONCE // rows.rowstore.row_bytes)
+        starts = range(0, max(1, len(self)), count)
+        numbers = (np.arange(first, min(first + count, len(self))) for first in starts)
+        batches = (NumberedRows(rows.rowstore.gather(part), part, rows.locate) for part in numbers)
+        return whole_column(batch.batch()[name] for batch in batches)
+
+    @cached_property
+    def features(self) -> dict[str, Any]:
+        """What the files say about the columns, by name, besides their types.
+
+        For files of Hugging Face datasets, the features as its schema has them: {"label": {"names": ["cat", "dog"],
+        "_type": "ClassLabel"}, …}. For others, the metadata of a column in Arrow's schema, and of pandas' categories.
+        Columns that `map` made have none. The first file decides.
+        """
+        made = {name for stage in self.stages for name in stage.made}
+        return features_of(self.manifest, self.blocks, (name for name in self.schema.names if name not in made))
+
+    def class_names(self, column: str) -> list[str]:
+        """Return the names of the classes of a column, in order: `names[label]` is the name of a label.
+
+        Those of a ClassLabel of Hugging Face, also in a list. Of a column with an Arrow dictionary, as pandas writes
+        categories: the values of the dictionaries of one row group of each file. Its batches have the names themselves.
+
+        Raises:
+            ConfigError: The dataset has no such column, or the column has no names. The message says which have.
+            OriginError: The origin failed.
+        """
+        self.manifest.check_columns([column])
+        return class_names(self.manifest, self.blocks, column, self.features)
 
     def skipping(self) -> Dataset:
         """Return the same rows, of which those with which `map` fails end no others.

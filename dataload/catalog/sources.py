@@ -98,7 +98,7 @@ def source_paths(source: Source) -> list[str]:
     is_column = len(getattr(source, "shape", ())) == 1
     is_list = is_column or isinstance(source, (Sequence, AbstractSet, Iterator, ValuesView))
     if not (is_list or isinstance(source, os.PathLike)) or isinstance(source, bytes):
-        raise ConfigError(f"the source is of type {type(source).__name__}: use a URL, a path, or a list of them")
+        raise ConfigError(f"the source is of type {type(source).__name__}: {_way(source)}")
     paths = []
     for path in [source] if isinstance(source, (str, os.PathLike)) else source:
         if not isinstance(path, (str, os.PathLike)):
@@ -108,6 +108,20 @@ def source_paths(source: Source) -> list[str]:
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
     return paths
+
+
+def _way(source: object) -> str:
+    """Return what to pass instead of an object that is no path."""
+    if isinstance(source, Mapping):
+        return "pass one of its values, or mix(source) for several by name"
+    if type(source).__name__ == "Subset":
+        return "pass it to make_loader, or use dataset.select(subset.indices)"
+    for method in ("to_parquet", "write_parquet", "sink_parquet"):  # of pandas, polars, and others
+        if hasattr(source, method):
+            return f"write it by {method}(path), and pass that path"
+    if type(source).__module__.startswith("pyarrow."):
+        return "write it by pyarrow.parquet.write_table(table, path), and pass that path"
+    return "use a URL, a path, or a list of them"
 
 
 def list_objects(source: Source, blocks: Blocks, partitioning: Partitioning = "hive") -> dict[Object, Keys]:

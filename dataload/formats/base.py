@@ -54,6 +54,7 @@ class Footer(Protocol):
     Attributes:
         streams: Whether `open_row_group` streams what exceeds its capacity. Otherwise it holds everything in memory.
         unreadable: Why some columns of the flat schema cannot be read, by name. The text names the file.
+        key_values: The metadata of the file or of its schema.
     """
 
     @property
@@ -64,6 +65,9 @@ class Footer(Protocol):
 
     @property
     def unreadable(self) -> Mapping[str, str]: ...
+
+    @property
+    def key_values(self) -> Mapping[bytes, bytes]: ...
 
     @property
     def lengths(self) -> Sequence[int]: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +98,10 @@ class ParquetFooter:
                 with pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), coerce_int96_timestamp_unit=unit) as again:
                     schema = again.schema_arrow.remove_metadata()
             return cls(data, metadata, schema, obj, unit)
+
+    @property
+    def key_values(self) -> Mapping[bytes, bytes]:
+        return self._metadata.metadata or {}
 
     @cached_property
     def unreadable(self) -> dict[str, str]:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Subset
 
 from dataload.arguments import known_keywords, local_folder
 from dataload.cache.config import CacheConfig, split_options
 from dataload.catalog.sources import Source
-from dataload.dataset import MapStyle, make_dataset
+from dataload.dataset import MapStyle
 from dataload.errors import ConfigError, DataError
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.loader import BATCHES_AHEAD, Loader
+from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.loader.samplers import DatasetSampler, MixedSampler
 from dataload.mixture import Mixture
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @known_keywords(CacheConfig, others=True)
 def make_loader(
-    source: Source | MapStyle,
+    source: Source | MapStyle | Subset[Any],
     batch_size: int,
     *,
     shuffle: Shuffle | bool = True,
@@ -72,7 +74,9 @@ def make_loader(
     """Return a loader of this rank's batches. Over all ranks, an epoch has each row exactly once.
 
     Args:
-        source: A dataset, a mixture of datasets (`dataload.mix`), or a source as `make_dataset` takes it.
+        source: A dataset, a mixture of datasets (`dataload.mix`), or a source as `make_dataset` takes it. Also a torch
+            `Subset` of a dataset, whose rows come in file order without a shuffle, and a `Dataset` of Hugging Face that
+            has Arrow files.
         batch_size: Rows per batch on this rank.
         shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside consecutive windows of row
             groups. A batch mixes the row groups of one window only. "full" shuffles all rows, for rows that are sorted
@@ -149,7 +153,7 @@ def make_loader(
     given = {name: value for name, value in options.items() if value is not None}
     others = {"errors": (errors, "raise"), "partitioning": (partitioning, "hive")}
     given |= {name: value for name, (value, usual) in others.items() if value != usual}
-    dataset = _dataset_of(source, given)
+    dataset = dataset_of(source, given)
     for nulls in (each.known_nulls for each in dataset.datasets):
         if nulls is not None:
             raise DataError(f"{nulls}: {IN_PYTHON}")
@@ -202,14 +206,6 @@ def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch:
     """Return the arguments of torch's DataLoader."""
     factor = {"prefetch_factor": prefetch} if num_workers and prefetch is not None else {}
     return {**dataloader_kwargs, **factor, "num_workers": num_workers}
-
-
-def _dataset_of(source: Source | MapStyle, options: dict[str, Any]) -> MapStyle:
-    if not isinstance(source, MapStyle):
-        return make_dataset(source, **options)
-    if options:
-        raise ConfigError(f"{min(options)} cannot be combined with a dataset: pass it to make_dataset or mix")
-    return source
 
 
 def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool) -> dict[str, Any]:

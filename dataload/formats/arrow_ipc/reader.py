@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial
@@ -35,7 +35,9 @@ class ArrowFooter:
 
     def __init__(self, messages: Sequence[Message], name: str) -> None:
         self._head = messages[0]
-        self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
+        schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata))
+        self.key_values: Mapping[bytes, bytes] = schema.metadata or {}
+        self.schema: pa.Schema = schema.remove_metadata()
         self.unreadable = {column: f"{name}: {text}" for column, text in ambiguous(self.schema).items()}
         self._dictionaries_of = self._head.dictionaries_of_columns
         self._batches: list[Message] = []

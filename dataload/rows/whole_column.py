@@ -1,0 +1,37 @@
+"""A whole column as a NumPy array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataload.rows.columns import Array
+
+BYTES_AT_ONCE = 32 << 20  # of rows that are gathered
+
+
+def whole_column(parts: Iterable[Any]) -> Array:
+    """Return consecutive parts of a column, of which there is at least one, as one array.
+
+    Tensors become an array of their dtype, [rows, …]. All other values become objects, [rows]: strings, bytes, arrays,
+    or Python values; None for a null.
+    """
+    found = [part.numpy() if isinstance(part, torch.Tensor) else _objects(part) for part in parts]
+    return np.concatenate(found)
+
+
+def _objects(values: list[Any]) -> Array:
+    array = np.empty(len(values), np.object_)
+    for row, value in enumerate(values):  # NumPy would make lists of one length an array of two dimensions.
+        array[row] = _owned(value)
+    return array
+
+
+def _owned(value: Any) -> Any:
+    """Return a value that keeps nothing else in memory."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().copy()
+    return bytes(value) if isinstance(value, memoryview) else value

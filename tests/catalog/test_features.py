@@ -1,0 +1,105 @@
+"""What files say about columns: features and class names of Hugging Face, categories of pandas, Arrow's metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import make_dataset
+from dataload.errors import ConfigError
+
+LABEL = {"names": ["cat", "dog"], "_type": "ClassLabel"}
+FEATURES = {
+    "label": LABEL,
+    "tags": {"feature": LABEL, "_type": "List"},
+    "old": [LABEL],
+    "objects": {"feature": {"category": LABEL, "box": {"dtype": "int64", "_type": "Value"}}, "_type": "Sequence"},
+    "text": {"dtype": "string", "_type": "Value"},
+    "image": {"_type": "Image"},
+}
+TABLE = pa.table(
+    {
+        "label": [0, 1],
+        "tags": [[0], [1, 0]],
+        "old": [[0], [1]],
+        "objects": pa.StructArray.from_arrays([pa.array([[0], [1]]), pa.array([[1], [2]])], ["category", "box"]),
+        "text": ["a", "b"],
+        "image": pa.StructArray.from_arrays([pa.array([b"", b""]), pa.array(["", ""])], ["bytes", "path"]),
+    }
+)
+HUGGING_FACE = TABLE.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
+
+
+def write(table: pa.Table, path: Path) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_features_and_class_names_of_hugging_face(tmp_path: Path, name: str) -> None:
+    dataset = make_dataset(write(HUGGING_FACE, tmp_path / name), cache=False)
+    assert dataset.features == FEATURES
+    for column in ("label", "tags", "old", "objects.category"):
+        assert dataset.class_names(column) == ["cat", "dog"]
+    with pytest.raises(ConfigError, match=r"no names of classes.*: those with names are 'label', 'tags', 'old'"):
+        dataset.class_names("text")
+    with pytest.raises(ConfigError, match="column 'lable' is not in the dataset: did you mean 'label'"):
+        dataset.class_names("lable")
+    some = make_dataset(tmp_path / name, columns=["text", "image"], cache=False)
+    assert some.features == {each: FEATURES[each] for each in ("text", "image")}
+    assert dataset.select([0]).features == FEATURES
+
+
+def test_columns_that_map_made_have_no_features(tmp_path: Path) -> None:
+    dataset = make_dataset(write(HUGGING_FACE, tmp_path / "x.parquet"), columns=["label", "text"], cache=False)
+    mapped = dataset.map(lambda batch: {"label": 1 - batch["label"]}, columns=["label"])
+    assert mapped.features == {"text": FEATURES["text"]}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"{}", b'{"info": {}}'])
+def test_other_metadata_is_no_error(tmp_path: Path, content: bytes) -> None:
+    table = TABLE.replace_schema_metadata({"huggingface": content, "other": "x"})
+    dataset = make_dataset(write(table, tmp_path / "x.parquet"), cache=False)
+    assert dataset.features == {}
+    with pytest.raises(ConfigError, match=r"no column has a ClassLabel; numpy.unique\(dataset\['label'\]\) finds its"):
+        dataset.class_names("label")
+
+
+def test_files_of_the_library_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    features = datasets.Features({"y": datasets.ClassLabel(names=["no", "yes"]), "x": datasets.Value("int32")})
+    datasets.Dataset.from_dict({"y": [0, 1], "x": [1, 2]}, features).to_parquet(tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+    assert dataset.class_names("y") == ["no", "yes"]
+    assert datasets.Features.from_dict(dataset.features) == features
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_categories_are_class_names_in_their_order(tmp_path: Path, name: str) -> None:
+    def frame(values: list[Any]) -> pa.Table:
+        categories = pd.Categorical(values, categories=["small", "large", "huge"], ordered=True)
+        return pa.Table.from_pandas(pd.DataFrame({"size": categories, "word": ["x"] * len(values)}))
+
+    write(frame(["huge", None, "large"]), tmp_path / name)
+    write(frame(["small"]), tmp_path / name.replace("a.", "b."))
+    dataset = make_dataset(tmp_path, cache=False)
+    assert dataset.class_names("size") == ["small", "large", "huge"]
+    assert dataset.features == {"size": {"pandas_type": "categorical", "num_categories": 3, "ordered": True}}
+    assert dataset["size"].tolist() == ["huge", None, "large", "small"]
+
+
+def test_metadata_of_arrow_fields(tmp_path: Path) -> None:
+    field = pa.field("x", pa.int64(), metadata={"unit": "mm"})
+    write(pa.table([[1], [2]], schema=pa.schema([field, pa.field("y", pa.int64())])), tmp_path / "x.parquet")
+    assert make_dataset(tmp_path, cache=False).features == {"x": {"unit": "mm"}}

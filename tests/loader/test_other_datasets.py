@@ -1,0 +1,144 @@
+"""Loaders of torch's subsets and of datasets of Hugging Face; other objects say what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import Subset, random_split
+
+from dataload import make_dataset, make_loader, mix
+from dataload.errors import ConfigError
+
+N = 60
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    pq.write_table(pa.table({"x": np.arange(N), "y": np.arange(N) % 4}), tmp_path / "x.parquet", row_group_size=20)
+    return tmp_path / "x.parquet"
+
+
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Hugging Face datasets, without the thread of its progress bars."""
+    found = pytest.importorskip("datasets")
+    import tqdm  # installed with it
+
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    return found
+
+
+def rows(source: Any, **options: Any) -> list[int]:
+    options = {"shuffle": False, **({} if isinstance(source, Subset) else {"cache": False}), **options}
+    return [x for batch in make_loader(source, 7, **options) for x in batch["x"].tolist()]
+
+
+def test_a_subset_of_a_dataset_selects_its_rows(path: Path) -> None:
+    dataset = make_dataset(path, cache=False)
+    subset = Subset(dataset, [30, 5, 17, 41])
+    assert rows(subset) == [5, 17, 30, 41]
+    assert rows(Subset(subset, [2, 0])) == [17, 30]
+    train, test = random_split(dataset, [0.8, 0.2])  # type: ignore[arg-type]
+    assert sorted(rows(train) + rows(test, shuffle=True)) == [*range(N)]
+    with pytest.raises(ConfigError, match=r"selects: a row number comes twice: .*; mix repeats rows by weights"):
+        make_loader(Subset(dataset, [5, 5]), 2)
+    with pytest.raises(ConfigError, match="columns cannot be combined with a dataset"):
+        make_loader(subset, 2, columns=["x"])
+    with pytest.raises(ConfigError, match="a Subset of a mixture: select the rows of its sources"):
+        make_loader(Subset(mix([dataset, dataset]), [1]), 2)
+
+
+def test_a_dataset_of_hugging_face_is_read_from_its_arrow_files(datasets: Any, path: Path, tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_dict({"x": list(range(N)), "y": [row % 4 for row in range(N)]})
+    whole.save_to_disk(tmp_path / "saved", num_shards=3)
+    source = datasets.load_from_disk(tmp_path / "saved")
+    assert rows(source) == [*range(N)]
+    assert rows(source.select(range(10, 30, 3))) == [*range(10, 30, 3)]
+    shuffled = source.shuffle(seed=1)
+    assert rows(shuffled.select(range(20))) == sorted(shuffled["x"][:20])
+    assert rows(source.filter(lambda row: row["y"] == 2)) == [*range(2, N, 4)]
+    assert rows(source.select(range(30)), filters=[("y", "=", 1)]) == [*range(1, 30, 4)]
+    assert rows(Subset(source, [3, 40]), cache=False) == [3, 40]
+    [batch] = make_loader(source.remove_columns("y"), N, cache=False)
+    assert [*batch] == ["x"]
+    parts = [source.shard(3, number, contiguous=True) for number in (2, 0)]
+    assert rows(datasets.concatenate_datasets(parts)) == [*range(20), *range(40, 60)]
+    for part in (source.select(range(15, 55)), source.select(range(5, 58)).select(range(10, 50))):
+        assert rows(part) == [*range(15, 55)]
+        assert rows(part.select([39, 0])) == [15, 54]
+    split = source.train_test_split(0.25, seed=0)
+    assert sorted(rows(split["train"]) + rows(split["test"], shuffle=True)) == [*range(N)]
+    [batch] = make_loader(source.cast_column("x", datasets.Value("int32")), N, cache=False)
+    assert batch["x"].dtype == torch.int32
+    with pytest.raises(ConfigError, match=r"other columns than its files: write it by to_parquet\(path\)"):
+        make_loader(source.rename_columns({"x": "y", "y": "x"}), 7, cache=False)
+    added = datasets.concatenate_datasets([source, datasets.Dataset.from_dict({"z": [0] * N})], axis=1)
+    with pytest.raises(ConfigError, match="in memory, or with other columns"):
+        make_loader(added, 7, cache=False)
+
+
+def test_files_that_have_changed_are_an_error(datasets: Any, tmp_path: Path) -> None:
+    for name, count in (("a", 5), ("b", 4)):
+        datasets.Dataset.from_dict({"x": list(range(count))}).save_to_disk(tmp_path / name)
+    source = datasets.load_from_disk(tmp_path / "a")
+    [file] = source.cache_files
+    (tmp_path / "b" / Path(file["filename"]).name).replace(file["filename"])
+    with pytest.raises(ConfigError, match="other rows or types than its Arrow files"):
+        make_loader(source, 2, cache=False)
+
+
+def test_files_in_another_order_than_their_paths(datasets: Any, tmp_path: Path) -> None:
+    parts = []
+    for name, first in (("b", 0), ("a", 100)):
+        datasets.Dataset.from_dict({"x": list(range(first, first + 10))}).save_to_disk(tmp_path / name)
+        parts.append(datasets.load_from_disk(tmp_path / name))
+    source = datasets.concatenate_datasets(parts)
+    assert source["x"][12] == 102
+    assert rows(source.select([1, 12])) == [102, 1]  # in the order of paths
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda hf, whole: whole, r"in memory, or with other columns than its files: write it by to_parquet\(path\)"),
+        (lambda hf, whole: hf.DatasetDict({"train": whole}), r"pass one of its splits, such as source\['train'\]"),
+        (lambda hf, whole: whole.to_iterable_dataset(), "an IterableDataset, without files of its own"),
+        (lambda hf, whole: whole.with_transform(dict), "set_transform, which no loader calls: pass transform="),
+    ],
+    ids=["memory", "dict", "iterable", "transform"],
+)
+def test_what_has_no_files_says_what_to_write(datasets: Any, change: Any, says: str) -> None:
+    whole = datasets.Dataset.from_dict({"x": [1, 2]})
+    with pytest.raises(ConfigError, match=says):
+        make_loader(change(datasets, whole), 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (pd.DataFrame({"x": [1]}), r"of type DataFrame: write it by to_parquet\(path\), and pass that path"),
+        (pl.DataFrame({"x": [1]}), r"of type DataFrame: write it by write_parquet\(path\)"),
+        (pl.LazyFrame({"x": [1]}), r"of type LazyFrame: write it by sink_parquet\(path\)"),
+        (pa.table({"x": [1]}), r"of type Table: write it by pyarrow.parquet.write_table\(table, path\)"),
+        ({"a": "x.parquet"}, r"of type dict: pass one of its values, or mix\(source\)"),
+        (7, "of type int: use a URL, a path, or a list of them"),
+    ],
+    ids=["pandas", "polars", "lazy", "arrow", "dict", "int"],
+)
+def test_other_objects_say_what_to_write(source: Any, says: str) -> None:
+    for make in (make_dataset, lambda source: make_loader(source, 2)):
+        with pytest.raises(ConfigError, match=says):
+            make(source)
+
+
+def test_a_subset_as_the_source_of_a_dataset_names_select(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"of type Subset: pass it to make_loader, or use dataset.select\(subset"):
+        make_dataset(Subset(make_dataset(path, cache=False), [1]))  # type: ignore[arg-type]
