@@ -251,7 +251,7 @@ def test_data_parallel(folder, tmp_path):
 def test_every_recipe_on_the_page_of_trainers_is_in_a_workflow():
     page = (ROOT / "docs/guides/trainers.md").read_text()
     blocks = re.findall(r"```python\n# (tests/workflows/\w+\.py)\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for path, block in blocks:
         lines = iter([line.strip() for line in (ROOT / path).read_text().splitlines()])
         for line in filter(None, (line.strip() for line in block.splitlines())):

@@ -92,7 +92,8 @@ def test_combined_loader(rows, short, mode):
     """A long and a short loader together, and an exact resume, also while the short one cycles."""
 
     def loaders():
-        return CombinedLoader({"long": make_loader(rows, 8), "short": make_loader(short, 8)}, mode)
+        loaders = {"long": make_loader(rows, 8), "short": make_loader(short, 8)}
+        return CombinedLoader(loaders, mode)
 
     steps = {"max_size_cycle": 10, "min_size": 3}[mode]
     expected, found = resumed(loaders, (1, 4 if mode == "max_size_cycle" else 1))

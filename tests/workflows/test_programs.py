@@ -151,6 +151,48 @@ def test_trainer_on_two_ranks(write, tmp_path):
     assert sorted(row for batches in ranks for batch in batches for row in batch) == list(range(40))
 
 
+SFT = """
+import json, os, sys
+import datasets
+from tiny import inputs_of, llama, quiet, tokenizer
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from dataload import make_dataset, make_loader
+
+model, tokens, rows = llama(), tokenizer(), make_dataset(sys.argv[1])
+seen = inputs_of(model)
+args = SFTConfig(**quiet(num_train_epochs=1, per_device_train_batch_size=4, gradient_accumulation_steps=2))
+loader = make_loader(rows, 4, collate_fn=DataCollatorForLanguageModeling(0))
+
+class RowTrainer(SFTTrainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(loader)
+
+sample = datasets.Dataset.from_list(rows.__getitems__([0]))
+RowTrainer(model, args, train_dataset=sample, processing_class=tokens).train()
+found = [row[row != 0].tolist() for batch in seen for row in batch]
+open(f"rank{os.environ['RANK']}.json", "w").write(json.dumps(found))
+"""
+
+
+def test_sft_on_two_ranks(write, tmp_path):
+    """SFTTrainer over our loader on two ranks, with accumulation: each row once."""
+    import json
+    from pathlib import Path
+
+    rows = [[5 + row % 40] * (2 + row // 40) for row in range(60)]
+    (tmp_path / "program.py").write_text(SFT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH")]))
+    command = [*launcher, str(tmp_path / "program.py"), write({"input_ids": rows})]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [len(each) for each in ranks] == [30, 30]
+    assert sorted(ranks[0] + ranks[1]) == sorted(rows)
+
+
 def test_a_config_of_omegaconf(write, cache):
     """Lists and dicts of an OmegaConf config, wherever lists and dicts are taken."""
     from omegaconf import OmegaConf
