@@ -6,6 +6,8 @@ the loop's draws don't depend on the batches that are made ahead. torch, NumPy a
 whole process. A worker seeds them, and the loop's thread restores them after a call. Another thread can do neither
 while the loop runs: there, torch's functions get a generator as an argument, and a warning tells of other draws.
 
+albumentations has generators of its own, which get those of the batch in each of these places.
+
 To save and restore takes longer than many a transform. So the first batch of each loop tells which generators the code
 draws from, and later batches leave the others alone.
 """
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dataload.loader import albumentations_draws
 from dataload.samplers.keys import derive_key
 
 log = logging.getLogger(__name__)
@@ -98,7 +101,8 @@ def in_worker(stream: tuple[int, ...], cursor: int) -> Iterator[None]:
     seed = _seed_of(stream, cursor)
     for each in _GLOBAL.values():
         each.seed(seed)
-    yield
+    with _own_of(seed):
+        yield
 
 
 class InLoop:
@@ -122,7 +126,8 @@ class InLoop:
             for each in used.values():
                 each.seed(seed)
             seeded = {name: each.state() for name, each in used.items()} if is_first else {}
-            yield
+            with _own_of(seed):
+                yield
             if is_first:
                 self._draws.learn(_moved(seeded))
         finally:
@@ -149,7 +154,7 @@ class InThreads:
         """Return the surroundings of the calls for a batch. See `Around`."""
         is_first = cursor == self._first
         if not (is_first or self._modes or "torch" in self._draws.names):
-            return nullcontext()
+            return _own_of(_seed_of(stream, cursor)) if albumentations_draws.is_used() else nullcontext()
         return self._entered(stream, cursor, is_first=is_first)
 
     @contextmanager
@@ -158,7 +163,9 @@ class InThreads:
         with ExitStack() as stack:
             for mode in self._modes:
                 stack.enter_context(mode())
-            generator = torch.Generator().manual_seed(_seed_of(stream, cursor))
+            seed = _seed_of(stream, cursor)
+            stack.enter_context(_own_of(seed))
+            generator = torch.Generator().manual_seed(seed)
             seeded = generator.get_state()
             stack.enter_context(_Drawing(generator))
             yield
@@ -166,6 +173,11 @@ class InThreads:
             moved = _moved(before)
             self._draws.tell(moved)
             self._draws.learn(moved if torch.equal(generator.get_state(), seeded) else [*moved, "torch"])
+
+
+def _own_of(seed: int) -> AbstractContextManager[None]:
+    """Return the surroundings of calls of libraries that keep generators of their own."""
+    return albumentations_draws.seeded(seed) if albumentations_draws.is_used() else nullcontext()
 
 
 def _moved(before: dict[str, Any]) -> list[str]:

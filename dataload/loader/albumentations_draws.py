@@ -1,0 +1,114 @@
+"""Draws of albumentations, whose pipelines keep generators of their own: in a call for a batch, they are the batch's.
+
+The generators belong to the objects, which user code may have anywhere, and which threads share. So the classes look
+their generators up: within a call for a batch in this thread they get those of the batch, and otherwise their own.
+AlbumentationsX, its successor, takes a seed for each call instead. Old releases draw from NumPy's and Python's global
+generators, as other code does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+_NAME = "albumentations"  # of both packages
+_ATTRIBUTES = ("random_generator", "py_random")
+
+
+class _Batch(threading.local):
+    """The generators of the batch for which this thread calls user code, by attribute; None outside of such calls."""
+
+    generators: dict[str, Any] | None = None
+
+
+_batch = _Batch()
+
+
+def is_used() -> bool:
+    """Return whether the program has imported albumentations."""
+    return _NAME in sys.modules
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let the pipelines that this thread calls in the block draw from generators with this seed."""
+    _watch()
+    before = _batch.generators
+    _batch.generators = dict(zip(_ATTRIBUTES, (np.random.default_rng(seed), random.Random(seed)), strict=True))  # noqa: S311
+    try:
+        yield
+    finally:
+        _batch.generators = before
+
+
+class _OfBatch:
+    """A generator of a pipeline: that of the batch, or the pipeline's own. It is an attribute of a class.
+
+    Args:
+        name: The attribute.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, pipeline: Any, kind: type) -> Any:
+        if pipeline is None:
+            return self
+        if _batch.generators is not None:
+            return _batch.generators[self._name]
+        try:
+            return vars(pipeline)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, pipeline: Any, generator: Any) -> None:
+        vars(pipeline)[self._name] = generator
+
+
+def _watch() -> None:
+    """Let the classes of albumentations look their generators up, once."""
+    module = sys.modules[_NAME]
+    pipelines = [vars(module)[name] for name in ("BaseCompose", "BasicTransform") if name in vars(module)]
+    if _NAME in _watched or len(pipelines) < 2:  # It is being imported.
+        return
+    _watched.add(_NAME)
+    compose = module.Compose
+    if "invocation_seed" in inspect.signature(compose.__call__).parameters:
+        compose.__call__ = _with_seed(compose.__call__)
+    elif all(hasattr(kind, "set_random_state") and not hasattr(kind, _ATTRIBUTES[0]) for kind in pipelines):
+        for kind in pipelines:
+            for name in _ATTRIBUTES:
+                setattr(kind, name, _OfBatch(name))
+    elif hasattr(pipelines[0], "set_random_seed"):
+        log.warning(
+            "albumentations %s has generators that cannot be seeded for each batch: call "
+            "pipeline.set_random_seed(int(rng.integers(2**32))) in transform(batch, rng), with num_threads=0 or "
+            "num_workers=",
+            getattr(module, "__version__", ""),
+        )
+
+
+_watched = set[str]()
+
+
+def _with_seed(call: Any) -> Any:
+    """Return the call of a pipeline, with a seed of the batch unless it has one."""
+
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, invocation_seed: int | None = None, **data: Any) -> Any:
+        if invocation_seed is None and _batch.generators is not None:
+            invocation_seed = _batch.generators["py_random"].getrandbits(32)
+        return call(self, *args, invocation_seed=invocation_seed, **data)
+
+    return called

@@ -1,0 +1,145 @@
+"""Random augmentations of torchvision and albumentations: equal batches and losses in every way to run them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.nn.functional import dropout
+
+from dataload import make_dataset, make_loader
+from dataload.dataset import Dataset
+from dataload.loader import albumentations_draws
+
+SIDE, BATCH, ROWS = 12, 8, 64
+WAYS: list[dict[str, Any]] = [{}, {"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1}, {"num_workers": 2}]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    pixels = np.random.default_rng(0).integers(0, 256, (ROWS, SIDE * SIDE * 3), np.uint8)
+    images = pa.FixedSizeListArray.from_arrays(pixels.ravel(), SIDE * SIDE * 3)
+    pq.write_table(pa.table({"image": images, "x": np.arange(ROWS)}), tmp_path / "x.parquet", row_group_size=16)
+    return make_dataset(tmp_path / "x.parquet", cache_dir=tmp_path / "cache", cache_bytes="100MB")
+
+
+def imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:  # torchvision of another build than torch
+        pytest.skip(f"{name} cannot be imported: {error}")
+
+
+class TorchVision:
+    def __init__(self) -> None:
+        v2 = imported("torchvision.transforms.v2")
+        self._augment = v2.Compose(
+            [v2.RandomCrop(8), v2.RandomHorizontalFlip(), v2.GaussianNoise(), v2.ColorJitter(0.5)]
+        )
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        images = batch["image"].reshape(-1, SIDE, SIDE, 3).permute(0, 3, 1, 2).float() / 255
+        return {"y": self._augment(images)}
+
+
+class Albumentations:
+    def __init__(self) -> None:
+        a = imported("albumentations")
+        self._augment = a.Compose(
+            [a.RandomCrop(8, 8), a.HorizontalFlip(p=0.5), a.CoarseDropout(p=0.5), a.GaussNoise(p=1)]
+        )
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        images = batch["image"].reshape(-1, SIDE, SIDE, 3).numpy()
+        return {"y": torch.from_numpy(np.stack([self._augment(image=image)["image"] for image in images])).float()}
+
+
+def trained(loader: Any, begin: Callable[[], object] = lambda: torch.manual_seed(5)) -> tuple[list[Any], list[float]]:
+    """Return the batches of an epoch, and losses with dropout."""
+    begin()
+    batches, losses = [], []
+    for batch in loader:
+        batches.append(batch["y"].clone())
+        losses.append(dropout(batch["y"]).sum().item())
+    return batches, losses
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("augment", [TorchVision, Albumentations])
+def test_ten_runs_are_equal_to_the_bit(dataset: Dataset, augment: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    runs = [trained(make_loader(dataset, BATCH, transform=augment(), **WAYS[run % len(WAYS)])) for run in range(10)]
+    batches, losses = runs[0]
+    assert len({batch.numpy().tobytes() for batch in batches}) == ROWS // BATCH
+    for again, their_losses in runs[1:]:
+        assert same(batches, again)
+        assert losses == their_losses
+    other, _ = trained(make_loader(dataset, BATCH, transform=augment(), shuffle=False, seed=1))
+    plain, _ = trained(make_loader(dataset, BATCH, transform=augment(), shuffle=False, seed=2))
+    assert not same(other, plain)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("augment", [TorchVision, Albumentations])
+def test_a_resumed_epoch_is_augmented_as_if_it_had_not_stopped(dataset: Dataset, augment: Any, options: Any) -> None:
+    whole, losses = trained(make_loader(dataset, BATCH, transform=augment()))
+    loader = make_loader(dataset, BATCH, transform=augment(), **options)
+    torch.manual_seed(5)
+    head = []
+    for batch, _ in zip(loader, range(3), strict=False):
+        head.append(dropout(batch["y"]).sum().item())
+        state, generator = loader.state_dict(), torch.get_rng_state()
+    resumed = make_loader(dataset, BATCH, transform=augment(), **options)
+    resumed.load_state_dict(state)
+    rest, their_losses = trained(resumed, lambda: torch.set_rng_state(generator))
+    assert same(whole[3:], rest)
+    assert head + their_losses == losses
+
+
+def test_a_pipeline_has_its_own_draws_outside_of_the_loader(dataset: Dataset) -> None:
+    a = imported("albumentations")
+    image = np.arange(SIDE * SIDE * 3, dtype=np.uint8).reshape(SIDE, SIDE, 3)
+
+    def pipeline() -> Any:
+        return a.Compose([a.RandomCrop(4, 4), a.GaussNoise(p=1)], seed=3)
+
+    alone = pipeline()
+    expected = [alone(image=image)["image"] for _ in range(ROWS // BATCH)]
+    shared = pipeline()
+    loader = make_loader(dataset, BATCH, transform=lambda batch: {"y": batch["x"], "z": shared(image=image)["image"]})
+    for batch, own in zip(loader, expected, strict=True):
+        assert np.array_equal(shared(image=image)["image"], own)
+        assert not np.array_equal(batch["z"], own)
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A release whose generators are kept in another way."""
+    module = ModuleType("albumentations")
+    kind = type("BaseCompose", (), {"set_random_seed": lambda self, seed: None, "__call__": lambda self: None})
+    vars(module).update(BaseCompose=kind, BasicTransform=kind, Compose=kind, __version__="9.9")
+    monkeypatch.setitem(sys.modules, "albumentations", module)
+    monkeypatch.setattr(albumentations_draws, "_watched", set())
+    yield module
+
+
+def test_a_release_that_is_not_known_is_told_once(dataset: Dataset, unknown: Any, caplog: Any) -> None:
+    for _ in range(2):
+        list(make_loader(dataset, BATCH, transform=dict))
+    [record] = caplog.records
+    assert "albumentations 9.9 has generators that cannot be seeded for each batch" in record.message
+    assert "pipeline.set_random_seed(int(rng.integers(2**32))) in transform(batch, rng)" in record.message
