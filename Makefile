@@ -40,7 +40,7 @@ lowest: .venv-lowest/.ready
 NEWEST := .venv-newest/bin/python -m
 NEWEST_TESTS := mapping catalog/test_filters.py formats/test_range_stream.py rows/test_arrow_decode.py \
 	rows/test_decoded_rows.py cache/test_filesystem.py cache/test_origin_engine.py cache/test_s3_names.py \
-	cache/test_cluster_tier.py loader/test_worker_transport.py
+	cache/test_cluster_tier.py loader/test_worker_transport.py loader/test_augmentations.py
 
 newest:
 	$(PYTHON) -m venv .venv-newest
