@@ -83,7 +83,7 @@ def test_a_number_that_is_no_integer(dataset: Dataset, wrong: Any) -> None:
         dataset.locate(wrong)
 
 
-@pytest.mark.parametrize("wrong", [1.5, "7", slice(0, 2), None], ids=str)
+@pytest.mark.parametrize("wrong", [1.5, slice(0, 2), None], ids=str)
 def test_a_row_is_read_by_an_integer(dataset: Dataset, wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"a row number, not {type(wrong).__name__}: .*__getitems__"):
         dataset[wrong]

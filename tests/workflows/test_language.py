@@ -15,6 +15,7 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     DataCollatorForLanguageModeling,
+    DataCollatorForMultipleChoice,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
@@ -133,6 +134,21 @@ def test_token_classification(rows):
         make_loader(rows.map(tagged), 8, collate_fn=collator),
     )
     assert losses[-1] < losses[0]
+
+
+def test_multiple_choice(texts):
+    """DataCollatorForMultipleChoice: several answers of a row, each with tokens of its own."""
+
+    def choices(batch):
+        ids = [[ids, ids[::-1]] for ids in tokens(batch["text"]).input_ids]
+        return {
+            "input_ids": ids,
+            "attention_mask": [[[1] * len(each) for each in pair] for pair in ids],
+            "label": batch["label"],
+        }
+
+    batch = next(iter(make_loader(texts.map(choices), 8, collate_fn=DataCollatorForMultipleChoice(tokens))))
+    assert batch["input_ids"].shape[:2] == (8, 2)
 
 
 def test_packing_by_a_collator(rows):

@@ -151,6 +151,24 @@ def test_reward_pairs(texts):
     assert sum(len(batch["input_ids"]) for batch in loader) == 2 * ROWS
 
 
+def test_unpaired_preferences(texts):
+    """TRL's collator of KTO: one answer for each prompt, and whether it is good."""
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+    def judged(batch):
+        ids = {
+            f"{name}_ids": tokens(batch[text]).input_ids
+            for name, text in (("prompt", "prompt"), ("completion", "chosen"))
+        }
+        return {**ids, "label": torch.tensor([len(text) % 2 == 0 for text in batch["chosen"]])}
+
+    rows = texts.map(judged)
+    batch = next(iter(make_loader(rows, 8, shuffle=False, collate_fn=DataCollatorForUnpairedPreference(0))))
+    first = rows[0]
+    joined = [*first["prompt_ids"].tolist(), *first["completion_ids"].tolist()]
+    assert batch["input_ids"][0, : len(joined)].tolist() == joined
+
+
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_language_modeling_of_trl(chats, padding_free):
     """TRL's collator for language models: padded, and padding-free as one packed sequence."""
