@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from rich.filesize import decimal
 
 from dataload.arguments import did_you_mean, known_keywords, with_plain_arguments
 from dataload.cache.blocks.reader import Blocks
@@ -21,7 +23,7 @@ from dataload.cache.options import CacheOptions
 from dataload.cache.origin.source import open_source
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.features import class_names, features_of
-from dataload.catalog.locations import Location, Locator
+from dataload.catalog.locations import Location, Locator, MadeLocation
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
@@ -280,7 +282,7 @@ class Dataset(MapStyle):
     @cached_property
     def stored_selection(self) -> Selection | None:
         """The rows of the dataset among those that are stored; None: all."""
-        stored = self.stages[-1].selection if self.stages else None
+        stored = self.stages[-1].stored_selection if self.stages else None
         return stored_of(self.manifest.selection, stored, len(self.manifest.row_groups))
 
     @property
@@ -324,7 +326,9 @@ class Dataset(MapStyle):
             hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
             raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
         rows: Dataset = self
-        if len(self.schema) > 1 and not any(name in stage.made for stage in self.stages):  # The files have it.
+        if len(self.schema) > 1 and not any(
+            name in (*stage.made, *stage.masks) for stage in self.stages
+        ):  # The files have it.
             rows = Dataset(self.manifest, self.blocks, [name], self.fill_null, self.null_masks, errors=self.errors)
         count = max(1, BYTES_AT_ONCE // rows.rowstore.row_bytes)
         starts = range(0, max(1, len(self)), count)
@@ -362,7 +366,11 @@ class Dataset(MapStyle):
         They are stored as errors, which are raised when they are read, and they are cached apart. The dataset itself
         raises while it makes the row group of such a row.
         """
-        return self._of(self.manifest, [replace(stage, skips=True) for stage in self.stages]) if self.stages else self
+        flat = max((number for number, stage in enumerate(self.stages, 1) if stage.is_flat), default=0)
+        if len(self.stages) == flat:  # The rows before it are counted, so none of them may be missing.
+            return self
+        after = [replace(stage, skips=True) for stage in self.stages[flat:]]
+        return self._of(self.manifest, [*self.stages[:flat], *after])
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
@@ -375,7 +383,11 @@ class Dataset(MapStyle):
 
     @cached_property
     def _locator(self) -> Locator:
-        return Locator(self.manifest, self.blocks.origin.url_of)
+        return Locator(self.manifest, self.blocks.origin.url_of, MadeLocation if self._is_flat else Location)
+
+    @property
+    def _is_flat(self) -> bool:
+        return any(stage.is_flat for stage in self.stages)
 
     @with_plain_arguments
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
@@ -412,6 +424,10 @@ class Dataset(MapStyle):
         """
         from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
 
+        if self._is_flat:
+            raise ConfigError(
+                "filters read the rows of the files, and flat_map has made others: filter before flat_map"
+            )
         made = {name for stage in self.stages for name in stage.made}
         try:
             return self._of(narrow(self.manifest, self.blocks, filters, made, self.errors))
@@ -488,9 +504,112 @@ class Dataset(MapStyle):
         )
         return self._of(self.manifest, [*self.stages, stage])
 
+    @with_plain_arguments
+    def flat_map(
+        self,
+        function: Function,
+        columns: Sequence[str] | None = None,
+        version: Any = None,
+        *,
+        processes: int | None = None,
+    ) -> Dataset:
+        """Return the dataset of the rows that a deterministic function makes: as `map`, with more or fewer rows.
+
+        It suits windows of a series, overflowing tokens and chunks of documents. A row for which the function returns
+        nothing is left out. The rows that it makes are in the order in which it returns them, row after row. Each must
+        depend on one row only: the function gets chunks of any size.
+
+        Args:
+            function: The function. As that of `map`, but the columns that it returns may have any one length.
+            columns: Names of the columns that the function gets; None: all. The dataset has the columns that it
+                returns and no others: these have other rows. Let it return what is to be kept, repeated.
+            version: As for `map`.
+            processes: As for `map`.
+
+        Raises:
+            ConfigError: An argument cannot work, the function needs a version, or it returns no row at all.
+            DataError: The function raised in a sample of the rows, or it returned what no column can hold.
+            OriginError: The origin failed.
+
+        Notes:
+            The number of rows is not known before the function has seen all of them. So the first look at `len`, rows
+            or row groups calls it for all, once for each host, or once for a cluster, and `print` tells before what
+            that will read. The rows go into the cache on the way, so that the first epoch finds them there. The counts
+            are cached: a pass that was killed goes on where it was, and later jobs need none. `filter` must come
+            first. `locate` tells the row group that a row was made of.
+        """
+        from dataload.mapping.probe import stage_of
+
+        (own,) = self.rowstore.row_groups.caches
+        told: dict[str, Any] = {"columns": columns, "version": version, "processes": processes}
+        told |= {"fill_null": self.fill_null, "null_masks": self.null_masks}
+        stage = stage_of(function, own, self.manifest, self.schema, self.blocks, **told, is_flat=True)
+        return _FlatDataset(self, stage)
+
+    @property
+    def uncounted(self) -> Dataset | None:
+        """The dataset that a function of `flat_map` will be called for, to count its rows; None: that is done."""
+        return None
+
     def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None) -> Dataset:
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
         return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors)
+
+
+class _FlatDataset(Dataset):
+    """The rows that `flat_map` makes, which the first look at one of the attributes of a `Dataset` counts.
+
+    Args:
+        source: The rows that the function gets.
+        stage: The stage of the function.
+    """
+
+    def __init__(self, source: Dataset, stage: Stage) -> None:
+        self._source, self._stage = source, stage
+        self.schema, self.blocks, self._counting = stage.schema, source.blocks, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _COUNTED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        self._count()
+        return self.__dict__[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.uncounted is not None:
+            return _FlatDataset, (self._source, self._stage)
+        how = self.fill_null, self.null_masks, self.stages, self.errors
+        return Dataset, (self.manifest, self.blocks, self._columns, *how)
+
+    @property
+    def uncounted(self) -> Dataset | None:
+        return None if "manifest" in self.__dict__ else self._source
+
+    def __repr__(self) -> str:
+        if (source := self.uncounted) is None:
+            return super().__repr__()
+        groups = source.row_groups
+        cost = f"{counted(len(groups), 'row group')}, {decimal(sum(group.bytes for group in groups))} of files"
+        calls = f"it will be called once for each of {counted(source.num_rows, 'row')} in {cost}"
+        rows = f"about {counted(int(self._stage.stored().block_lengths.sum()), 'row')}, not counted yet"
+        return f"Dataset({self._stage.title}: {rows}: {calls}; {columns_text(self.schema)})"
+
+    def _count(self) -> None:
+        from dataload.mapping.counting import counted as with_counts
+
+        with self._counting:
+            if self.uncounted is None:
+                return
+            source, (own,) = self._source, self._source.rowstore.row_groups.caches
+            stage = with_counts(own, self._stage)
+            stages = [*source.stages, stage]
+            manifest = stage.flattened(fingerprint_of(source.manifest, stages[:-1], last=stage.key))
+            vars(self).update(vars(source._of(manifest, stages)))  # noqa: SLF001 (of the same class)
+
+
+_COUNTED = frozenset(
+    ("manifest", "fill_null", "null_masks", "errors", "stages", "_columns", "block_lengths", "window", "rowstore")
+)
+"""The attributes of a `Dataset` that depend on the number of rows."""
 
 
 @known_keywords(CacheConfig)

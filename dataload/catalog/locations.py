@@ -32,15 +32,31 @@ class Location(NamedTuple):
         return f"{redacted(self.url)} row group {self.row_group} row {self.row}"
 
 
+class MadeLocation(Location):
+    """The place of a row that `flat_map` made: `row` is its number among those that it made of the row group.
+
+    Which row of the file it was made of is not known.
+    """
+
+    __slots__ = ()
+
+    @property
+    def text(self) -> str:
+        """The location in words, without credentials."""
+        return f"{redacted(self.url)} row group {self.row_group}, row {self.row} of those that flat_map made of it"
+
+
 class Locator:
     """Finds the rows of a dataset in its files, by binary search.
 
     Args:
         manifest: The dataset.
         url_of: Returns the URL of a file, given its path.
+        kind: The class of the locations.
     """
 
-    def __init__(self, manifest: Manifest, url_of: Callable[[str], str]) -> None:
+    def __init__(self, manifest: Manifest, url_of: Callable[[str], str], kind: type[Location] = Location) -> None:
+        self._kind = kind
         self._row_groups = manifest.row_groups
         self._selection = manifest.selection
         self._url_of = url_of
@@ -55,6 +71,6 @@ class Locator:
         within = (rows - self._starts[groups]).tolist()
         urls = {number: self._url_of(self._row_groups[number].file.path) for number in np.unique(groups).tolist()}
         return [
-            Location(urls[group], self._row_groups[group].number, row)
+            self._kind(urls[group], self._row_groups[group].number, row)
             for group, row in zip(groups.tolist(), within, strict=True)
         ]

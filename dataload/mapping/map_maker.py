@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
@@ -17,7 +18,7 @@ from dataload.errors import DataError
 from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.plan import MappedPlan
 from dataload.mapping.stage import Stage
-from dataload.rows.columns import Column, concatenate
+from dataload.rows.columns import Column, Ragged, concatenate, length_of, rows_of, used_values
 from dataload.rows.making.maker import Columns, Opened
 from dataload.rows.making.row_group_memory import DECODED_COPIES, MemoryNeed, RowGroupMemory, packing_bytes
 from dataload.rows.row_group_cache import RowGroupCache
@@ -25,6 +26,7 @@ from dataload.rows.row_group_plan import BLOB_BYTES
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
+from dataload.runtime.text import counted
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
@@ -33,11 +35,13 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 32  # of the first chunk of a row group
 CHUNK_ROWS = 1024
+NO_BORDER = 1 << 62  # rows
 CHUNK_BYTES = 16 << 20  # of the rows that the calls under way get, and of those that they return
 
 
 def _bytes_of(columns: Mapping[str, Column]) -> int:
-    return sum(column.values.nbytes for column in columns.values())
+    used = (used_values(each) if isinstance(each, Ragged) else each.values for each in columns.values())
+    return sum(values.nbytes for values in used)
 
 
 class ChunkSize:
@@ -70,6 +74,37 @@ def head_of(source: RowGroupCache, number: int, rows: int) -> Iterator[tuple[Col
     return zip(columns, source.plan.lengths(number), strict=True)
 
 
+def _in_blobs(
+    results: Iterable[tuple[Columns, int]], most: int, check: Callable[[int, int], None]
+) -> Iterator[list[Columns]]:
+    """Yield results in lists of `most` rows; the last list may have fewer.
+
+    Args:
+        results: Columns, and their rows.
+        most: Rows of a list.
+        check: Called with the bytes of a list so far, and with `most`.
+    """
+    parts: list[Columns] = []
+    missing, size = most, 0
+    for found, rows in results:
+        first = 0
+        while first < rows:
+            stop = min(rows, first + missing)
+            parts.append(_rows_of(found, first, stop))
+            missing, size, first = missing - (stop - first), size + _bytes_of(parts[-1]), stop
+            check(size, most)
+            if not missing:
+                yield parts
+                parts, missing, size = [], most, 0
+    if parts:
+        yield parts
+
+
+def _rows_of(columns: Columns, first: int, stop: int) -> Columns:
+    whole = first == 0 and stop == length_of(next(iter(columns.values())))
+    return columns if whole else {name: rows_of(column, first, stop) for name, column in columns.items()}
+
+
 class MapMaker(ForkAware):
     """Makes the blobs of mapped row groups. See `Maker`.
 
@@ -87,7 +122,7 @@ class MapMaker(ForkAware):
         self._source, self._stage, self._chosen, self.blocks = source, stage, columns, source.blocks
         added = stage.stored_schema.names[len(stage.schema) :]
         self._columns = (*(stage.schema.names if columns is None else columns), *added)
-        self.selection = stage.selection
+        self.selection = stage.stored_selection
         self.manifest = stage.stored()
         self.plan = MappedPlan(self.manifest, self._columns, stage, source.plan)
         self.share(RowGroupMemory(self.need))
@@ -152,7 +187,7 @@ class MapMaker(ForkAware):
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
         chunks = self._chunks(head_of(self._source, number, rows), number, chunk)
-        for mapped in self._called(chunks, number, chunk, 0):
+        for mapped in self._called(chunks, number, chunk, 0):  # of flat_map, these may be more than `rows`
             self._stage.function.check_same()
             yield mapped
 
@@ -173,27 +208,48 @@ class MapMaker(ForkAware):
 
             yield no_rows(fields)
             return
+        aligned = NO_BORDER if self._stage.is_flat else lengths[0]
+        made, expected = 0, iter(lengths)
+        with closing(self.blobs(columns, number, max(lengths), aligned)) as blobs:
+            for found, rows in blobs:
+                made += rows
+                if rows != next(expected, 0):
+                    break
+                yield found
+        if made != sum(lengths):
+            raise DataError(
+                f"{self._where(number)}: {self._stage.title} made {counted(made, 'row')} of this row group at least, "
+                f"and {counted(sum(lengths), 'row')} when they were counted: it must make the same rows each time, so "
+                "use no random numbers and nothing else that changes, or version= if it has changed"
+            )
+
+    def blobs(
+        self, columns: Iterable[Columns], number: int, most: int, aligned: int
+    ) -> Generator[tuple[Columns, int], None, None]:
+        """Yield the mapped columns of a row group in blobs of `most` rows, of which the last one may have fewer.
+
+        Args:
+            columns: The columns of each blob of the source.
+            number: The row group.
+            most: Rows of a blob.
+            aligned: The rows of chunks do not cross multiples of this number.
+        """
         sources = zip(columns, self._source.plan.lengths(number), strict=True)
         chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // self._calls)
-        chunks = self._chunks(sources, number, chunk, lengths[0])
+        chunks = self._chunks(sources, number, chunk, aligned)
+        fields = self.plan.layout.fields
         with closing(self._called(chunks, number, chunk, self._calls)) as done:
-            for length in lengths:
-                parts: list[Columns] = []
-                missing, size = length, 0
-                while missing:
-                    part, rows = next(done)
-                    parts.append(part)
-                    missing, size = missing - rows, size + _bytes_of(part)
-                    self._check(number, size, length)
+            for parts in _in_blobs(done, most, partial(self._check, number)):
                 self._stage.function.check_same()  # before the cache gets the rows
-                yield {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
+                joined = {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
+                yield joined, length_of(next(iter(joined.values())))
 
     def _check(self, number: int, size: int, rows: int) -> None:
         """Raise DataError if a blob is larger than its forecast, and than all row groups of a host may be together."""
         forecast = max(self.plan.blob_sizes(number))
         if size > 2 * forecast and size > (limit := usable_memory() // MEMORY_DIVISOR):
             raise DataError(
-                f"{self._where(number)}: map {self._stage.function.name}: the results of {rows} rows take more than "
+                f"{self._where(number)}: {self._stage.title}: the results of {rows} rows take more than "
                 f"{decimal(limit)}, an eighth of the usable memory. The sample of rows suggested {decimal(forecast)}: "
                 "write the file with fewer rows in a row group, and not sorted by size"
             )
@@ -206,12 +262,12 @@ class MapMaker(ForkAware):
     def _chunk_rows(self, number: int) -> int:
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
         plans = self.plan, self._source.plan
-        row_bytes = sum(max(plan.blob_sizes(number)) // max(plan.lengths(number)) for plan in plans)
+        row_bytes = sum(max(plan.blob_sizes(number)) // max(1, *plan.lengths(number)) for plan in plans)
         most = CHUNK_BYTES // self._calls // max(1, row_bytes)
         return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
 
     def _chunks(
-        self, sources: Iterable[tuple[Columns, int]], number: int, chunk: ChunkSize, blob_rows: int = 1 << 62
+        self, sources: Iterable[tuple[Columns, int]], number: int, chunk: ChunkSize, blob_rows: int = NO_BORDER
     ) -> Iterator[Records]:
         """Yield the rows to map, in chunks of `chunk.rows` at most that are in one blob of the source and one result.
 
@@ -263,11 +319,11 @@ class MapMaker(ForkAware):
                 except ChunkError as error:
                     rows = rows_text(self._stage.selection, number, done, sizes[index], error.row)
                     place = f"{self._where(number)} {rows}"
-                    raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error.__cause__
+                    raise DataError(f"{place}: {self._stage.title}: {error.text}") from error.__cause__
                 if columns is None:
                     return
                 chunk.follow(columns, sizes[index])
-                yield columns, sizes[index]
+                yield columns, length_of(next(iter(columns.values())))
                 done += sizes[index]
 
     def _each(self, chunks: Iterator[Records], ahead: int) -> Generator[Columns, None, None]:

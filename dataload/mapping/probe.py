@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -17,17 +18,17 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import ambiguous, fields_of, flatten, mask_name, needs_mask
 from dataload.mapping.forms import Form, Made, Returned, joined
-from dataload.mapping.map_maker import head_of
+from dataload.mapping.map_maker import CHUNK_ROWS, head_of
 from dataload.mapping.places import mapped_of, rows_text, where
-from dataload.mapping.running import ChunkError, Function, Runner, bytes_of, mapped_blobs, records_of
-from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
+from dataload.mapping.running import ChunkError, Function, Runner, bytes_of, mapped_blobs, records_of, rows_in
+from dataload.mapping.stage import Counts, Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.size_sampling import spread
 
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
 
-VERSION = 3
+VERSION = 4
 SAMPLE_ROWS = 32  # of each sampled row group
 
 
@@ -43,6 +44,7 @@ def stage_of(
     processes: int | None,
     fill_null: Any = None,
     null_masks: bool = False,
+    is_flat: bool = False,
 ) -> Stage:
     """Return the map of a dataset. A sample of its rows tells the columns.
 
@@ -57,6 +59,7 @@ def stage_of(
         processes: As for `Dataset.map`.
         fill_null: As for `make_dataset`, for the columns that the function makes.
         null_masks: As for `make_dataset`, for these columns.
+        is_flat: Whether the function may make more or fewer rows than it gets.
 
     Raises:
         ConfigError: An argument cannot work, or the dataset has no row.
@@ -70,14 +73,13 @@ def stage_of(
     chosen = None if columns is None else tuple(Manifest(schema, (), "").select(columns))
     if not manifest.num_rows:
         raise ConfigError("map needs at least one row, and the dataset has none")
+    sampler = _Sampler(source, manifest, schema, blocks, chosen, fill_null, null_masks=null_masks, is_flat=is_flat)
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
-    what = f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}{' masks' * null_masks}"
+    what = f"map {VERSION} {key_of(user, chosen, is_flat=is_flat)} {source.plan.digest}{' masks' * null_masks}"
     failed = None
     try:
-        sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(
-            lambda: _sampled(user, source, manifest, schema, blocks, chosen, fill_null, null_masks=null_masks)
-        )
+        sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(lambda: sampler.sampled(user))
     except _FailedError as error:  # The row may work the next time, so it is not cached.
         sample, failed = _Sample.of(memoryview(error.sample)), str(error)
     user.sources.forget()
@@ -86,7 +88,9 @@ def stage_of(
             pickle.dumps(user)
         except ConfigError as error:
             raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
-    return Stage(user, chosen, processes, manifest, *sample, fill_null, failed)
+    counts = Counts(sample.ratio) if is_flat else None
+    told = sample.schema, sample.row_bytes, sample.made, sample.masks
+    return Stage(user, chosen, processes, manifest, *told, fill_null, failed, counts=counts)
 
 
 class _Sample(NamedTuple):
@@ -97,19 +101,21 @@ class _Sample(NamedTuple):
         row_bytes: The mean bytes of a value, by column.
         made: The columns that the function made.
         masks: The columns that mark their nulls.
+        ratio: The rows that the function makes of one.
     """
 
     schema: pa.Schema
     row_bytes: dict[str, float]
     made: tuple[str, ...]
     masks: tuple[str, ...]
+    ratio: float
 
     @classmethod
     def of(cls, data: memoryview) -> Self:
         """Return the sample that `_sampled` returned as JSON."""
         found = json.loads(bytes(data))
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
-        return cls(schema, found["row_bytes"], tuple(found["made"]), tuple(found["masks"]))
+        return cls(schema, found["row_bytes"], tuple(found["made"]), tuple(found["masks"]), found["ratio"])
 
 
 class _FailedError(Exception):
@@ -125,59 +131,98 @@ class _FailedError(Exception):
         self.sample = sample
 
 
-def _sampled(
-    user: UserFunction,
-    source: RowGroupCache,
-    manifest: Manifest,
-    schema: pa.Schema,
-    blocks: Blocks,
-    columns: Sequence[str] | None,
-    fill_null: Any,
-    *,
-    null_masks: bool,
-) -> bytes:
-    """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
-    layout = source.plan.layout
-    given, kept = given_and_kept(layout.fields, columns)
-    runner = Runner(user.call, given, kept, schema)
-    samples, row_bytes = [], dict[str, float]()
-    failed: DataError | None = None
-    cause: BaseException | None = None
-    filled = np.flatnonzero(manifest.block_lengths).tolist()
-    for number in (filled[position] for position in spread(len(filled))):
-        records = _head(source, manifest, number, where(manifest.row_groups[number], blocks))
+@dataclass(frozen=True)
+class _Sampler:
+    """Calls a function with a sample of rows. See `stage_of`.
+
+    Args:
+        source: The row groups that are mapped.
+        manifest: The dataset.
+        schema: Its columns.
+        blocks: The cache.
+        columns: The columns that the function gets; None: all.
+        fill_null: As for `make_dataset`.
+        null_masks: As for `make_dataset`.
+        is_flat: Whether the function may make more or fewer rows than it gets.
+    """
+
+    source: RowGroupCache
+    manifest: Manifest
+    schema: pa.Schema
+    blocks: Blocks
+    columns: Sequence[str] | None
+    fill_null: Any
+    null_masks: bool
+    is_flat: bool
+
+    def sampled(self, user: UserFunction) -> bytes:
+        """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
+        layout = self.source.plan.layout
+        given, kept = given_and_kept(layout.fields, self.columns, is_flat=self.is_flat)
+        runner = Runner(user.call, given, kept, self.schema, is_flat=self.is_flat)
+        title = f"{'flat_map' if self.is_flat else 'map'} {user.name}"
+        samples: list[tuple[dict[str, Returned], int]] = []  # of at least one row each
+        row_bytes = dict[str, float]()
+        failed: DataError | None = None
+        cause: BaseException | None = None
+        called = 0
+        for number, records in self._records(samples):
+            try:
+                found = list(runner.sample(records))
+            except ChunkError as error:
+                rows = rows_text(self.manifest.selection, number, 0, len(records), error.row)
+                place = f"{where(self.manifest.row_groups[number], self.blocks)} {rows}"
+                problem = DataError(f"{place}: {title}: {error.text}")
+                if error.row is None or self.is_flat:
+                    raise problem from error.__cause__
+                failed, cause = failed or problem, cause or error.__cause__
+                found = list(runner.sample(records, of_working=True))
+            called += len(records)
+            counted = ((sample, rows_in(sample) if self.is_flat else rows) for sample, rows in found)
+            samples += [(sample, count) for sample, count in counted if count]
+            _add_largest(row_bytes, runner.kept_bytes(records))
+        if failed is not None and not samples:
+            raise failed from cause
+        if not user.is_same:
+            raise ConfigError(
+                f"map cannot tell one version of {user.name} from another: it changes an object that it refers to, "
+                "such as a global. Pass version=, and change it whenever the function's results change"
+            )
+        if not samples:
+            raise ConfigError(f"{title} makes no row of any of the {self.manifest.num_rows:,} rows: return some")
         try:
-            found = list(runner.sample(records))
-        except ChunkError as error:
-            rows = rows_text(manifest.selection, number, 0, len(records), error.row)
-            place = f"{where(manifest.row_groups[number], blocks)} {rows}"
-            problem = DataError(f"{place}: map {user.name}: {error.text}")
-            if error.row is None:
-                raise problem from error.__cause__
-            failed, cause = failed or problem, cause or error.__cause__
-            found = list(runner.sample(records, of_working=True))
-        samples += found
-        _add_largest(row_bytes, runner.kept_bytes(records))
-    if failed is not None and not samples:
-        raise failed from cause
-    if not user.is_same:
-        raise ConfigError(
-            f"map cannot tell one version of {user.name} from another: it changes an object that it refers to, such as "
-            "a global. Pass version=, and change it whenever the function's results change"
-        )
-    try:
-        made = _made_of([sample for sample, _ in samples], schema, fill_null, null_masks=null_masks)
-        for sample, count in samples:
-            _add_largest(row_bytes, {name: bytes_of(each) / count for name, each in made.fitted(sample).items()})
-    except DataError as error:
-        raise DataError(f"map {user.name}: {error}") from error
-    masks = pa.schema([pa.field(mask, pa.bool_()) for mask in made.masks])
-    mapped = schema_of(schema, layout, kept, pa.schema([*made.schema, *masks]))
-    encoded = base64.b64encode(mapped.serialize()).decode()
-    told = {"schema": encoded, "made": made.schema.names, "masks": made.masks, "row_bytes": row_bytes}
-    if failed is not None:
-        raise _FailedError(str(failed), json.dumps(told).encode())
-    return json.dumps(told).encode()
+            made = _made_of([sample for sample, _ in samples], self.schema, self.fill_null, null_masks=self.null_masks)
+            for sample, count in samples:
+                _add_largest(row_bytes, {name: bytes_of(each) / count for name, each in made.fitted(sample).items()})
+        except DataError as error:
+            raise DataError(f"{title}: {error}") from error
+        masks = pa.schema([pa.field(mask, pa.bool_()) for mask in made.masks])
+        mapped = schema_of(self.schema, layout, kept, pa.schema([*made.schema, *masks]))
+        encoded = base64.b64encode(mapped.serialize()).decode()
+        told = {"schema": encoded, "made": made.schema.names, "masks": made.masks, "row_bytes": row_bytes}
+        told["ratio"] = sum(count for _, count in samples) / max(1, called)
+        if failed is not None:
+            raise _FailedError(str(failed), json.dumps(told).encode())
+        return json.dumps(told).encode()
+
+    def _records(self, samples: Sequence[Any]) -> Iterator[tuple[int, Records]]:
+        """Yield the first rows of some row groups; then, as long as there are no samples, the rows of all."""
+        filled = np.flatnonzero(self.manifest.block_lengths).tolist()
+        for number in (filled[position] for position in spread(len(filled))):
+            yield number, next(self._of(number, SAMPLE_ROWS))[:SAMPLE_ROWS]
+        for number in filled if self.is_flat else ():
+            for records in self._of(number, CHUNK_ROWS):
+                if samples:
+                    return
+                yield number, records
+
+    def _of(self, number: int, rows: int) -> Iterator[Records]:
+        """Yield the rows of a row group that are mapped, about `rows` at a time."""
+        place = where(self.manifest.row_groups[number], self.blocks)
+        mask, layout = mapped_of(self.manifest.selection, self.source.selection, number), self.source.plan.layout
+        for blob, count, chosen in mapped_blobs(head_of(self.source, number, rows), mask, layout, place):
+            for first in range(0, len(chosen), rows):
+                yield records_of(blob, count, layout, chosen[first : first + rows])
 
 
 def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_null: Any, *, null_masks: bool) -> Made:
@@ -203,10 +248,3 @@ def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_
 def _add_largest(means: dict[str, float], found: Mapping[str, float]) -> None:
     """Add mean sizes: the largest, because a cache of exactly the mean size would be too small by chance."""
     means |= {name: max(size, means.get(name, 0.0)) for name, size in found.items()}
-
-
-def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:
-    """Return the first rows of a row group that are mapped."""
-    mask, layout = mapped_of(manifest.selection, source.selection, number), source.plan.layout
-    blob, rows, chosen = next(mapped_blobs(head_of(source, number, SAMPLE_ROWS), mask, layout, place))
-    return records_of(blob, rows, layout, chosen[:SAMPLE_ROWS])

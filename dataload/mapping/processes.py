@@ -11,11 +11,11 @@ from contextlib import closing
 from dataload.formats.schema import Layout
 from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of, shown
 from dataload.mapping.stage import Stage, given_and_kept
-from dataload.rows.columns import Column
+from dataload.rows.columns import Column, length_of
 from dataload.rows.row_block import Blob, Records
 from dataload.runtime.child_process import ChildProcesses, ProcessDied, serve
 
-_ROWS_BYTES = 8  # of a request, before the blob of its rows
+_ROWS_BYTES = 8  # of a request and an answer, before the blob of its rows
 _DONE, _FAILED = b"\0", b"\1"  # the first byte of an answer
 
 
@@ -31,7 +31,8 @@ class ProcessRunner:
     def __init__(self, stage: Stage, given: Layout, layout: Layout) -> None:
         assert stage.processes is not None
         self._given, self._layout = given, layout
-        hello = pickle.dumps((stage.function, stage.columns, stage.schema, stage.makes, given.fields, layout.fields))
+        told = stage.columns, stage.is_flat, stage.schema, stage.makes
+        hello = pickle.dumps((stage.function, *told, given.fields, layout.fields))
         self.processes = ChildProcesses(stage.processes, f"{__name__}:run", hello)
 
     def each(self, chunks: Iterable[Records], ahead: int) -> Generator[dict[str, Column], None, None]:
@@ -42,8 +43,8 @@ class ProcessRunner:
         """
         try:
             with closing(in_flight(chunks, self._submit, ahead)) as answers:
-                for rows, answer in answers:
-                    yield self._received(rows, memoryview(answer))
+                for _, answer in answers:
+                    yield self._received(memoryview(answer))
         except ProcessDied as error:
             raise ChunkError(None, str(error)) from error
 
@@ -52,10 +53,11 @@ class ProcessRunner:
         request = blob_of(columns, len(records), self._given, "a chunk")
         return self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)
 
-    def _received(self, rows: int, answer: memoryview) -> dict[str, Column]:
+    def _received(self, answer: memoryview) -> dict[str, Column]:
         if answer[:1] == _FAILED:
             raise ChunkError(*json.loads(bytes(answer[1:])))
-        blob = Blob(answer[1:], rows, self._layout)
+        rows, content = int.from_bytes(answer[1 : 1 + _ROWS_BYTES]), answer[1 + _ROWS_BYTES :]
+        blob = Blob(content, rows, self._layout)
         return {field.name: blob.column(field) for field in self._layout.fields}
 
 
@@ -66,20 +68,21 @@ def run(descriptor: int) -> None:
 
 def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
     try:
-        function, columns, schema, made, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
+        function, columns, is_flat, schema, made, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 (the modules of the function may raise anything, also SystemExit)
         failure = _failed(ChunkError(None, f"a process cannot load the function: {type(error).__name__}: {error}"))
         return lambda _: failure
-    runner = Runner(function.call, *given_and_kept(given, columns), schema)
+    runner = Runner(function.call, *given_and_kept(given, columns, is_flat=is_flat), schema, is_flat=is_flat)
     layout, mapped = Layout(given), Layout(fields)
 
     def answer(request: bytes) -> bytes | bytearray:
         rows = int.from_bytes(request[:_ROWS_BYTES])
         try:
             found = runner.columns(records_of(memoryview(request)[_ROWS_BYTES:], rows, layout), made)
-            return _DONE + blob_of(found, rows, mapped, "a chunk")
+            count = length_of(next(iter(found.values())))
+            return _DONE + count.to_bytes(_ROWS_BYTES) + blob_of(found, count, mapped, "a chunk")
         except ChunkError as error:
             return _failed(error)
         except Exception as error:  # noqa: BLE001 (such as a MemoryError)

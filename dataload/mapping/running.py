@@ -53,10 +53,20 @@ class Runner:
         given: Names of the columns that it gets, with their masks of nulls.
         kept: The columns that stay as they are.
         known: Columns by name, one of which a returned column of that name may equal.
+        is_flat: Whether it may return more or fewer rows than it gets.
     """
 
-    def __init__(self, function: Function, given: Sequence[str], kept: Sequence[Field], known: pa.Schema) -> None:
+    def __init__(
+        self,
+        function: Function,
+        given: Sequence[str],
+        kept: Sequence[Field],
+        known: pa.Schema,
+        *,
+        is_flat: bool = False,
+    ) -> None:
         self._function = function
+        self._is_flat = is_flat
         self._given = dict.fromkeys(given)
         self._kept = kept
         self._known = {field.name: field for field in known}
@@ -74,7 +84,10 @@ class Runner:
         """
 
         def fit(part: Records) -> dict[str, Column]:
-            return made.fitted(self._call(part))
+            found = self._call(part)
+            if self._is_flat and not rows_in(found):
+                return no_rows(made.columns)
+            return made.fitted(found)
 
         found = with_errors(self._working(fit, records), made.columns) if made.skips else self._located(fit, records)
         return found | {field.name: column_of(records, field) for field in self._kept}
@@ -114,7 +127,7 @@ class Runner:
             for field in self._kept:
                 if field.name in found:
                     raise DataError(f"it returned the column {field.name!r}, which it did not get: add it to columns=")
-            if not found and not self._kept:
+            if not found and not self._kept and not self._is_flat:
                 raise DataError("it returned no column: return at least one")
             return found
 
@@ -136,8 +149,11 @@ class Runner:
         if unnamed := [name for name in result if not isinstance(name, str)]:
             raise DataError(f"it returned a column {unnamed[0]!r}: name columns by strings")
         found = {name: returned(name, value, self._known.get(name)) for name, value in result.items()}
+        if self._is_flat and len({len(column) for column in found.values()}) > 1:
+            sizes = " and ".join(f"{name!r} has {len(column)}" for name, column in found.items())
+            raise DataError(f"its columns have other numbers of rows ({sizes}): return columns of one length")
         for name, column in found.items():
-            if len(column) != len(records):
+            if len(column) != len(records) and not self._is_flat:
                 raise DataError(
                     f"column {name!r} has {len(column)} rows, and the batch {len(records)}: return a row for each row"
                 )
@@ -173,6 +189,11 @@ class Runner:
             row, reason = _failing(call, records) or (None, error)
             text = reason.without_row if row is not None and isinstance(reason, RowError) else shown(reason)
             raise ChunkError(row, text) from reason
+
+
+def rows_in(found: Mapping[str, Returned]) -> int:
+    """Return the number of rows of columns of one length."""
+    return len(next(iter(found.values()))) if found else 0
 
 
 def with_errors(
@@ -269,6 +290,7 @@ def records_of(blob: memoryview, rows: int, layout: Layout, chosen: Any = slice(
 
 def no_rows(fields: Sequence[Field]) -> dict[str, Column]:
     """Return columns without rows."""
+    fields = [Field(field.name, "dense", field.dtype) if field.kind == "mask" else field for field in fields]
     return {field.name: column_of(Records.none(Layout(fields)), field) for field in fields}
 
 

@@ -11,6 +11,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.catalog.manifest import Manifest
@@ -26,6 +28,8 @@ from dataload.runtime.cached_property import cached_property
 if TYPE_CHECKING:
     from dataload.mapping.forms import Made
     from dataload.mapping.running import Function, Runner
+
+Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,25 @@ def _unpickled(
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How many rows a function of `flat_map` makes.
+
+    Args:
+        ratio: Rows that it makes of a row of the sample, on average.
+        rows: Rows that it makes of each row group, int64 [row groups]; None: they are not counted yet.
+    """
+
+    ratio: float
+    rows: Array | None = None
+
+    def of(self, given: Array) -> list[int]:
+        """Return the rows of each row group, or an estimate, for the rows that the function gets: int64 [groups]."""
+        found = np.ceil(given * self.ratio).astype(np.int64) if self.rows is None else self.rows
+        counts: list[int] = found.tolist()
+        return counts
+
+
+@dataclass(frozen=True)
 class Stage:
     """A map of a dataset.
 
@@ -138,6 +161,7 @@ class Stage:
         fill_null: Replacement of their nulls.
         failed: Why the function failed with a row of the sample; None: it did not.
         skips: Whether rows with which the function fails are stored as errors. Otherwise they end the loop.
+        counts: How many rows `flat_map` makes; None: it is `map`, which makes one of each.
     """
 
     function: UserFunction
@@ -151,6 +175,17 @@ class Stage:
     fill_null: Any = None
     failed: str | None = None
     skips: bool = False
+    counts: Counts | None = field(default=None, compare=False)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the function makes more or fewer rows than it gets."""
+        return self.counts is not None
+
+    @property
+    def title(self) -> str:
+        """What was called, and the name of the function, for messages."""
+        return f"{'flat_map' if self.is_flat else 'map'} {self.function.name}"
 
     @property
     def stored_schema(self) -> pa.Schema:
@@ -160,24 +195,33 @@ class Stage:
     @property
     def key(self) -> str:
         """Digest of the function and of the columns that it gets."""
-        return key_of(self.function, self.columns)
+        return key_of(self.function, self.columns, is_flat=self.is_flat)
 
     @property
     def selection(self) -> Selection | None:
         """The rows that are mapped of each row group; None: all."""
         return self.manifest.selection
 
+    @property
+    def stored_selection(self) -> Selection | None:
+        """Which rows of each row group are stored, among those that its numbers count; None: all."""
+        return None if self.is_flat else self.manifest.selection
+
     def only(self, manifest: Manifest) -> Stage:
         """Return the map of the row groups of another manifest, which has no others."""
         groups = {(group.file.path, group.number): number for number, group in enumerate(self.manifest.row_groups)}
         chosen = [groups[group.file.path, group.number] for group in manifest.row_groups]
-        return replace(self, manifest=self.manifest.only(chosen))
+        counts = self.counts
+        if counts is not None and counts.rows is not None:
+            counts = replace(counts, rows=counts.rows[sorted(chosen)])
+        return replace(self, manifest=self.manifest.only(chosen), counts=counts)
 
     def runner(self, fields: Sequence[Field]) -> Runner:
         """Return what calls the function with rows of these columns."""
         from dataload.mapping.running import Runner  # imports torch, which most background decoders do not need
 
-        return Runner(self.function.call, *given_and_kept(fields, self.columns), self.schema)
+        given, kept = given_and_kept(fields, self.columns, is_flat=self.is_flat)
+        return Runner(self.function.call, given, kept, self.schema, is_flat=self.is_flat)
 
     @cached_property
     def makes(self) -> Made:
@@ -188,7 +232,8 @@ class Stage:
 
     def stored(self) -> Manifest:
         """Return the mapped rows as a dataset: its row groups have these rows and no others."""
-        counts = self.manifest.block_lengths.tolist()
+        given = self.manifest.block_lengths
+        counts = given.tolist() if self.counts is None else self.counts.of(given)
         whole = Manifest(self.stored_schema, (), self.manifest.fingerprint)
         groups = tuple(
             replace(
@@ -201,18 +246,33 @@ class Stage:
         )
         return replace(whole, row_groups=groups)
 
+    def flattened(self, fingerprint: str) -> Manifest:
+        """Return the rows that `flat_map` makes as rows of the files: each row group has as many as were counted."""
+        assert self.counts is not None
+        rows = self.counts.of(self.manifest.block_lengths)
+        groups = (replace(group, rows=count) for group, count in zip(self.manifest.row_groups, rows, strict=True))
+        return replace(self.manifest, row_groups=tuple(groups), fingerprint=fingerprint, selection=None)
 
-def key_of(function: UserFunction, columns: Sequence[str] | None) -> str:
+
+def key_of(function: UserFunction, columns: Sequence[str] | None, *, is_flat: bool = False) -> str:
     """Return a digest of a function and of the columns that it gets."""
-    content = [function.digest, None if columns is None else list(columns)]
+    content = [function.digest, None if columns is None else list(columns), *(["flat"] if is_flat else [])]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"map").hexdigest()
 
 
-def fingerprint_of(manifest: Manifest, stages: Sequence[Stage]) -> str:
-    """Return the fingerprint of a dataset that is mapped by these stages, one after the other."""
-    if not stages:
+def fingerprint_of(manifest: Manifest, stages: Sequence[Stage], last: str | None = None) -> str:
+    """Return the fingerprint of a dataset that is mapped by these stages, one after the other.
+
+    Args:
+        manifest: The rows.
+        stages: The stages.
+        last: The key of a further stage, or None.
+    """
+    flat = max((number for number, stage in enumerate(stages, 1) if stage.is_flat), default=0)
+    keys = [*(stage.key for stage in stages[flat:]), *([] if last is None else [last])]
+    if not keys:  # The fingerprint of flat rows covers the maps that made them.
         return manifest.fingerprint
-    content = [manifest.fingerprint, *(stage.key for stage in stages)]
+    content = [manifest.fingerprint, *keys]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"mapped").hexdigest()
 
 
@@ -235,8 +295,10 @@ def order_key_of(manifest: Manifest) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"order").hexdigest()
 
 
-def given_and_kept(fields: Sequence[Field], columns: Sequence[str] | None) -> tuple[list[str], list[Field]]:
-    """Return the names of the columns that a function gets, and the other columns.
+def given_and_kept(
+    fields: Sequence[Field], columns: Sequence[str] | None, *, is_flat: bool = False
+) -> tuple[list[str], list[Field]]:
+    """Return the names of the columns that a function gets, and the other columns. `flat_map` keeps no others.
 
     The mask of a column goes with it.
     """
@@ -246,7 +308,7 @@ def given_and_kept(fields: Sequence[Field], columns: Sequence[str] | None) -> tu
     masks = {mask_of(field) for field in fields if field.name in columns and needs_mask(field)}
     chosen = {*columns, *(field.name for field in fields if field.kind == "mask" and field.name in masks)}
     given = [field.name for field in fields if field.name in chosen]
-    return given, [field for field in fields if field.name not in chosen]
+    return given, [] if is_flat else [field for field in fields if field.name not in chosen]
 
 
 def schema_of(source: pa.Schema, layout: Layout, kept: Sequence[Field], made: pa.Schema) -> pa.Schema:

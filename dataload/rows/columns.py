@@ -82,7 +82,7 @@ def concatenate(parts: Sequence[Column]) -> Column:
         return Nested(pa.concat_arrays(nested))
     if any(isinstance(part, Coded) for part in parts):
         return _concatenate_coded(parts)
-    values = np.concatenate([part.values for part in parts])
+    values = np.concatenate([used_values(part) if isinstance(part, Ragged) else part.values for part in parts])
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if not ragged:
         return Dense(values)
@@ -92,10 +92,21 @@ def concatenate(parts: Sequence[Column]) -> Column:
     return Ragged(values, np.concatenate(([0], np.cumsum(lengths))), np.concatenate(masks) if has_nulls else None)
 
 
-def rows_of(column: Dense | Ragged, start: int, stop: int) -> Dense | Ragged:
+def length_of(column: Column) -> int:
+    """Return the number of rows of a column."""
+    if isinstance(column, Ragged):
+        return len(column.offsets) - 1
+    return len(column.codes if isinstance(column, Coded) else column.values)
+
+
+def rows_of(column: Column, start: int, stop: int) -> Column:
     """Return the rows [start, stop) of a column, as views."""
     if isinstance(column, Dense):
         return Dense(column.values[start:stop])
+    if isinstance(column, Coded):
+        return Coded(column.values, column.spans, column.codes[start:stop])
+    if isinstance(column, Nested):
+        return Nested(column.values[start:stop])
     valid = None if column.valid is None else column.valid[start:stop]
     return Ragged(column.values, column.offsets[start : stop + 1], valid)
 

@@ -170,7 +170,7 @@ class RowGroupPlan:
         bounds = []
         for group in self._manifest.row_groups:
             row_bytes = self.layout.dtype.itemsize + sum(self._heap_sizes(group)) // max(1, group.rows)
-            bounds.append(1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // row_bytes)).bit_length() - 1))
+            bounds.append(rows_in_a_blob(row_bytes))
         return np.array(bounds, np.int64)
 
     def _heap_sizes(self, group: RowGroup) -> list[int]:
@@ -189,6 +189,11 @@ class RowGroupPlan:
         within = np.arange(counts.sum()) - np.repeat(self.group_starts[:-1], counts)
         starts = np.repeat(firsts[:-1], counts) + within * np.repeat(self.blob_rows, counts)
         return np.append(starts, firsts[-1])
+
+
+def rows_in_a_blob(row_bytes: int) -> int:
+    """Return the rows of a full blob, given the bytes of a row: a power of two."""
+    return 1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // max(1, row_bytes))).bit_length() - 1)
 
 
 def _fields(manifest: Manifest, schema: pa.Schema, *, null_masks: bool) -> tuple[Field, ...]:

@@ -348,6 +348,7 @@ def test_masks_that_a_function_returns_stay(tmp_path: Path) -> None:
     batch = dataset.__getitems__([0, 1, 2]).columns
     assert set(batch) == {"id", "id.is_null", "y", "y.is_null"}
     assert (batch["id.is_null"].tolist(), batch["y.is_null"].tolist()) == ([False, True, False], [False] * 3)
+    assert dataset["y.is_null"].tolist() == [False] * 3
 
 
 def test_columns_of_files_come_back_as_they_are(tmp_path: Path, cache: CacheConfig) -> None:

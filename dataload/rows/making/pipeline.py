@@ -28,7 +28,7 @@ from dataload.cache.tier import fill_in_memory
 from dataload.errors import DamagedError, DataError, DataloadError
 from dataload.formats.base import TINY_BYTES
 from dataload.rows import row_block
-from dataload.rows.columns import Column, Dense, Ragged, rows_of
+from dataload.rows.columns import rows_of
 from dataload.rows.making.compute_lock import computing
 from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.making.load_queue import Leave, Report, Result, Stalled
@@ -81,6 +81,14 @@ def make_cached(cache: RowGroupCache, number: int) -> bool:
             _make_one(load, lambda: None)
             return load.find() is not None
         return True
+
+
+def made(cache: RowGroupCache, number: int) -> list[memoryview]:
+    """Return the blobs of a row group: cached ones, or those that this or another process makes. Raises as `make`."""
+    load = RowGroupLoad(number, cache, number)
+    with next_priority():
+        found = load.find()
+        return _make_one(load, lambda: None) if found is None else found
 
 
 # Locks and memory
@@ -475,7 +483,7 @@ def _decoded_together(jobs: Sequence[_Job]) -> dict[_Job, Columns]:
         return {}
     starts = list(itertools.accumulate((job.group.rows for job, _ in read), initial=0))
     return {
-        job: {name: _rows_of(column, start, stop) for name, column in columns.items()}
+        job: {name: rows_of(column, start, stop) for name, column in columns.items()}
         for (job, _), (start, stop) in zip(read, itertools.pairwise(starts), strict=True)
     }
 
@@ -487,8 +495,3 @@ def _is_joinable(jobs: Sequence[_Job]) -> bool:
         all(field.kind in ("dense", "mask", "list") for field in jobs[0].cache.plan.layout.fields)
         and len({(job.cache.plan.digest, job.group.constants) for job in jobs}) == 1
     )
-
-
-def _rows_of(column: Column, start: int, stop: int) -> Column:
-    assert isinstance(column, Dense | Ragged)
-    return rows_of(column, start, stop)
