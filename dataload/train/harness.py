@@ -145,7 +145,8 @@ def fit(
             of 1 row train as 1 batch of 8. "tokens" counts the values of `batch["labels"]` (a tensor, or a list of
             them) that are not -100. A model that shifts labels by itself leaves out the first of each row: then pass
             `lambda batch: (batch["labels"][:, 1:] != -100).sum()`. The number is read on the host in each step, and the
-            ranks exchange it. Batches that weigh 0 train nothing.
+            ranks exchange it. Batches that weigh 0 train nothing. In a sharded model, the gradient of their loss must
+            be 0, as that of torch's losses is.
 
     Returns:
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over

@@ -149,7 +149,7 @@ class OptimizerStep:
     def _without_effect(self) -> Iterator[None]:
         """Keep buffers and gradients as they are in a forward and backward that the other ranks wait for.
 
-        The mean loss over nothing is NaN, and 0 times its gradient may be, too.
+        The mean loss over nothing is NaN, and 0 times its gradient may be, too. FSDP has no hook that could change it.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]

@@ -13,12 +13,14 @@ import torch
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import assert_close, parameters_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from dataload import make_loader
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import fit
 from dataload.train.batch_weights import weight_of
+from dataload.train.ranks.process_group import process_group
 from dataload.world import World
 
 ROWS, LENGTH, WORDS = 44, 8, 16
@@ -52,14 +54,14 @@ def by_hand(model, batch):
     return mean, {"mean": mean.detach()}
 
 
-def trained(batch_size, loss_fn=by_torch, loss_weight="tokens", **options):
+def trained(batch_size, loss_fn=by_torch, loss_weight="tokens", parts=None, **options):
     """Train on batches of rows in order, each of which the ranks share. Return parameters and history."""
     world = World.detect()
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 % WORDS
     together = zip(ids.split(batch_size * world.world_size), labels().split(batch_size * world.world_size), strict=True)
     own = [[column[world.rank * batch_size :][:batch_size] for column in columns] for columns in together]
     batches = [dict(zip(("ids", "labels"), columns, strict=True)) for columns in own]
-    model, optimizer = build()
+    model, optimizer = parts or build()
     options = {"epochs": 2, "precision": "fp32", "progress": False, "loss_weight": loss_weight, **options}
     history = fit(model, optimizer, batches, loss_fn, **options)
     return parameters_of(model), history
@@ -86,6 +88,22 @@ def test_a_batch_without_labels_adds_nothing(ranks):
     assert history[-1]["mean"] == pytest.approx(history[-1]["loss"], rel=1e-12)
     for other, _ in ranks(2, trained, 1, by_hand, accumulate=4):
         assert_close(other, whole)
+
+
+def trained_sharded():
+    model, _ = build()
+    with process_group(World.detect(), torch.device("cpu")):
+        fully_shard(model)
+        parts = model, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+        history = trained(1, accumulate=4, parts=parts)[1]
+        return torch.cat([value.full_tensor().detach().flatten() for value in model.parameters()]), history
+
+
+def test_sharded_ranks_count_by_labels(ranks):
+    whole, history = trained(8)
+    for other, other_history in ranks(2, trained_sharded):
+        assert_close(other, whole)
+        assert other_history[-1]["loss"] == pytest.approx(history[-1]["loss"], rel=1e-12)
 
 
 class CrashError(Exception):
