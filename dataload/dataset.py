@@ -389,7 +389,6 @@ class Dataset(MapStyle):
     def _is_flat(self) -> bool:
         return any(stage.is_flat for stage in self.stages)
 
-    @with_plain_arguments
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
         """Return disjoint datasets that together hold every row: of whole row groups, or of rows if these are too few.
 
@@ -448,7 +447,6 @@ class Dataset(MapStyle):
         """
         return self._of(subset(self.manifest, _as_array(rows)))
 
-    @with_plain_arguments
     def map(
         self,
         function: Function,

@@ -25,8 +25,7 @@ def whole_column(parts: Iterable[Any]) -> Array:
 
 def _objects(values: list[Any]) -> Array:
     array = np.empty(len(values), np.object_)
-    for row, value in enumerate(values):  # NumPy would make lists of one length an array of two dimensions.
-        array[row] = _owned(value)
+    array[:] = [_owned(value) for value in values]
     return array
 
 

@@ -87,14 +87,14 @@ def test_files_of_the_library_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_categories_are_class_names_in_their_order(tmp_path: Path, name: str) -> None:
-    def frame(values: list[Any]) -> pa.Table:
-        categories = pd.Categorical(values, categories=["small", "large", "huge"], ordered=True)
+    def frame(values: list[Any], *others: str) -> pa.Table:
+        categories = pd.Categorical(values, categories=["small", "large", "huge", *others], ordered=True)
         return pa.Table.from_pandas(pd.DataFrame({"size": categories, "word": ["x"] * len(values)}))
 
     write(frame(["huge", None, "large"]), tmp_path / name)
-    write(frame(["small"]), tmp_path / name.replace("a.", "b."))
+    write(frame(["small"], "giant"), tmp_path / name.replace("a.", "b."))
     dataset = make_dataset(tmp_path, cache=False)
-    assert dataset.class_names("size") == ["small", "large", "huge"]
+    assert dataset.class_names("size") == ["small", "large", "huge", "giant"]
     assert dataset.features == {"size": {"pandas_type": "categorical", "num_categories": 3, "ordered": True}}
     assert dataset["size"].tolist() == ["huge", None, "large", "small"]
 

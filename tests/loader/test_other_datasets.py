@@ -85,9 +85,10 @@ def test_a_dataset_of_hugging_face_is_read_from_its_arrow_files(datasets: Any, p
         make_loader(added, 7, cache=False)
 
 
-def test_files_that_have_changed_are_an_error(datasets: Any, tmp_path: Path) -> None:
-    for name, count in (("a", 5), ("b", 4)):
-        datasets.Dataset.from_dict({"x": list(range(count))}).save_to_disk(tmp_path / name)
+@pytest.mark.parametrize("values", [[0, 1, 2, 3], [0.5] * 5], ids=["rows", "types"])
+def test_files_that_have_changed_are_an_error(datasets: Any, tmp_path: Path, values: list[Any]) -> None:
+    for name, own in (("a", [*range(5)]), ("b", values)):
+        datasets.Dataset.from_dict({"x": own}).save_to_disk(tmp_path / name)
     source = datasets.load_from_disk(tmp_path / "a")
     [file] = source.cache_files
     (tmp_path / "b" / Path(file["filename"]).name).replace(file["filename"])
