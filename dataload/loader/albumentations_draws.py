@@ -14,8 +14,9 @@ import logging
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,19 @@ _ATTRIBUTES = ("random_generator", "py_random")
 
 
 class _Batch(threading.local):
-    """The generators of the batch for which this thread calls user code, by attribute; None outside of such calls."""
+    """What this thread makes.
 
-    generators: dict[str, Any] | None = None
+    Attributes:
+        seed: Seeds the generators of the batch for which it calls user code; None: it is in no such call.
+        generators: Those that have been needed, by attribute.
+    """
+
+    seed: int | None = None
+    generators: Mapping[str, Any] = MappingProxyType({})
 
 
 _batch = _Batch()
+_done = set[str]()  # what happens once in a process
 
 
 def is_used() -> bool:
@@ -43,13 +51,29 @@ def is_used() -> bool:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Let the pipelines that this thread calls in the block draw from generators with this seed."""
-    _watch()
-    before = _batch.generators
-    _batch.generators = dict(zip(_ATTRIBUTES, (np.random.default_rng(seed), random.Random(seed)), strict=True))  # noqa: S311
+    was_used = is_used()
+    if was_used:
+        _watch()
+    before = _batch.seed, _batch.generators
+    _batch.seed, _batch.generators = seed, {}
     try:
         yield
     finally:
-        _batch.generators = before
+        _batch.seed, _batch.generators = before
+    if is_used() and not was_used and "import" not in _done:
+        _done.add("import")
+        log.warning(
+            "transform or collate_fn imports albumentations in its first batch, whose draws differ between runs: "
+            "import it before the loop"
+        )
+
+
+def _generator(name: str) -> Any:
+    """Return a generator of the batch."""
+    if name not in _batch.generators:
+        make: Callable[[int | None], Any] = random.Random if name == "py_random" else np.random.default_rng
+        _batch.generators = {**_batch.generators, name: make(_batch.seed)}
+    return _batch.generators[name]
 
 
 class _OfBatch:
@@ -65,8 +89,8 @@ class _OfBatch:
     def __get__(self, pipeline: Any, kind: type) -> Any:
         if pipeline is None:
             return self
-        if _batch.generators is not None:
-            return _batch.generators[self._name]
+        if _batch.seed is not None:
+            return _generator(self._name)
         try:
             return vars(pipeline)[self._name]
         except KeyError:
@@ -80,9 +104,9 @@ def _watch() -> None:
     """Let the classes of albumentations look their generators up, once."""
     module = sys.modules[_NAME]
     pipelines = [vars(module)[name] for name in ("BaseCompose", "BasicTransform") if name in vars(module)]
-    if _NAME in _watched or len(pipelines) < 2:  # It is being imported.
+    if "watch" in _done or len(pipelines) < 2:  # It is being imported.
         return
-    _watched.add(_NAME)
+    _done.add("watch")
     compose = module.Compose
     if "invocation_seed" in inspect.signature(compose.__call__).parameters:
         compose.__call__ = _with_seed(compose.__call__)
@@ -99,16 +123,13 @@ def _watch() -> None:
         )
 
 
-_watched = set[str]()
-
-
 def _with_seed(call: Any) -> Any:
     """Return the call of a pipeline, with a seed of the batch unless it has one."""
 
     @functools.wraps(call)
     def called(self: Any, *args: Any, invocation_seed: int | None = None, **data: Any) -> Any:
-        if invocation_seed is None and _batch.generators is not None:
-            invocation_seed = _batch.generators["py_random"].getrandbits(32)
+        if invocation_seed is None and _batch.seed is not None:
+            invocation_seed = _generator("py_random").getrandbits(32)
         return call(self, *args, invocation_seed=invocation_seed, **data)
 
     return called

@@ -101,7 +101,7 @@ def in_worker(stream: tuple[int, ...], cursor: int) -> Iterator[None]:
     seed = _seed_of(stream, cursor)
     for each in _GLOBAL.values():
         each.seed(seed)
-    with _own_of(seed):
+    with albumentations_draws.seeded(seed):
         yield
 
 
@@ -126,7 +126,7 @@ class InLoop:
             for each in used.values():
                 each.seed(seed)
             seeded = {name: each.state() for name, each in used.items()} if is_first else {}
-            with _own_of(seed):
+            with albumentations_draws.seeded(seed):
                 yield
             if is_first:
                 self._draws.learn(_moved(seeded))
@@ -153,9 +153,10 @@ class InThreads:
     def __call__(self, stream: tuple[int, ...], cursor: int) -> AbstractContextManager[object]:
         """Return the surroundings of the calls for a batch. See `Around`."""
         is_first = cursor == self._first
-        if not (is_first or self._modes or "torch" in self._draws.names):
-            return _own_of(_seed_of(stream, cursor)) if albumentations_draws.is_used() else nullcontext()
-        return self._entered(stream, cursor, is_first=is_first)
+        if is_first or self._modes or "torch" in self._draws.names:
+            return self._entered(stream, cursor, is_first=is_first)
+        is_used = albumentations_draws.is_used()
+        return albumentations_draws.seeded(_seed_of(stream, cursor)) if is_used else nullcontext()
 
     @contextmanager
     def _entered(self, stream: tuple[int, ...], cursor: int, *, is_first: bool) -> Iterator[None]:
@@ -164,7 +165,7 @@ class InThreads:
             for mode in self._modes:
                 stack.enter_context(mode())
             seed = _seed_of(stream, cursor)
-            stack.enter_context(_own_of(seed))
+            stack.enter_context(albumentations_draws.seeded(seed))
             generator = torch.Generator().manual_seed(seed)
             seeded = generator.get_state()
             stack.enter_context(_Drawing(generator))
@@ -173,11 +174,6 @@ class InThreads:
             moved = _moved(before)
             self._draws.tell(moved)
             self._draws.learn(moved if torch.equal(generator.get_state(), seeded) else [*moved, "torch"])
-
-
-def _own_of(seed: int) -> AbstractContextManager[None]:
-    """Return the surroundings of calls of libraries that keep generators of their own."""
-    return albumentations_draws.seeded(seed) if albumentations_draws.is_used() else nullcontext()
 
 
 def _moved(before: dict[str, Any]) -> list[str]:

@@ -133,7 +133,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     kind = type("BaseCompose", (), {"set_random_seed": lambda self, seed: None, "__call__": lambda self: None})
     vars(module).update(BaseCompose=kind, BasicTransform=kind, Compose=kind, __version__="9.9")
     monkeypatch.setitem(sys.modules, "albumentations", module)
-    monkeypatch.setattr(albumentations_draws, "_watched", set())
+    monkeypatch.setattr(albumentations_draws, "_done", set())
     yield module
 
 
@@ -143,3 +143,20 @@ def test_a_release_that_is_not_known_is_told_once(dataset: Dataset, unknown: Any
     [record] = caplog.records
     assert "albumentations 9.9 has generators that cannot be seeded for each batch" in record.message
     assert "pipeline.set_random_seed(int(rng.integers(2**32))) in transform(batch, rng)" in record.message
+
+
+def test_an_import_in_the_first_batch_is_told_once(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(albumentations_draws, "_done", set())
+    module = ModuleType("albumentations")
+
+    def importing(batch: dict[str, Any]) -> dict[str, Any]:
+        monkeypatch.setitem(sys.modules, "albumentations", module)
+        return batch
+
+    for options in ({}, {"num_threads": 0}):
+        monkeypatch.delitem(sys.modules, "albumentations", raising=False)
+        list(make_loader(dataset, BATCH, transform=importing, **options))
+    [record] = caplog.records
+    assert "imports albumentations in its first batch" in record.message
