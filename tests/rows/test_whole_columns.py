@@ -98,3 +98,9 @@ def test_rows_of_no_row_group_are_an_empty_array(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, cache=False)
     assert (dataset["x"].dtype, dataset["x"].shape) == (np.dtype(np.int32), (0,))
     assert dataset["y"].shape == (0,)
+
+
+def test_rows_that_flat_map_made(dataset: Dataset) -> None:
+    twice = dataset.flat_map(lambda batch: {"label": batch["label"].repeat_interleave(2)}, columns=["label"])
+    assert np.array_equal(twice["label"], np.repeat(dataset["label"], 2))
+    assert np.array_equal(twice.map(lambda batch: {"half": batch["label"] / 2})["half"], twice["label"] / 2)
