@@ -153,6 +153,34 @@ def test_row_groups_of_several_blobs_are_made_once_too(
     assert blobs == [max(1, -(-rows // most)) for rows in flat.block_lengths[:2].tolist()]
 
 
+@pytest.mark.parametrize("most", [8, 1 << 16])
+def test_rows_that_the_cache_has_lost_are_made_again(
+    dataset: Dataset, repeat: Repeat, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(row_group_plan, "BLOB_ROWS", most)
+    flat = dataset.flat_map(repeat, version="1")
+    assert len(flat) == len(EXPECTED)
+    [blobs] = flat.rowstore.row_groups.caches
+    for number in range(ROWS // GROUP):
+        blobs.tier.retract(blobs.keys(number))
+    assert sorted(row for batch in make_loader(flat, 16) for row in rows_in(batch)) == EXPECTED
+    assert len(repeat.calls) == SAMPLED + 2 * ROWS
+
+
+def test_rows_of_a_map_after_it_may_be_skipped(dataset: Dataset, repeat: Repeat) -> None:
+    def checked(batch: dict[str, Any]) -> dict[str, Any]:
+        if 77 in batch["id"].tolist():
+            raise LookupError("no row 77")
+        return {"id": batch["id"]}
+
+    mapped = dataset.flat_map(repeat, version="1").map(checked)
+    loader = make_loader(mapped, 16, on_error="skip", shuffle=False)
+    ids = Counter(n for batch in loader for n in batch["id"].tolist())
+    assert 77 not in ids
+    assert {n: 1 for n, _ in EXPECTED if n != 77}.keys() == ids.keys()
+    assert loader.stats().skipped_rows == 77 % 4
+
+
 def test_without_a_cache(file: Path, repeat: Repeat) -> None:
     assert all_rows(make_dataset(file, cache=False).flat_map(repeat, version="1")) == EXPECTED
 
@@ -444,6 +472,11 @@ def test_the_plan_and_the_warm_up(dataset: Dataset, repeat: Repeat) -> None:
     text = repr(flat)
     assert "about 180 rows, not counted yet: it will be called once for each of 120 rows in 12 row groups, " in text
     assert "id: int64, part: int16, name: string" in text
+    before = flat.uncounted
+    assert before is not None
+    cost = plan(before.rowstore.row_groups.caches, order_of(before.manifest, shuffle=False), 1).first_epoch
+    assert cost is not None
+    assert cost.bytes > 0
     assert len(repeat.calls) == SAMPLED
     row_groups = flat.rowstore.row_groups
     found = plan(row_groups.caches, order_of(flat.manifest), 8)
