@@ -171,9 +171,14 @@ def row_values(column: Any) -> Iterable[Any]:
 
 
 def with_lists(values: Iterable[Any]) -> Iterable[Any]:
-    """Return values of a column of lists with Python lists of integers: collators of tokens join lists by `+`."""
+    """Return values of a column of lists with Python lists of integers: collators of tokens join lists by `+`.
+
+    Images and boxes, of more dimensions, stay tensors.
+    """
     return (
-        value.tolist() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
+        value.tolist()
+        if isinstance(value, torch.Tensor) and value.ndim == 1 and not value.is_floating_point()
+        else value
         for value in values
     )
 

@@ -58,6 +58,12 @@ def test_each_row_is_a_tensor(tmp_path: Path, cache: CacheConfig, ending: str, o
                 assert image is None or (image.dtype, image.ndim) == (torch.uint8, 3)
 
 
+def test_rows_for_a_collate_function_have_tensors(tmp_path: Path) -> None:
+    path = write(table_of(rows_of(IMAGES[:4])), tmp_path / "x.parquet")
+    [rows] = make_loader(make_dataset(path, cache=False), 4, shuffle=False, collate_fn=list)
+    assert [row["image"].shape for row in rows] == [image.shape for image in IMAGES[:4] if image is not None]
+
+
 def test_map_gets_them_and_keeps_them(tmp_path: Path, cache: CacheConfig) -> None:
     dataset = make_dataset(write(table_of(rows_of(IMAGES), n=pa.array(range(20))), tmp_path / "x.parquet"), cache=cache)
     doubled = dataset.map(lambda batch: {**batch, "image": [None if x is None else 2 * x for x in batch["image"]]})
