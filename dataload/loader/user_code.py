@@ -126,7 +126,8 @@ class InLoop:
             for each in used.values():
                 each.seed(seed)
             seeded = {name: each.state() for name, each in used.items()} if is_first else {}
-            with albumentations_draws.seeded(seed):
+            is_seeded = is_first or albumentations_draws.is_used()
+            with albumentations_draws.seeded(seed) if is_seeded else nullcontext():
                 yield
             if is_first:
                 self._draws.learn(_moved(seeded))
