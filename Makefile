@@ -53,6 +53,7 @@ newest:
 # the outcomes, and writes those of all to docs/workflows.md. torchtitan refuses the newest datasets, which it needs not
 # here; the last release of torchtune needs a torchao that peft refuses.
 IN_WORKFLOWS := .venv-workflows/bin/python
+WITH_THEM := tests/loader/test_augmentations.py tests/loader/test_settings_objects.py  # which skip elsewhere
 OLD_TORCHAO := .venv-workflows/torchao-for-torchtune/site-packages
 
 workflows:
@@ -63,7 +64,7 @@ workflows:
 	$(IN_WORKFLOWS) -m pip install --quiet --no-deps --upgrade torchtitan
 	test -d $(OLD_TORCHAO) || $(IN_WORKFLOWS) -m pip install --quiet --no-deps --target $(OLD_TORCHAO) torchao==0.13.0
 	$(IN_WORKFLOWS) tests/workflows/support/cpu_builds.py
-	WRITE_TABLE=$(if $(WORKFLOWS),,docs/workflows.md) $(IN_WORKFLOWS) -m pytest tests/workflows -W ignore $(WORKFLOWS)
+	WRITE_TABLE=$(if $(WORKFLOWS),,docs/workflows.md) $(IN_WORKFLOWS) -m pytest tests/workflows $(WITH_THEM) -W ignore $(WORKFLOWS)
 
 .venv-lowest/.ready: pyproject.toml constraints.txt tests/support/lowest.py
 	$(PYTHON) -m venv .venv-lowest
