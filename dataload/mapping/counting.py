@@ -169,26 +169,22 @@ class CountMaker:
         maker, plan = self._mapped.maker, self._mapped.plan
         assert isinstance(maker, MapMaker)
         assert isinstance(plan, MappedPlan)
-        keys: list[BlobKey] = []
         total = 0
-        try:
-            with closing(maker.blobs(columns, number, plan.most_rows, NO_BORDER)) as blobs:
-                for found, rows in blobs:
-                    # A blob that is not full is the last one. The rows of a full one tell no more than its name needs.
-                    keys.append(self._put(number, total, found, rows))
-                    total += rows
-        except BaseException:
-            self._mapped.tier.retract(keys)  # They may be of damaged bytes.
-            raise
+        with closing(maker.blobs(columns, number, plan.most_rows, NO_BORDER)) as blobs:
+            for found, rows in blobs:
+                self._put(number, total, found, rows)
+                total += rows
         yield {COUNT.name: Dense(np.array([total]))}
 
-    def _put(self, number: int, first: int, columns: Columns, rows: int) -> BlobKey:
-        """Cache a blob of mapped rows, unless the cache is full. Return its key."""
+    def _put(self, number: int, first: int, columns: Columns, rows: int) -> None:
+        """Cache a blob of mapped rows, unless the cache is full. One that is not full is the last of its row group."""
         cache, plan = self._mapped, self._mapped.plan
         assert isinstance(plan, MappedPlan)
         key = cache.key(number, plan.part(first, first + rows), partial(row_block.check, rows=rows, layout=plan.layout))
+        if first or rows == plan.most_rows:
+            # A process may have died before it found out that it had packed damaged bytes.
+            cache.tier.retract([key])
         if self._is_kept:
             name = self.manifest.row_groups[number].name
             blob = cache.tier.get_or_fill(key, partial(row_block.pack, columns, rows, plan.layout, key.digest, name))
             self._is_kept = not cache.shared or is_file_map(blob)
-        return key

@@ -95,12 +95,12 @@ def values(dataset: Any) -> np.ndarray[Any, Any]:
 RIGHT = np.arange(1, ROWS + 1)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_damaged_body_leaves_no_row_in_the_cache(tmp_path: Path, cache: CacheConfig, *, mapped: bool) -> None:
+@pytest.mark.parametrize("mapped", ["", "map", "flat_map"])
+def test_a_damaged_body_leaves_no_row_in_the_cache(tmp_path: Path, cache: CacheConfig, mapped: str) -> None:
     with damaging_store(times=1) as (store, damage):
         dataset = opened(store, cache)
         if mapped:
-            dataset = dataset.map(negated, version="1")
+            dataset = getattr(dataset, mapped)(negated, version="1")
         store.spoil = damage.spoil
         for _ in range(2):
             np.testing.assert_array_equal(values(dataset), -RIGHT if mapped else RIGHT)
@@ -116,12 +116,12 @@ def test_no_blob_stays_of_a_row_group_that_cannot_be_decoded(cache: CacheConfig)
         np.testing.assert_array_equal(values(dataset), RIGHT)
 
 
-def killed_once_it_has_published(store: Store, cache: CacheConfig) -> None:
+def killed_once_it_has_published(store: Store, cache: CacheConfig, open_it: Callable[..., Any] = opened) -> None:
     """Let a process die once it has cached a blob of damaged bytes."""
     child = os.fork()
     if not child:
         try:
-            dataset = opened(store, cache)
+            dataset = open_it(store, cache)
             failpoints.watch(lambda name: name == "fill: published" and os.kill(os.getpid(), signal.SIGKILL))
             values(dataset)
         finally:
@@ -170,6 +170,18 @@ def test_no_blob_stays_of_a_process_that_was_killed_before_it_found_the_damage(c
         store.spoil = damage.spoil
         killed_once_it_has_published(store, cache)
         np.testing.assert_array_equal(values(opened(store, cache)), RIGHT)
+
+
+def flat(store: Store, cache: CacheConfig) -> Any:
+    return opened(store, cache).flat_map(negated, version="1")
+
+
+def test_no_blob_stays_of_a_pass_that_was_killed_before_it_found_the_damage(cache: CacheConfig) -> None:
+    with damaging_store(times=1) as (store, damage):
+        flat(store, cache)  # the sample
+        store.spoil = damage.spoil
+        killed_once_it_has_published(store, cache, flat)
+        np.testing.assert_array_equal(values(flat(store, cache)), -RIGHT)
 
 
 def test_a_damaged_body_leaves_no_row_in_the_cluster(
