@@ -215,7 +215,7 @@ def elastic(flat: Dataset, worlds: list[tuple[int, int]], **options: Any) -> lis
     return found
 
 
-RANDOM = [range(first, first + 8) for first in range(0, 200, 8)]
+RANDOM = [range(first, first + 4) for first in range(0, 200, 4)]
 
 
 @pytest.mark.variants

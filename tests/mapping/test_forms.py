@@ -460,7 +460,7 @@ def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[st.SearchStrategy[
     return st.recursive(st.sampled_from(LEAVES), deeper, max_leaves=4)
 
 
-@settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
+@settings(max_examples=1000 if NIGHTLY else 30, deadline=None)
 @given(data=st.data())
 def test_nested_values_come_back_equal(file: Path, data: st.DataObject) -> None:
     kind = data.draw(nested(st.none()))
