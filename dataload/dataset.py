@@ -326,9 +326,7 @@ class Dataset(MapStyle):
             hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
             raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
         rows: Dataset = self
-        if len(self.schema) > 1 and not any(
-            name in (*stage.made, *stage.masks) for stage in self.stages
-        ):  # The files have it.
+        if len(self.schema) > 1 and self._is_of_files(name):
             rows = Dataset(self.manifest, self.blocks, [name], self.fill_null, self.null_masks, errors=self.errors)
         count = max(1, BYTES_AT_ONCE // rows.rowstore.row_bytes)
         starts = range(0, max(1, len(self)), count)
@@ -344,8 +342,12 @@ class Dataset(MapStyle):
         "_type": "ClassLabel"}, …}. For others, the metadata of a column in Arrow's schema, and of pandas' categories.
         Columns that `map` made have none. The first file decides.
         """
-        made = {name for stage in self.stages for name in stage.made}
-        return features_of(self.manifest, self.blocks, (name for name in self.schema.names if name not in made))
+        return features_of(self.manifest, self.blocks, filter(self._is_of_files, self.schema.names))
+
+    def _is_of_files(self, name: str) -> bool:
+        """Return whether the files have a column. Functions of `map` have made the others."""
+        made = any(name in (*stage.made, *stage.masks) for stage in self.stages)
+        return name in self.manifest.schema.names and not made
 
     def class_names(self, column: str) -> list[str]:
         """Return the names of the classes of a column, in order: `names[label]` is the name of a label.

@@ -261,8 +261,11 @@ class MapMaker(ForkAware):
 
     def _chunk_rows(self, number: int) -> int:
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
-        plans = self.plan, self._source.plan
-        row_bytes = sum(max(plan.blob_sizes(number)) // max(1, *plan.lengths(number)) for plan in plans)
+        given, made = (
+            max(plan.blob_sizes(number)) // max(1, *plan.lengths(number)) for plan in (self._source.plan, self.plan)
+        )
+        counts = self._stage.counts
+        row_bytes = given + (made if counts is None else math.ceil(made * counts.ratio))
         most = CHUNK_BYTES // self._calls // max(1, row_bytes)
         return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
 

@@ -117,9 +117,6 @@ class Runner:
 
         Raises:
             ChunkError: The function raised, or no column can hold a value of it.
-
-        Raises:
-            ChunkError: The function raised, or no column can hold a value of it.
         """
 
         def call(part: Records) -> dict[str, Returned]:
@@ -168,8 +165,11 @@ class Runner:
         found, reason = None, None
         try:
             found = call(records)
-        except Exception as error:
-            if not is_of_a_row(error):
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # What is stored for a row stays, and a service that does not answer now may answer later.
+            if isinstance(error, (ConnectionError, TimeoutError)) or not is_of_a_row(error):
                 raise ChunkError(None, shown(error)) from error
             text = error.without_row if isinstance(error, RowError) else shown(error)
             reason = text if isinstance(error, UnmappedError) else f"map {name_of(self._function)}: {text}"
@@ -221,7 +221,8 @@ def blank(field: Field) -> Column:
 def column_of_texts(texts: Sequence[str | None]) -> Column:
     """Return a column of strings, of which many are equal."""
     schema = pa.schema([ERRORS])
-    table = pa.table([pa.array(texts, ERRORS.type).dictionary_encode()], [ERRORS.name])
+    valid = [None if text is None else text.encode(errors="backslashreplace").decode() for text in texts]
+    table = pa.table([pa.array(valid, ERRORS.type).dictionary_encode()], [ERRORS.name])
     return decode(table, fields_of(schema), None, "", schema)[ERRORS.name]
 
 

@@ -12,7 +12,7 @@ class UnmappedError(DataError):
     """A function of `map` failed with a row, whose error is stored in its place. The message is that error."""
 
 
-def is_of_a_row(error: Exception) -> bool:
+def is_of_a_row(error: BaseException) -> bool:
     """Return whether other rows may work.
 
     They do not if memory, files or a disk ran out, if an accelerator failed, or if an argument is wrong.

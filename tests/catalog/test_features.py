@@ -103,3 +103,10 @@ def test_metadata_of_arrow_fields(tmp_path: Path) -> None:
     field = pa.field("x", pa.int64(), metadata={"unit": "mm"})
     write(pa.table([[1], [2]], schema=pa.schema([field, pa.field("y", pa.int64())])), tmp_path / "x.parquet")
     assert make_dataset(tmp_path, cache=False).features == {"x": {"unit": "mm"}}
+
+
+def test_masks_that_map_made_or_kept_say_nothing(tmp_path: Path) -> None:
+    path = write(pa.table({"x": [1, None, 3], "n": [None, 5, 6]}), tmp_path / "x.parquet")
+    rows = make_dataset(path, null_masks=True, cache=False).map(lambda batch: {"x": batch["x"]}, columns=["x"])
+    assert rows.features == {}
+    assert rows["n.is_null"].tolist() == [True, False, False]

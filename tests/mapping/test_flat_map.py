@@ -496,3 +496,18 @@ def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> No
         "counting: 4 of 8 row groups (50%), 2.0 s to go",
         "counting: 8 of 8 row groups (100%), under 0.1 s to go",
     ]
+
+
+def test_chunks_are_as_small_as_the_rows_that_are_made_are_large(tmp_path: Path) -> None:
+    """The calls under way together have 16 MB of rows."""
+    pq.write_table(pa.table({"id": range(100)}), tmp_path / "x.parquet", row_group_size=50)
+    chunks = []
+
+    def windows(batch: dict[str, Any]) -> dict[str, Any]:
+        chunks.append(len(batch["id"]))
+        return {"window": np.zeros((1000 * len(batch["id"]), 500))}  # 4 MB of a row
+
+    rows = make_dataset(tmp_path / "x.parquet", cache=False).flat_map(windows, version="1")
+    sampled = len(chunks)
+    assert len(rows) == 100_000
+    assert max(chunks[sampled:]) <= 4

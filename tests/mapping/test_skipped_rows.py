@@ -228,3 +228,29 @@ def test_a_failure_in_the_sample_is_not_cached(path: Path, tmp_path: Path) -> No
         loader()
     broken.unlink()
     assert seen(loader()) == expected(50, ())
+
+
+class Raises:
+    """A function that raises an error with one row."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if LATER in batch["x"].tolist():
+            raise self.error
+        return {"x": batch["x"]}
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("cannot read \udcff.jpg")], ids=["exit", "text"])
+def test_no_error_of_a_row_ends_the_job(path: Path, error: BaseException) -> None:
+    dataset = make_dataset(path, cache=False).map(Raises(error), version="1")
+    loader = skipping(dataset)
+    assert seen(loader) == expected(50, (LATER,))
+    assert loader.stats().skipped_row_ids == [LATER]
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("by peer"), TimeoutError("after 5 s")])
+def test_a_service_that_may_answer_later_makes_no_row_bad_for_good(path: Path, error: OSError) -> None:
+    with pytest.raises(DataError, match=str(error)):
+        seen(skipping(make_dataset(path, cache=False).map(Raises(error), version="1")))
