@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -64,17 +63,6 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     num_rows: int
     rowstore: RowStore
     computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The class. Trainers of TRL, which check for a type of their own, get an error that says what to write."""
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith("trl."):  # noqa: SLF001 (where isinstance is)
-            raise ConfigError(
-                "the trainers of TRL take only datasets of Hugging Face: return make_loader(dataset, ...) from their "
-                "get_train_dataloader, and pass train_dataset=datasets.Dataset.from_list(dataset.__getitems__([0])), "
-                "a sample in their type; docs/guides/trainers.md has the program"
-            )
-        return type(self)
 
     def __len__(self) -> int:
         return self.num_rows

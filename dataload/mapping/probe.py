@@ -176,7 +176,7 @@ class _Sampler:
                 if error.row is None or self.is_flat:
                     raise problem from error.__cause__
                 failed, cause = failed or problem, cause or error.__cause__
-                found = list(runner.sample(records, of_working=True))
+                found = _of_working(runner, records, problem)
             called += len(records)
             counted = ((sample, rows_in(sample) if self.is_flat else rows) for sample, rows in found)
             samples += [(sample, count) for sample, count in counted if count]
@@ -243,6 +243,14 @@ def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_
     known = {mask_name(field) for field in own}  # The function may return the masks that it got.
     masks = [mask_name(field) for field in own if null_masks and needs_mask(field) and field.name not in known]
     return Made(schema, tuple(name for name in masks if name not in schema.names), fill_null)
+
+
+def _of_working(runner: Runner, records: Records, problem: DataError) -> list[tuple[dict[str, Returned], int]]:
+    """Return what the function makes of the rows with which it works. Raise the problem if it is of no row."""
+    try:
+        return list(runner.sample(records, of_working=True))
+    except ChunkError as error:
+        raise problem from error.__cause__
 
 
 def _add_largest(means: dict[str, float], found: Mapping[str, float]) -> None:

@@ -47,6 +47,10 @@ class NumberedRows(list[dict[str, Any]]):
         numbers: As above.
     """
 
+    def __new__(cls, rows: Any, numbers: Array | None = None, *_: Any, **__: Any) -> Any:
+        """Return a plain list of rows if only these are given: trainers rebuild lists by `type(rows)(others)`."""
+        return list(rows) if numbers is None else super().__new__(cls)
+
     def __init__(
         self, records: Records, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
     ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from ports import free_port
-from torch.utils.data import BatchSampler, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from dataload import World, make_dataset, make_loader
 from dataload.errors import ConfigError
@@ -352,14 +351,3 @@ def test_a_trainer_that_sets_the_epoch_has_its_tail_although_rows_are_drawn_ahea
 def test_trainers_are_not_imported(folder: Path) -> None:
     list(make_loader(make_dataset(str(folder), cache=False), 16))
     assert not {"accelerate", "lightning", "lightning_fabric"} & sys.modules.keys()
-
-
-def test_trl_is_told_what_to_write(folder: Path) -> None:
-    """Its trainers check for a type of their own, with a message that names the same type for both."""
-    dataset = make_dataset(str(folder), cache=False)
-    check = "isinstance(dataset, dict)"
-    with pytest.raises(ConfigError, match=r"trainers of TRL .* get_train_dataloader, and pass train_dataset="):
-        eval(check, {"__name__": "trl.trainer.sft_trainer", "dataset": dataset})
-    assert not eval(check, {"__name__": "transformers.trainer", "dataset": dataset})
-    assert isinstance(dataset, Dataset)
-    assert pickle.loads(pickle.dumps(dataset)).fingerprint == dataset.fingerprint

@@ -616,6 +616,14 @@ def test_rows_are_made_at_the_first_look_at_their_list(token_rows: Any) -> None:
     assert {name: value.tolist() for name, value in token_rows[7].items()} == row | {"wave": row["wave"].tolist()}
 
 
+def test_trainers_rebuild_lists_of_rows_by_their_type(token_rows: Any) -> None:
+    """As `send_to_device` of accelerate and `move_data_to_device` of Lightning do with what a collator returns."""
+    [rows] = DataLoader(token_rows, 48, collate_fn=lambda rows: rows)
+    moved = type(rows)(dict(row) for row in rows)
+    assert type(moved) is list
+    assert moved == rows
+
+
 def test_collate_functions_of_timm_get_pairs(token_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def pairs(rows: Any) -> dict[str, Any]:
         assert all(isinstance(row, tuple) for row in rows)

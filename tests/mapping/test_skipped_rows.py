@@ -254,3 +254,11 @@ def test_no_error_of_a_row_ends_the_job(path: Path, error: BaseException) -> Non
 def test_a_service_that_may_answer_later_makes_no_row_bad_for_good(path: Path, error: OSError) -> None:
     with pytest.raises(DataError, match=str(error)):
         seen(skipping(make_dataset(path, cache=False).map(Raises(error), version="1")))
+
+
+def test_memory_that_runs_out_in_the_sample_is_of_no_row(path: Path) -> None:
+    def hungry(batch: dict[str, Any]) -> dict[str, Any]:
+        raise MemoryError("no 3 GB")
+
+    with pytest.raises(DataError, match=r"x.parquet row group 0 .*MemoryError: no 3 GB"):
+        make_dataset(path, cache=False).map(hungry, version="1")

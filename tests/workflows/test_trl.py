@@ -12,7 +12,6 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollator
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from dataload import fit, make_dataset, make_loader
-from dataload.errors import ConfigError
 
 ROWS = 40
 tokens = tokenizer()
@@ -114,8 +113,8 @@ def test_dpo_trainer(texts):
 @pytest.mark.limit("TRL takes its own type only: override `get_train_dataloader`, and pass a sample of one row")
 @pytest.mark.parametrize(("trainer", "config"), [(SFTTrainer, SFTConfig), (DPOTrainer, DPOConfig)])
 def test_trl_is_given_our_dataset(texts, trainer, config):
-    """A trainer of TRL takes datasets of Hugging Face only: the error says what to write."""
-    with pytest.raises(ConfigError, match="from their get_train_dataloader, and pass train_dataset="):
+    """A trainer of TRL takes datasets of Hugging Face only, and says so: the guide on trainers has the recipe."""
+    with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
         trainer(llama(), args=config(**quiet()), train_dataset=texts, processing_class=tokens)
 
 
