@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -116,12 +117,23 @@ def _way(source: object) -> str:
         return "pass one of its values, or mix(source) for several by name"
     if type(source).__name__ == "Subset":
         return "pass it to make_loader, or use dataset.select(subset.indices)"
+    if is_of_hugging_face(source):
+        return "pass it to make_loader, or write it by to_parquet(path), and pass that path"
     for method in ("to_parquet", "write_parquet", "sink_parquet"):  # of pandas, polars, and others
         if hasattr(source, method):
             return f"write it by {method}(path), and pass that path"
     if type(source).__module__.startswith("pyarrow."):
         return "write it by pyarrow.parquet.write_table(table, path), and pass that path"
     return "use a URL, a path, or a list of them"
+
+
+def is_of_hugging_face(source: object) -> bool:
+    """Return whether the library `datasets` made an object. Users' own packages may have its name."""
+    library = sys.modules.get("datasets")
+    if "datasets.arrow_dataset" not in sys.modules or library is None:
+        return False
+    names = ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict")
+    return any(isinstance(source, getattr(library, name, ())) for name in names)
 
 
 def list_objects(source: Source, blocks: Blocks, partitioning: Partitioning = "hive") -> dict[Object, Keys]:

@@ -105,8 +105,8 @@ def make_loader(
         device: Device of the batches: of their tensors, and of other objects with a method `to`.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
         prefetch: Batches that each worker, or all threads together, prepare ahead: at least 2, and one per thread.
-        row_ids: Add the column "row_id": the number of each row in the dataset, int64 Tensor[B]. `Dataset.locate`
-            returns its file and row group.
+        row_ids: Add the column "row_id": the number of each row in `loader.dataset`, int64 Tensor[B], whose `locate`
+            returns its file and row group. A Subset or a dataset of Hugging Face numbers its own rows otherwise.
         on_error: "raise" raises an exception of `transform` or `collate_fn`, or of a value that cannot be decoded, with
             a note that names the rows of the batch; and the error of a function of `map`. "skip" replaces the rows
             that raise by other rows of their batch, always the same ones, and counts them in `stats()`: `skipped_rows`,
@@ -153,7 +153,7 @@ def make_loader(
     given = {name: value for name, value in options.items() if value is not None}
     others = {"errors": (errors, "raise"), "partitioning": (partitioning, "hive")}
     given |= {name: value for name, (value, usual) in others.items() if value != usual}
-    dataset = dataset_of(source, given)
+    dataset = dataset_of(source, given, shuffled=bool(shuffle))
     for nulls in (each.known_nulls for each in dataset.datasets):
         if nulls is not None:
             raise DataError(f"{nulls}: {IN_PYTHON}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,61 @@ def test_a_subset_of_a_dataset_selects_its_rows(path: Path) -> None:
         make_loader(Subset(mix([dataset, dataset]), [1]), 2)
 
 
+class Transformed(Subset[Any]):
+    def __getitem__(self, number: Any) -> Any:
+        return {"x": -self.dataset[self.indices[number]]["x"]}
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[number] for number in numbers]
+
+
+def test_what_a_subset_does_to_its_rows_is_not_left_out(path: Path) -> None:
+    source = Transformed(make_dataset(path, cache=False), [1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a Transformed, whose own __getitem__ no loader calls: pass transform="):
+        make_loader(source, 2)
+
+
+@pytest.mark.parametrize(
+    ("indices", "outer", "says"),
+    [
+        ([1.9], [0], "the indices of a Subset must be a list of integers, not float64"),
+        ([True, False], [0], "must be a list of integers, not bool"),
+        ([5, 6], [2], "a Subset selects a row that its source does not have: index 2 is out of bounds"),
+        ([N], [0], f"the rows that the source selects: row {N} of a dataset of {N} rows: row numbers count from 0$"),
+    ],
+)
+def test_indices_that_select_no_rows(path: Path, indices: Any, outer: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_loader(Subset(Subset(make_dataset(path, cache=False), indices), outer), 2)
+
+
+def test_an_order_of_the_source_that_is_not_kept_is_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = make_dataset(path, cache=False)
+    assert rows(Subset(dataset, [3, -1])) == [3, N - 1]
+    rows(Subset(dataset, [5, 3]), shuffle=True)
+    assert not caplog.records
+    rows(Subset(dataset, [5, 3]))
+    assert caplog.messages == ["the source selects rows in an order of its own, and they come in that of the files"]
+
+
+def test_a_package_of_the_user_called_datasets(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dataset:
+        pass
+
+    class Own(Subset[Any]):
+        pass
+
+    module = ModuleType("datasets")
+    module.Dataset = Dataset  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name.startswith("datasets.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    Dataset.__module__ = Own.__module__ = "datasets.images"
+    assert rows(Own(make_dataset(path, cache=False), [2])) == [2]
+    with pytest.raises(ConfigError, match="the source is of type Dataset: use a URL, a path, or a list of them"):
+        make_loader(Dataset(), 2)  # type: ignore[arg-type]
+
+
 def test_a_dataset_of_hugging_face_is_read_from_its_arrow_files(datasets: Any, path: Path, tmp_path: Path) -> None:
     whole = datasets.Dataset.from_dict({"x": list(range(N)), "y": [row % 4 for row in range(N)]})
     whole.save_to_disk(tmp_path / "saved", num_shards=3)
@@ -74,6 +131,15 @@ def test_a_dataset_of_hugging_face_is_read_from_its_arrow_files(datasets: Any, p
     for part in (source.select(range(15, 55)), source.select(range(5, 58)).select(range(10, 50))):
         assert rows(part) == [*range(15, 55)]
         assert rows(part.select([39, 0])) == [15, 54]
+    [batch] = make_loader(source.with_format("numpy", columns=["y"]), N, cache=False)
+    assert [*batch] == ["y"]
+    [batch] = make_loader(source.with_format("numpy", columns=["y"], output_all_columns=True), N, cache=False)
+    assert [*batch] == ["x", "y"]
+    with pytest.raises(ConfigError, match="the source has no rows: select at least one"):
+        make_loader(source.select([]), 7, cache=False)
+    for make in (make_dataset, lambda source: mix([source])):
+        with pytest.raises(ConfigError, match="of type Dataset: pass it to make_loader, or write it by to_parquet"):
+            make(source)
     split = source.train_test_split(0.25, seed=0)
     assert sorted(rows(split["train"]) + rows(split["test"], shuffle=True)) == [*range(N)]
     [batch] = make_loader(source.cast_column("x", datasets.Value("int32")), N, cache=False)
