@@ -6,7 +6,8 @@ of a file is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -278,7 +279,8 @@ def returned(name: str, value: Any, like: pa.Field | None = None) -> Returned:
     Args:
         name: Name of the column.
         value: The values.
-        like: A column whose type they may have, if they do not tell it themselves, such as that of a map.
+        like: A column of the source. Values of Python have its type if it is nested and has them all, because they do
+            not tell it themselves: maps, small numbers and nanoseconds inside.
 
     Raises:
         DataError: No column can hold the values.
@@ -286,7 +288,7 @@ def returned(name: str, value: Any, like: pa.Field | None = None) -> Returned:
     if isinstance(value, torch.Tensor):
         value = _rows_of_nested(value) if value.is_nested else _numpy(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        whole = value.combine_chunks() if isinstance(value, pa.ChunkedArray) else value
+        whole = _whole(value)
         return pa.concat_arrays([whole, whole[:0]])  # a copy: the function may use its memory again
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(f"column {name!r} is a masked array: fill it, such as by .filled(np.nan)")
@@ -358,8 +360,11 @@ def _of_values(name: str, values: Sequence[Any], like: pa.Field | None) -> pa.Ar
     Raises:
         DataError: They have no type in common.
     """
+    kind = None if like is None else portable(like.type)
+    if kind is not None and pa.types.is_nested(kind) and (array := _as_before(values, kind)) is not None:
+        return array
     try:
-        return _with_decimals(_inferred(values), values)
+        return _retyped(_inferred(values), values)
     except MemoryError:  # Arrow's is also an ArrowException.
         raise
     except OverflowError as error:
@@ -367,8 +372,6 @@ def _of_values(name: str, values: Sequence[Any], like: pa.Field | None) -> pa.Ar
             f"column {name!r} has an integer that int64 cannot hold: return an array, such as np.array(…, np.uint64)"
         ) from error
     except NO_VALUE as error:
-        if like is not None and (array := _as_before(values, portable(like.type))) is not None:
-            return array
         raise DataError(f"column {name!r} has values that no type holds together ({_reason(error)}): {WAYS}") from error
 
 
@@ -378,39 +381,80 @@ def _inferred(values: Sequence[Any]) -> pa.Array:
     except NO_VALUE:
         values = [_plain(value) for value in values]  # There may be tensors inside of dicts and lists.
         array = pa.array(values)
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
+    array = _whole(array)
     if (text := _text_in(values, pa.list_(array.type))) is not None:  # Arrow makes bytes of it.
         raise TypeError(f"{text!r} beside bytes")
     return array
 
 
+def _whole(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+
+
 def _as_before(values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
     """Return values as a type that has them all. None: it has not, or they would lose a part, such as a member."""
     try:
-        array = pa.array(values, kind)
-        return array if array.to_pylist() == list(values) else None
+        array = _whole(pa.array(values, kind))
+        return array if _equal(array.to_pylist(), values) else None
+    except MemoryError:
+        raise
     except NO_VALUE:
         return None
 
 
-def _with_decimals(array: pa.Array, values: Sequence[Any]) -> pa.Array:
-    """Return the array with decimals as what batches have: floats, or decimals of any digits inside of other values."""
+def _equal(found: Any, value: Any) -> bool:
+    """Return whether Arrow kept a value, at any depth. NaN equals NaN; 1.0 and True are not 1."""
+    if isinstance(found, list) or isinstance(value, (list, tuple)):
+        is_alike = isinstance(found, (list, tuple)) and isinstance(value, (list, tuple)) and len(found) == len(value)
+        return is_alike and all(map(_equal, found, value))
+    if isinstance(found, dict):
+        is_alike = isinstance(value, Mapping) and value.keys() <= found.keys()
+        return is_alike and all(_equal(each, value.get(key)) for key, each in found.items())
+    if isinstance(found, (bool, int, float)):
+        return type(found) is type(value) and (found == value or found != found)  # noqa: PLR0124 (NaN)
+    return not isinstance(value, (np.ndarray, torch.Tensor)) and bool(found == value)
+
+
+def _retyped(array: pa.Array, values: Sequence[Any]) -> pa.Array:
+    """Return the array with types that hold all digits of the values.
+
+    Decimals become what batches have: floats, or decimals of any digits inside of other values. Times of pandas have
+    nanoseconds, which Arrow does not infer.
+    """
     kind, is_decimal = array.type, pa.types.is_decimal
     if is_decimal(kind):
         return pa.array([None if value is None else float(value) for value in values])
     if is_list(kind) and is_decimal(kind.value_type):
         floats = [None if row is None else [None if v is None else float(v) for v in row] for row in values]
         return pa.array(floats, pa.list_(pa.float64()))
-    return pa.array(values, _of_any_digits(kind)) if has_part(kind, is_decimal) else array
+    if has_part(kind, is_decimal):
+        kind = _with_leaves(kind, lambda leaf: _ANY_DECIMAL if is_decimal(leaf) else leaf)
+    if has_part(kind, _is_in_us) and _has_times_of_pandas(values):
+        with suppress(*NO_VALUE):  # of years that nanoseconds do not reach
+            return _whole(pa.array(values, _with_leaves(kind, lambda leaf: _in_ns(leaf) if _is_in_us(leaf) else leaf)))
+    return array if kind == array.type else _whole(pa.array(values, kind))
 
 
-def _of_any_digits(kind: pa.DataType) -> pa.DataType:
-    """Return a type whose decimals hold more digits than those of one chunk have."""
-    if pa.types.is_decimal(kind):
-        return _ANY_DECIMAL
-    fields = [child.with_type(_of_any_digits(child.type)) for child in children(kind)]
-    return with_members(kind, fields) if fields else kind
+def _with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type with other types of the values that have no parts."""
+    fields = [child.with_type(_with_leaves(child.type, leaf)) for child in children(kind)]
+    return with_members(kind, fields) if fields else leaf(kind)
+
+
+def _is_in_us(kind: pa.DataType) -> bool:
+    return bool((pa.types.is_timestamp(kind) or pa.types.is_duration(kind)) and kind.unit == "us")
+
+
+def _in_ns(kind: pa.DataType) -> pa.DataType:
+    return pa.timestamp("ns", kind.tz) if pa.types.is_timestamp(kind) else pa.duration("ns")
+
+
+def _has_times_of_pandas(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_times_of_pandas, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_times_of_pandas, value.values()))
+    return hasattr(value, "nanosecond") or hasattr(value, "nanoseconds")  # Timestamp, Timedelta
 
 
 def _plain(value: Any) -> Any:
@@ -491,14 +535,15 @@ def _exact(field: Field, array: Array) -> Array:
     Raises:
         DataError: Its dtype cannot hold one.
     """
-    numbers = array.astype(field.dtype, copy=False)
-    if (
-        numbers.dtype != array.dtype
-        and array.dtype.kind in "iu"
-        and not np.array_equal(numbers.astype(array.dtype), array)
-    ):
-        raise DataError(f"column {field.name!r} has an integer that {np.dtype(field.dtype)} cannot hold: return floats")
-    return numbers
+    dtype = np.dtype(field.dtype)
+    if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
+        # A cast back proves nothing: int64 and uint64 hold each other's bits.
+        most = 2 << np.finfo(dtype).nmant if dtype.kind == "f" else int(np.iinfo(dtype).max)
+        least = -most if dtype.kind == "f" else int(np.iinfo(dtype).min)
+        if int(array.min()) < least or int(array.max()) > most:
+            fix = "floats" if dtype.kind == "f" else f"{array.dtype} for all rows"
+            raise DataError(f"column {field.name!r} has an integer that {dtype} cannot hold: return {fix}")
+    return array.astype(dtype, copy=False)
 
 
 def _number(dtype: Any) -> pa.Field:

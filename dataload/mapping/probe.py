@@ -28,7 +28,7 @@ from dataload.rows.size_sampling import spread
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
 
-VERSION = 4
+VERSION = 5
 SAMPLE_ROWS = 32  # of each sampled row group
 
 

@@ -432,6 +432,69 @@ def test_images_of_varying_shape_reach_the_loop(file: Path, cache: CacheConfig, 
         assert image is None if expected is None else torch.equal(image, expected)
 
 
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        pytest.param(np.zeros(32, np.int64), np.full(32, 2**64 - 1, np.uint64), id="uint64"),
+        pytest.param([np.zeros((1, 2), int)] * 32, [np.full((2, 2), 2**64 - 1, np.uint64)] * 32, id="boxes"),
+        pytest.param(np.zeros(32), np.full(32, 2**63 - 1), id="no warning of NumPy"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_integers_that_the_column_lacks_are_errors(file: Path, first: Any, later: Any) -> None:
+    """The sample has integers that the type of the column holds; a later chunk has others."""
+    calls: list[int] = []
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(batch["id"]))
+        return {"x": (first if len(calls) == 1 else later)[: len(batch["id"])]}
+
+    dataset = make_dataset(file, cache=False).select([0, 1]).map(function, version="")
+    with pytest.raises(DataError, match=r"'x' has an integer that .* cannot hold"):
+        dataset.__getitems__([0, 1])
+
+
+NS = pa.timestamp("ns")
+NESTED = {
+    "lists of ns": (pa.list_(pa.list_(NS)), [[[1]], [], None]),
+    "structs of ns": (pa.list_(pa.struct([("t", NS)])), [[{"t": 1}], None, []]),
+    "uint64": (pa.list_(pa.struct([("h", pa.uint64())])), [[{"h": 2**64 - 1}], [{"h": None}], []]),
+    "map of strings": (pa.map_(pa.string(), pa.string()), [[("a", "b")], None, []]),
+    "map with NaN": (pa.map_(pa.string(), pa.float64()), [[("a", math.nan)], [("b", None)], []]),
+    "decimals": (pa.list_(pa.struct([("d", pa.decimal128(10, 2))])), [[{"d": Decimal("1.50")}], [], None]),
+    "floats of 32 bits": (pa.list_(pa.struct([("f", pa.float32())])), [[{"f": 0.1}], [], None]),
+}
+
+
+@pytest.mark.parametrize(("kind", "values"), NESTED.values(), ids=NESTED)
+def test_nested_columns_of_files_keep_their_type(tmp_path: Path, kind: pa.DataType, values: list[Any]) -> None:
+    pq.write_table(pa.table({"x": pa.array(values, kind)}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+    again = dataset.map(lambda batch: {**batch})
+    assert again.schema.field("x").type == dataset.schema.field("x").type
+    before, after = (batch_of(each, 3) for each in (dataset, again))
+    assert repr(after) == repr(before)
+
+
+def test_other_numbers_in_nested_columns_have_their_own_type(tmp_path: Path) -> None:
+    kind = pa.list_(pa.struct([("n", pa.int8())]))
+    pq.write_table(pa.table({"x": pa.array([[{"n": 1}]], kind)}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+    for value in (1.0, True, 2**40):
+        changed = dataset.map(returning([[{"n": value}]]), version=value)
+        assert repr(batch_of(changed, 1)) == repr([[{"n": value}]])
+
+
+def test_times_of_pandas_keep_their_nanoseconds(file: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="needs pandas")
+    for one in (pandas.Timestamp(1, unit="ns"), pandas.Timedelta(1, unit="ns")):
+        assert batch_of(two_rows(file, [one, None], fill_null=0)).tolist() == [1, 0]
+        assert plain(batch_of(two_rows(file, [[one], []]))) == [[1], []]
+        assert batch_of(two_rows(file, [[{"t": one}], []])) == [[{"t": one}], []]
+    early = pandas.Timestamp("1500-01-01").as_unit("us")
+    assert batch_of(two_rows(file, [early, early])).tolist() == [early.to_numpy().astype(int)] * 2
+
+
 LEAVES: list[st.SearchStrategy[Any]] = [
     st.booleans(),
     st.integers(-(2**63), INT64_MAX),
