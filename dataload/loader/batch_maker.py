@@ -23,7 +23,7 @@ from dataload.loader.device_copy import HostMemory
 from dataload.loader.integrations import with_pairs
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
-from dataload.loader.user_code import Around, Draws, InLoop, InThreads, in_worker
+from dataload.loader.user_code import Around, Draws, InThreads, in_loop, in_worker
 from dataload.loader.worker_transport import check_sendable, pack
 from dataload.rows.collate import Batch, Empty, with_strings
 from dataload.rows.columns import Array
@@ -121,7 +121,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def around(self, cursor: int, *, in_threads: bool) -> Around:
         """Return the surroundings of the user's code for a loop in this thread that begins at `cursor`."""
-        return (InThreads if in_threads else InLoop)(cursor, self._draws)
+        return InThreads(cursor, self._draws) if in_threads else in_loop
 
     def handed_out(self, answers: list[Answer], making: Timeline) -> Iterator[Answer]:
         """Yield answers in order, and take them out of their list. Make the strings of each as it is handed out.

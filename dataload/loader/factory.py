@@ -98,7 +98,7 @@ def make_loader(
             `rng`, or a second positional parameter without a default. The signature of a torch Module is that of its
             `forward`. The same batch always gets the same generator, with any number of workers or threads and after a
             resume. What torch draws is the same for it, too, and moves no generator of the loop. NumPy's and Python's
-            global generators are shared with the loop in threads: a warning says so.
+            global generators are shared with the loop in threads: a warning says so if the first batch draws from them.
         collate_fn: Makes the batch from a list of row dicts (see `Dataset.__getitems__`), whose `.columns` is the
             default batch: a collator of transformers or TRL as it is. One of timm gets the values of each row, so
             choose columns=["image", "label"].

@@ -8,8 +8,8 @@ while the loop runs: there, torch's functions get a generator as an argument, an
 
 albumentations has generators of its own, which get those of the batch in each of these places.
 
-To save and restore takes longer than many a transform. So the first batch of each loop tells which generators the code
-draws from, and later batches leave the others alone.
+Code may draw in few batches only, such as those with rows of a rare label. So every batch gets its generators, also if
+those before it needed none; what is slow to make is made at the first draw.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dataload.loader import albumentations_draws
+from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 
 log = logging.getLogger(__name__)
@@ -67,21 +68,10 @@ class Around(Protocol):
 
 
 class Draws:
-    """Which generators the code of a loader draws from: all, until the first batch of a loop has shown it.
-
-    Attributes:
-        names: Their names.
-    """
+    """Tells of draws that differ between runs."""
 
     def __init__(self) -> None:
-        self.names = {*_GLOBAL}
-        self._is_known = False
         self._told = False
-
-    def learn(self, names: Iterable[str]) -> None:
-        """Add generators that the first batch of a loop drew from. Those of the first loop replace all."""
-        self.names = {*names, *(self.names if self._is_known else ())}
-        self._is_known = True
 
     def tell(self, names: list[str]) -> None:
         """Warn, once, of generators that threads share with the loop."""
@@ -105,35 +95,16 @@ def in_worker(stream: tuple[int, ...], cursor: int) -> Iterator[None]:
         yield
 
 
-class InLoop:
-    """The surroundings of calls in the thread of the loop. See `Around`.
-
-    Args:
-        cursor: Where the loop begins.
-        draws: Which generators the code draws from.
-    """
-
-    def __init__(self, cursor: int, draws: Draws) -> None:
-        self._first = cursor
-        self._draws = draws
-
-    @contextmanager
-    def __call__(self, stream: tuple[int, ...], cursor: int) -> Iterator[None]:
-        seed, is_first = _seed_of(stream, cursor), cursor == self._first
-        used = {name: each for name, each in _GLOBAL.items() if is_first or name in self._draws.names}
-        before = {name: each.state() for name, each in used.items()}
-        try:
-            for each in used.values():
-                each.seed(seed)
-            seeded = {name: each.state() for name, each in used.items()} if is_first else {}
-            is_seeded = is_first or albumentations_draws.is_used()
-            with albumentations_draws.seeded(seed) if is_seeded else nullcontext():
-                yield
-            if is_first:
-                self._draws.learn(_moved(seeded))
-        finally:
-            for name, state in before.items():
-                _GLOBAL[name].restore(state)
+@contextmanager
+def in_loop(stream: tuple[int, ...], cursor: int) -> Iterator[None]:
+    """Seed the generators of the process for calls in the thread of the loop, which gets them back. See `Around`."""
+    before = {name: each.state() for name, each in _GLOBAL.items()}
+    try:
+        with in_worker(stream, cursor):
+            yield
+    finally:
+        for name, state in before.items():
+            _GLOBAL[name].restore(state)
 
 
 class InThreads:
@@ -143,7 +114,7 @@ class InThreads:
 
     Args:
         cursor: Where the loop begins. It waits for this batch, so only the user's code moves the generators meanwhile.
-        draws: Which generators the code draws from.
+        draws: Tells of draws from generators that the loop has, too, in the first batch.
     """
 
     def __init__(self, cursor: int, draws: Draws) -> None:
@@ -151,30 +122,21 @@ class InThreads:
         self._first = cursor
         self._draws = draws
 
-    def __call__(self, stream: tuple[int, ...], cursor: int) -> AbstractContextManager[object]:
-        """Return the surroundings of the calls for a batch. See `Around`."""
-        is_first = cursor == self._first
-        if is_first or self._modes or "torch" in self._draws.names:
-            return self._entered(stream, cursor, is_first=is_first)
-        is_used = albumentations_draws.is_used()
-        return albumentations_draws.seeded(_seed_of(stream, cursor)) if is_used else nullcontext()
+    @contextmanager
+    def __call__(self, stream: tuple[int, ...], cursor: int) -> Iterator[None]:
+        """Surround the calls for a batch. See `Around`."""
+        before = {name: each.state() for name, each in _GLOBAL.items()} if cursor == self._first else {}
+        seed = _seed_of(stream, cursor)
+        with self._in_modes() if self._modes else nullcontext(), albumentations_draws.seeded(seed), _Drawing(seed):
+            yield
+        self._draws.tell(_moved(before))
 
     @contextmanager
-    def _entered(self, stream: tuple[int, ...], cursor: int, *, is_first: bool) -> Iterator[None]:
-        before = {name: each.state() for name, each in _GLOBAL.items()} if is_first else {}
+    def _in_modes(self) -> Iterator[None]:
         with ExitStack() as stack:
             for mode in self._modes:
                 stack.enter_context(mode())
-            seed = _seed_of(stream, cursor)
-            stack.enter_context(albumentations_draws.seeded(seed))
-            generator = torch.Generator().manual_seed(seed)
-            seeded = generator.get_state()
-            stack.enter_context(_Drawing(generator))
             yield
-        if is_first:
-            moved = _moved(before)
-            self._draws.tell(moved)
-            self._draws.learn(moved if torch.equal(generator.get_state(), seeded) else [*moved, "torch"])
 
 
 def _moved(before: dict[str, Any]) -> list[str]:
@@ -210,11 +172,19 @@ _DRAWING: frozenset[Any] = frozenset(
 
 
 class _Drawing(TorchFunctionMode):
-    """Makes the functions of torch that this thread calls draw from a generator, if they draw on the CPU."""
+    """Makes the functions of torch that this thread calls draw from a generator of their own, if they draw on the CPU.
 
-    def __init__(self, generator: torch.Generator) -> None:
+    Args:
+        seed: Seeds the generator.
+    """
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = generator
+        self._seed = seed
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -118,6 +118,37 @@ def test_every_draw_of_workers_and_of_the_loop_is_the_batchs_own(
     assert not caplog.records
 
 
+def rarely(draw: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a transform that draws in the batches of one rare row only, which are not the first."""
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        return draw(batch) if (batch["x"] == 111).any() else {"x": batch["x"], "y": batch["x"]}
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    ("draw", "ways"),
+    [(Mixed(), WAYS), (with_numpy, [{"num_workers": 1}, {"num_threads": 0}])],
+    ids=["torch", "numpy"],
+)
+def test_draws_after_a_batch_without_any_are_its_own(
+    dataset: Dataset, draw: Callable[..., Any], ways: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    def loader(options: dict[str, Any]) -> Any:
+        return make_loader(dataset, BATCH, shuffle=False, transform=rarely(draw), **options)
+
+    batches, losses = trained(loader(ways[0]))
+    for options in ways:
+        again, their_losses = trained(loader(options))
+        assert same(batches, again)
+        assert losses == their_losses
+        resumed = loader(options)
+        resumed.load_state_dict({**resumed.state_dict(), "cursor": 6 * BATCH})
+        assert same(batches[6:], [batch["y"] for batch in resumed])
+    assert not caplog.records
+
+
 def test_the_loop_keeps_its_draws_if_a_transform_raises(dataset: Dataset) -> None:
     def fail(_: Any) -> None:
         torch.rand(1), np.random.rand(), random.random()
