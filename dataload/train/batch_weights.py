@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
+
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 
@@ -48,6 +50,13 @@ def _counted_labels(batch: Any) -> int:
             "pass a function of the batch"
         )
     labels = batch["labels"]
-    if isinstance(labels, Flat):
+    while isinstance(labels, Flat):
         labels = labels.values
-    return sum(int((each != IGNORED).sum()) for each in (labels if isinstance(labels, list) else [labels]))
+    rows = labels if isinstance(labels, list) else [labels]
+    try:
+        return sum(int((torch.as_tensor(row) != IGNORED).sum()) for row in rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            "loss_weight='tokens' counts the batch's \"labels\" that are not -100, and these are no numbers: "
+            f"{error}: pass a function of the batch"
+        ) from error

@@ -189,6 +189,9 @@ def test_bits_are_equal_where_sums_are_exact(precision):
         np.array([1, 2, -100, 3]),
         [torch.tensor([1, 2, -100]), torch.tensor([3])],
         Flat(torch.tensor([-100, 1, 2, 3]), torch.tensor([0, 2, 4])),
+        Flat(Flat(torch.tensor([-100, 1, 2, 3]), torch.tensor([0, 2, 4])), torch.tensor([0, 2])),
+        [[1, 2, -100], [], [3]],
+        [1, 2, -100, 3],
     ],
 )
 def test_labels_are_counted_in_any_form(counted_labels):
@@ -213,3 +216,9 @@ def test_weights_that_cannot_be(loss_weight, message):
 def test_tokens_need_labels():
     with pytest.raises(ConfigError, match='has no "labels": pass a function of the batch'):
         weight_of("tokens", {"tokens": torch.ones(2)})
+
+
+@pytest.mark.parametrize("row", [None, "text", [1, None]])
+def test_tokens_need_labels_that_are_numbers(row):
+    with pytest.raises(ConfigError, match=r"these are no numbers: .*: pass a function of the batch"):
+        weight_of("tokens", {"labels": [torch.tensor([1]), row]})
