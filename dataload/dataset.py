@@ -489,6 +489,7 @@ class Dataset(MapStyle):
             processes=processes,
             fill_null=self.fill_null,
             null_masks=self.null_masks,
+            errors=self.errors,
         )
         return self._of(self.manifest, [*self.stages, stage])
 
@@ -530,7 +531,7 @@ class Dataset(MapStyle):
 
         (own,) = self.rowstore.row_groups.caches
         told: dict[str, Any] = {"columns": columns, "version": version, "processes": processes}
-        told |= {"fill_null": self.fill_null, "null_masks": self.null_masks}
+        told |= {"fill_null": self.fill_null, "null_masks": self.null_masks, "errors": self.errors}
         stage = stage_of(function, own, self.manifest, self.schema, self.blocks, **told, is_flat=True)
         return _FlatDataset(self, stage)
 

@@ -32,6 +32,7 @@ from dataload.formats.arrow_types import (
 )
 from dataload.formats.null_types import filled, has_null_type
 from dataload.formats.schema import Field, fields_of, flatten_table, mask_name, structs_of
+from dataload.formats.text import TextErrors
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import Flat, unflattened
 from dataload.rows.columns import Array, Column, Dense
@@ -103,16 +104,18 @@ class Form:
     Args:
         type: The type of the values; of `Tensors`, that of a number.
         shape: The shape of `Tensors`, or None.
+        is_empty: Whether these are lists of floats that are all empty: `np.array([])` is one of whatever type.
     """
 
     type: pa.DataType
     shape: tuple[int, ...] | None = None
+    is_empty: bool = False
 
     @classmethod
     def of(cls, value: Returned) -> Form:
         """Return the form of a column."""
         if isinstance(value, pa.Array):
-            return cls(value.type)
+            return cls(value.type, is_empty=_without_type(value) is not value)
         number = pa.from_numpy_dtype(value.dtype)
         if isinstance(value, Tensors):
             return cls(number, value.shape)
@@ -141,6 +144,7 @@ def joined(name: str, forms: Iterable[Form], source: pa.Schema) -> pa.Field:
         DataError: Types have none in common, or no sample has a value.
     """
     forms = list(forms)
+    forms = [form for form in forms if not form.is_empty] or forms
     known = [form for form in forms if not pa.types.is_null(form.type)]
     if known and all(form.shape is not None for form in known) and len({len(form.shape or ()) for form in known}) == 1:
         number = reduce(_common(name), (pa.field(name, form.type) for form in known)).type
@@ -169,12 +173,14 @@ class Made:
         masks: Names of the columns that mark rows with nulls, which are added to them.
         fill_null: Replacement of nulls, as for `make_dataset`.
         skips: Whether errors are stored in place of the rows with which the function fails.
+        errors: What to do about text that is not UTF-8, as for `make_dataset`.
     """
 
     schema: pa.Schema
     masks: tuple[str, ...] = ()
     fill_null: Any = None
     skips: bool = False
+    errors: TextErrors = "raise"
 
     @cached_property
     def fields(self) -> dict[str, Field]:
@@ -201,7 +207,8 @@ class Made:
                 if (mask := mask_name(field)) in self.masks:
                     columns[mask] = Dense(np.zeros(len(value), np.bool_))
             elif isinstance(value, pa.Array):
-                arrays[name] = pa.field(name, value.type), value
+                array = _without_type(value)
+                arrays[name] = pa.field(name, array.type), array
             elif field is None or not isinstance(value, Tensors):
                 self._refuse(Form.of(value).field(name))
             else:
@@ -228,7 +235,7 @@ class Made:
         made += [Field(mask, "mask", np.bool_) for mask in self.masks if masks.get(mask) in fields]
         columns: dict[str, Column] = {}
         for part in (made, returned):
-            columns |= decode(table, part, self.fill_null, "its", self.schema) if part else {}
+            columns |= decode(table, part, self.fill_null, "its", self.schema, errors=self.errors) if part else {}
         return columns
 
     def _of_tensors(self, tensors: Tensors, field: Field) -> tuple[pa.Field, pa.Array]:
@@ -287,6 +294,8 @@ def returned(name: str, value: Any, like: pa.Field | None = None) -> Returned:
     """
     if isinstance(value, torch.Tensor):
         value = _rows_of_nested(value) if value.is_nested else _numpy(name, value)
+    elif _is_arrow(value):
+        value = _exported(name, value)
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
         whole = _whole(value)
         return pa.concat_arrays([whole, whole[:0]])  # a copy: the function may use its memory again
@@ -304,6 +313,21 @@ def returned(name: str, value: Any, like: pa.Field | None = None) -> Returned:
     if isinstance(value, (list, tuple)):
         return _of_list(name, value, like)
     raise DataError(f"column {name!r} is {_type(value)}: {WAYS}")
+
+
+def _is_arrow(value: Any) -> bool:
+    """Return whether values, such as a Series of polars or pandas, have a type that NumPy lacks."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or isinstance(dtype, np.dtype) or str(dtype) == "Object":  # polars exports the address of objects
+        return False
+    return hasattr(value, "__arrow_c_stream__") or hasattr(getattr(value, "array", value), "__arrow_array__")
+
+
+def _exported(name: str, value: Any) -> pa.Array | pa.ChunkedArray:
+    try:
+        return pa.chunked_array(value) if hasattr(value, "__arrow_c_stream__") else pa.array(value)
+    except NO_VALUE as error:
+        raise DataError(f"column {name!r} has the type {value.dtype}, which Arrow lacks: {WAYS}") from error
 
 
 @dataclass(frozen=True)
@@ -333,7 +357,7 @@ def _of_array(name: str, array: Array, like: pa.Field | None) -> Returned:
 
 
 def _of_list(name: str, values: Sequence[Any], like: pa.Field | None, varying: Sequence[int] = ()) -> Returned:
-    values = [_numpy(name, value) if isinstance(value, torch.Tensor) else value for value in values]
+    values = _with_empty([_numpy(name, value) if isinstance(value, torch.Tensor) else value for value in values])
     arrays = [value for value in values if value is not None]
     if not arrays or not all(isinstance(value, np.ndarray) for value in arrays):
         return _of_values(name, values, like)
@@ -352,6 +376,29 @@ def _of_list(name: str, values: Sequence[Any], like: pa.Field | None, varying: S
         raise DataError(f"column {name!r} has arrays of {arrays[0].dtype}: {WAYS}")
     native = arrays[0].dtype.newbyteorder("=")
     return Tensors.of(name, [None if value is None else value.astype(native, copy=False) for value in values], varying)
+
+
+def _with_empty(values: Sequence[Any]) -> Sequence[Any]:
+    """Return values with a list, or an array as the others, in place of `np.array([])`, which tells neither."""
+    if not any(map(_is_empty, values)):
+        return values
+    known = [value for value in values if value is not None and not _is_empty(value)]
+    if not known:
+        return values
+    empty: Any = []
+    if all(isinstance(value, np.ndarray) and value.ndim for value in known):
+        empty = np.empty((0, *known[0].shape[1:]), known[0].dtype)
+    return [empty if _is_empty(value) else value for value in values]
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.shape == (0,) and value.dtype.kind == "f"
+
+
+def _without_type(array: pa.Array) -> pa.Array:
+    """Return lists of floats that are all empty as lists of no type."""
+    is_floats = is_list(array.type) and pa.types.is_floating(array.type.value_type)
+    return pa.array(array.to_pylist()) if is_floats and not len(array.flatten()) else array
 
 
 def _of_values(name: str, values: Sequence[Any], like: pa.Field | None) -> pa.Array:

@@ -17,6 +17,7 @@ from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import ambiguous, fields_of, flatten, mask_name, needs_mask
+from dataload.formats.text import TextErrors
 from dataload.mapping.forms import Form, Made, Returned, joined
 from dataload.mapping.map_maker import CHUNK_ROWS, head_of
 from dataload.mapping.places import mapped_of, rows_text, where
@@ -44,6 +45,7 @@ def stage_of(
     processes: int | None,
     fill_null: Any = None,
     null_masks: bool = False,
+    errors: TextErrors = "raise",
     is_flat: bool = False,
 ) -> Stage:
     """Return the map of a dataset. A sample of its rows tells the columns.
@@ -59,6 +61,7 @@ def stage_of(
         processes: As for `Dataset.map`.
         fill_null: As for `make_dataset`, for the columns that the function makes.
         null_masks: As for `make_dataset`, for these columns.
+        errors: As for `make_dataset`, for these columns.
         is_flat: Whether the function may make more or fewer rows than it gets.
 
     Raises:
@@ -90,7 +93,7 @@ def stage_of(
             raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
     counts = Counts(sample.ratio) if is_flat else None
     told = sample.schema, sample.row_bytes, sample.made, sample.masks
-    return Stage(user, chosen, processes, manifest, *told, fill_null, failed, counts=counts)
+    return Stage(user, chosen, processes, manifest, *told, fill_null, failed, errors=errors, counts=counts)
 
 
 class _Sample(NamedTuple):

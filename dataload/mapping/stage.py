@@ -20,6 +20,7 @@ from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError
 from dataload.formats.schema import ERRORS, Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
+from dataload.formats.text import TextErrors
 from dataload.mapping.identity import find_code, identity, name_of
 from dataload.mapping.pickling import dumps
 from dataload.mapping.sources import Sources, add_cells
@@ -161,6 +162,7 @@ class Stage:
         fill_null: Replacement of their nulls.
         failed: Why the function failed with a row of the sample; None: it did not.
         skips: Whether rows with which the function fails are stored as errors. Otherwise they end the loop.
+        errors: What to do about text that is not UTF-8.
         counts: How many rows `flat_map` makes; None: it is `map`, which makes one of each.
     """
 
@@ -175,6 +177,7 @@ class Stage:
     fill_null: Any = None
     failed: str | None = None
     skips: bool = False
+    errors: TextErrors = "raise"
     counts: Counts | None = field(default=None, compare=False)
 
     @property
@@ -228,7 +231,8 @@ class Stage:
         """The columns that the function makes."""
         from dataload.mapping.forms import Made
 
-        return Made(pa.schema([self.schema.field(name) for name in self.made]), self.masks, self.fill_null, self.skips)
+        schema = pa.schema([self.schema.field(name) for name in self.made])
+        return Made(schema, self.masks, self.fill_null, self.skips, self.errors)
 
     def stored(self) -> Manifest:
         """Return the mapped rows as a dataset: its row groups have these rows and no others."""

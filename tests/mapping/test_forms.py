@@ -390,10 +390,10 @@ def test_members_beside_a_map_are_not_dropped(tmp_path: Path) -> None:
 def test_an_arrow_array_may_be_over_a_buffer_that_is_used_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(map_maker, "FIRST_ROWS", 1)
     monkeypatch.setattr(map_maker, "CHUNK_ROWS", 1)
-    buffer = np.empty((ROWS, 1), np.int64)
+    buffers: dict[int, Any] = {}
 
     def function(batch: dict[str, Any]) -> dict[str, Any]:
-        row = buffer[threading.get_ident() % ROWS]
+        row = buffers.setdefault(threading.get_ident(), np.empty(1, np.int64))
         row[:] = batch["id"][0]
         return {"x": pa.array(row)}
 
@@ -493,6 +493,71 @@ def test_times_of_pandas_keep_their_nanoseconds(file: Path) -> None:
         assert batch_of(two_rows(file, [[{"t": one}], []])) == [[{"t": one}], []]
     early = pandas.Timestamp("1500-01-01").as_unit("us")
     assert batch_of(two_rows(file, [early, early])).tolist() == [early.to_numpy().astype(int)] * 2
+
+
+def test_series_of_polars_arrive_as_they_are(file: Path) -> None:
+    pl = pytest.importorskip("polars", reason="needs polars")
+    large = 2**62 + 1
+    batch = two_rows(file, pl.Series([None, large]), null_masks=True).__getitems__([0, 1]).columns
+    assert (batch["x"].tolist(), batch["x.is_null"].tolist()) == ([0, large], [True, False])
+    assert batch_of(two_rows(file, pl.Series([large, None]), fill_null=7)).tolist() == [large, 7]
+    structs = two_rows(file, pl.Series([{"a": 1, "b": "c"}, {"a": 2, "b": None}])).__getitems__([0, 1]).columns
+    assert (structs["x.a"].tolist(), structs["x.b"]) == ([1, 2], ["c", None])
+    assert plain(batch_of(two_rows(file, pl.Series([[1], []])))) == [[1], []]
+    assert batch_of(two_rows(file, pl.Series(["a", None], dtype=pl.Categorical))) == ["a", None]
+    times = two_rows(file, pl.Series([LATER, LATER]))
+    assert str(times.schema.field("x").type) == "timestamp[us, tz=UTC]"
+    assert batch_of(two_rows(file, pl.Series([b"a", b"b"], dtype=pl.Object))) == [b"a", b"b"]
+    with pytest.raises(DataError, match="'x' has the type Int128, which Arrow lacks"):
+        two_rows(file, pl.Series([1, 2], dtype=pl.Int128))
+
+
+def test_series_of_pandas_arrive_as_they_are(file: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="needs pandas")
+    large = 2**62 + 1
+    for value in (pandas.Series([large, None], dtype="Int64"), pandas.array([large, None], dtype="Int64")):
+        assert batch_of(two_rows(file, value, fill_null=7)).tolist() == [large, 7]
+    assert batch_of(two_rows(file, pandas.Series(["a", None], dtype="string"))) == ["a", None]
+    assert batch_of(two_rows(file, pandas.Series(["a", None]))) == ["a", None]
+    assert batch_of(two_rows(file, pandas.Series(["a", None], dtype="category"))) == ["a", None]
+    times = two_rows(file, pandas.Series(pandas.to_datetime([1, 2], unit="ns", utc=True)))
+    assert (str(times.schema.field("x").type), batch_of(times).tolist()) == ("timestamp[ns, tz=UTC]", [1, 2])
+    assert same(batch_of(two_rows(file, pandas.Series([1.5, math.nan]))).tolist(), [1.5, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ([[1, 2], np.array([])], "int64", [[1, 2], []]),
+        ([np.array([]), np.array([1, 2])], "int64", [[], [1, 2]]),
+        ([torch.tensor([]), torch.tensor([1])], "int64", [[], [1]]),
+        ([np.array([]), None], "double", [[], None]),
+        ([["a"], np.array([])], "string", [["a"], []]),
+        ([np.array([]), np.ones((2, 4), np.float32)], "fixed_size_list<item: float>[4]", [[], [[1] * 4] * 2]),
+    ],
+)
+def test_an_empty_array_tells_no_type(file: Path, value: Any, kind: str, expected: list[Any]) -> None:
+    dataset = two_rows(file, value)
+    assert kind in str(dataset.schema.field("x").type)
+    assert plain(batch_of(dataset)) == expected
+
+
+@pytest.mark.parametrize("empty", [slice(0, ROWS // 2), slice(ROWS // 2, ROWS), slice(0, 0)], ids=str)
+def test_chunks_of_empty_arrays_tell_no_type(file: Path, empty: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_maker, "FIRST_ROWS", 1)
+    monkeypatch.setattr(map_maker, "CHUNK_ROWS", 1)
+    rows = range(ROWS)[empty]
+    dataset = mapped(file, lambda ids: [np.array([]) if n % 2 or n in rows else np.array([n]) for n in ids])
+    assert str(dataset.schema.field("x").type) == "list<item: int64>"
+    assert plain(batch_of(dataset, ROWS)) == [[] if n % 2 or n in rows else [n] for n in range(ROWS)]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_invalid_text_of_arrow_is_replaced(file: Path, is_flat: bool) -> None:
+    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"a\xff", b"b"]).buffers())
+    dataset = make_dataset(file, cache=False, errors="replace").select([0, 1])
+    made = (dataset.flat_map if is_flat else dataset.map)(returning(text), version="")
+    assert batch_of(made) == ["a\ufffd", "b"]
 
 
 LEAVES: list[st.SearchStrategy[Any]] = [
