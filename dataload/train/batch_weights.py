@@ -23,6 +23,13 @@ def check_loss_weight(loss_weight: Any) -> None:
         )
 
 
+def name_of(loss_weight: LossWeight | None) -> str:
+    """Return a name of what batches are weighed by, by which a checkpoint tells one from another."""
+    if loss_weight is None or loss_weight == "tokens":
+        return loss_weight or "rows"
+    return f"{getattr(loss_weight, '__qualname__', type(loss_weight).__qualname__)}(batch)"
+
+
 def weight_of(loss_weight: LossWeight, batch: Any) -> float:
     """Return what a batch weighs.
 

@@ -19,7 +19,7 @@ from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
-from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
+from dataload.train.batch_weights import LossWeight, check_loss_weight, name_of, weight_of
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
@@ -145,13 +145,15 @@ def fit(
             of 1 row train as 1 batch of 8. "tokens" counts the values of `batch["labels"]` (a tensor, or a list of
             them) that are not -100. A model that shifts labels by itself leaves out the first of each row: then pass
             `lambda batch: (batch["labels"][:, 1:] != -100).sum()`. The number is read on the host in each step, and the
-            ranks exchange it. Batches that weigh 0 train nothing. In a sharded model, the gradient of their loss must
-            be 0, as that of torch's losses is.
+            ranks exchange it. Batches that weigh 0 train nothing: an optimizer step of only such batches is left out,
+            with that of the scheduler. In a sharded model, the gradient of their loss must be 0, as that of torch's
+            losses is. An epoch that is resumed with another `loss_weight` has the means after the resume.
 
     Returns:
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
-        the rows of all ranks, or by `loss_weight`; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for
-        batches), averaged over processes; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the
+        the rows of all ranks, or by `loss_weight` (the loss is NaN if all batches weigh 0); "rows" of all ranks;
+        "seconds" and "wait_seconds" (waiting for batches), averaged over processes; "skipped_steps" (overflows in
+        fp16); "rows_per_second"; "stall_fraction"; the
         counts in the loader's stats, summed over processes, tensor-parallel peers included, and its waits by cause,
         averaged over them, both only since the last resume; and the scalars of `evaluate` on this rank (before a
         resume: on rank 0), named `evaluate.name` if the name is taken.
@@ -203,6 +205,7 @@ def fit(
                 mesh=mesh,
                 stats_dir=stats_dir,
                 weigh=None if loss_weight is None else partial(weight_of, loss_weight),
+                weighed_by=name_of(loss_weight),
             )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, traces):

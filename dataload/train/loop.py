@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class TrainingLoop:
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
         stats_dir: Where the loader writes its statistics, see `batches_on`.
         weigh: As for `feed`.
+        weighed_by: The name of `weigh`.
     """
 
     model: nn.Module
@@ -118,6 +120,7 @@ class TrainingLoop:
     mesh: DeviceMesh | None = None
     stats_dir: Path | None = None
     weigh: Callable[[Any], float] | None = None
+    weighed_by: str = "rows"
 
     def __post_init__(self) -> None:
         self._rows = 0  # of all ranks, in the pending optimizer step
@@ -145,6 +148,7 @@ class TrainingLoop:
         if path is None:
             return Resumed()
         self.history, self.step, processes = load(path, self._parts, Progress.read)
+        self._leave_out_other_means([process for _, process in processes])
         ranks = first_of_each(processes)
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
         self._resume_loader(path, [rank["loader"] for rank in ranks])
@@ -161,6 +165,21 @@ class TrainingLoop:
                 metrics["counts"][name] *= self.world.world_size / len(ranks)
             return Resumed(metrics)
         return Resumed()
+
+    def _leave_out_other_means(self, processes: list[dict[str, Any]]) -> None:
+        """Leave out the sums of the unfinished epoch if they are over other weights than this run's."""
+        before = processes[0].get("weighed by", self.weighed_by)
+        if before == self.weighed_by or not processes[0]["so far"]:
+            return
+        for process in processes:
+            process["so far"] |= {"sums": {}, "rows": {}}
+        if self.world.rank == 0:
+            log.warning(
+                "the checkpoint's epoch was weighed by %s, and now is by %s: its loss and logged scalars are those "
+                "after the resume",
+                before,
+                self.weighed_by,
+            )
 
     def _resume_loader(self, path: Path, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
@@ -228,7 +247,7 @@ class TrainingLoop:
             tally = self._train(number, advance, resumed)
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
             share_buffers(self.model, self.mesh, self.steps.exchange.ignored)
-            self.history.append({"epoch": number, **tally.figures(self.loader, self.world.rank)})
+            self.history.append({"epoch": number, "loss": math.nan, **tally.figures(self.loader, self.world.rank)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
@@ -329,6 +348,7 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             own = {"generators": rng_state(self._generators), "so far": metrics, "loader": loader_state}
+            own["weighed by"] = self.weighed_by
             progress = Progress(self.history, self.step, gather((self.world.rank, own)))
             self.checkpoints.save(self._states(), progress._asdict())
 

@@ -77,7 +77,7 @@ class OptimizerStep:
         precision: "fp32", the autocast dtype "bf16" or "fp16", or "auto" for one of them by `device`.
         accumulate: Batches per step.
         clip_grad_norm: Upper bound of the norm of the gradients; None for no clipping.
-        scheduler: A learning rate scheduler, stepped after each optimizer step.
+        scheduler: A learning rate scheduler, stepped after each optimizer step that is not left out.
 
     Attributes:
         pending: Batches added since the last step.
@@ -130,7 +130,7 @@ class OptimizerStep:
         with nullcontext() if weight else self._without_effect():
             loss, scalars = self._backward(batch, factor, full)
         if full:
-            self._step(self._nominal / self._total if self._total else 1)
+            self._step()
             self.pending, self._total = 0, 0.0
         return loss, scalars
 
@@ -169,8 +169,13 @@ class OptimizerStep:
                 torch.autograd.backward(self.scaler.scale(loss * factor))
         return full_tensor(loss), scalars
 
-    def _step(self, factor: float) -> None:
-        """Step the optimizer. `factor` corrects the gradients, which were divided by the `_nominal` weight."""
+    def _step(self) -> None:
+        """Step the optimizer, unless all batches of the step weigh 0: weight decay and momentum would train, too."""
+        if not self._total:
+            self.skipped = False
+            self.optimizer.zero_grad()
+            return
+        factor = self._nominal / self._total  # The gradients were divided by the nominal weight.
         with stage("optimizer"):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             if factor != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 import numpy as np
@@ -140,6 +141,64 @@ def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path):
     resumed, again = run("parts")
     assert torch.equal(resumed, whole)
     assert again == history
+
+
+def weighed(weights, **options):
+    """Train on batches that weigh this much. Return parameters, the learning rate, and the history."""
+    model, _ = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
+    halved = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    ids = torch.arange(LENGTH).view(1, LENGTH) % WORDS
+    batches = [{"ids": ids + weight, "labels": ids, "weight": weight} for weight in weights]
+    options = {"epochs": 1, "precision": "fp32", "progress": False, "scheduler": halved, **options}
+    history = fit(model, optimizer, batches, by_torch, loss_weight=lambda batch: batch["weight"], **options)
+    return parameters_of(model), optimizer.param_groups[0]["lr"], history
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_weighs_nothing_is_left_out(precision):
+    """Weight decay, momentum and the scheduler would change what is trained."""
+    without, rate, _ = weighed([1, 2], precision=precision)
+    assert rate == 0.1 / 4
+    between, rate, _ = weighed([1, 0, 2, 0, 0], precision=precision)
+    assert rate == 0.1 / 4
+    assert torch.equal(between, without)
+    nothing, rate, [record] = weighed([0, 0, 0], accumulate=2, precision=precision)
+    assert rate == 0.1
+    assert torch.equal(nothing, parameters_of(build()[0]))
+    assert math.isnan(record["loss"])
+    assert record["rows"] == 3
+
+
+def test_an_epoch_that_is_resumed_with_other_weights_has_the_loss_after_the_resume(tmp_path, caplog):
+    pq.write_table(pa.table({"x": [1.0, 1.0, 2.0, 3.0]}), tmp_path / "x.parquet")
+
+    def run(loss_weight, crash_at=None):
+        steps = itertools.count()
+
+        def loss_fn(model, batch):
+            if next(steps) == crash_at:
+                raise CrashError
+            return model(batch["x"][:, None]).mean() * 0 + batch["x"].mean()
+
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1).double()
+        loader = make_loader(tmp_path / "x.parquet", 1, shuffle=False, cache=False)
+        options = {"epochs": 1, "precision": "fp32", "progress": False, "loss_weight": loss_weight}
+        options |= {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return fit(model, optimizer, loader, loss_fn, **options)[0]
+
+    with pytest.raises(CrashError):
+        run(None, crash_at=2)
+    record = run(doubled)
+    assert record["loss"] == pytest.approx((2 * 4 + 3 * 6) / 10)
+    assert record["rows"] == 4
+    assert "weighed by rows, and now is by doubled(batch)" in caplog.text
+
+
+def doubled(batch):
+    return 2 * batch["x"].sum()
 
 
 class Sums(nn.Module):

@@ -22,7 +22,8 @@ class Progress(NamedTuple):
         history: The metrics of each finished epoch.
         step: Optimizer steps so far.
         processes: For each process its data-parallel rank, and a dict: "generators" has the state of `rng_state`,
-            "so far" the `EpochMetrics.state` of the unfinished epoch ({} between epochs), "loader" the loader's state.
+            "so far" the `EpochMetrics.state` of the unfinished epoch ({} between epochs), "loader" the loader's state,
+            "weighed by" the name of the weights behind the sums in "so far"; older checkpoints lack it.
     """
 
     history: list[dict[str, Any]]
