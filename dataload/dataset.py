@@ -31,6 +31,7 @@ from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import PARTITIONINGS, Partitioning
+from dataload.formats.schema import mask_name, needs_mask, structs_of
 from dataload.formats.text import TextErrors, checked_errors
 from dataload.mapping.map_maker import MapMaker
 from dataload.mapping.places import stored_of
@@ -310,17 +311,27 @@ class Dataset(MapStyle):
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a whole column; see `__getitem__`."""
-        if name not in self.schema.names:
-            hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
-            raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
+        stored = self._stored_with(name)
         rows: Dataset = self
-        if len(self.schema) > 1 and self._is_of_files(name):
-            rows = Dataset(self.manifest, self.blocks, [name], self.fill_null, self.null_masks, errors=self.errors)
+        if len(self.schema) > 1 and self._is_of_files(stored):
+            rows = Dataset(self.manifest, self.blocks, [stored], self.fill_null, self.null_masks, errors=self.errors)
         count = max(1, BYTES_AT_ONCE // rows.rowstore.row_bytes)
         starts = range(0, max(1, len(self)), count)
         numbers = (np.arange(first, min(first + count, len(self))) for first in starts)
         batches = (NumberedRows(rows.rowstore.gather(part), part, rows.locate) for part in numbers)
-        return whole_column(batch.batch()[name] for batch in batches)
+        return whole_column((batch.batch()[name] for batch in batches), len(self))
+
+    def _stored_with(self, name: str) -> str:
+        """Return the column that a column of batches is, or marks the nulls of. Raise ConfigError if there is none."""
+        fields = [field for field in self.rowstore.layout.fields if field.kind != "error"]
+        names = [field.name for field in fields]
+        if name in names:
+            masks = {mask_name(field): field.name for field in fields if needs_mask(field)}
+            return name if name in self.schema.names else masks.get(name, name)
+        if members := [each for each in names if name in structs_of(each)]:
+            raise ConfigError(f"column {name!r} is a struct: name one of its members, {few(map(repr, members))}")
+        hint = did_you_mean(name, names, f"there are {few(map(repr, names))}")
+        raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
 
     @cached_property
     def features(self) -> dict[str, Any]:
@@ -344,11 +355,14 @@ class Dataset(MapStyle):
         categories: the values of the dictionaries of one row group of each file. Its batches have the names themselves.
 
         Raises:
-            ConfigError: The dataset has no such column, or the column has no names. The message says which have.
+            ConfigError: The dataset has no such column, or the column has no names, or files name them differently. The
+                message says which have.
             OriginError: The origin failed.
+            DataError: A dictionary cannot be read.
         """
-        self.manifest.check_columns([column])
-        return class_names(self.manifest, self.blocks, column, self.features)
+        if not self._is_of_files(self._stored_with(column)):
+            raise ConfigError(f"column {column!r} has no names of classes: a function of map made it")
+        return class_names(self.manifest, self.blocks, column, self.features, self.errors)
 
     def skipping(self) -> Dataset:
         """Return the same rows, of which those with which `map` fails end no others.

@@ -10,12 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
-from dataload.catalog.footer_cache import read_footer
+from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
+from dataload.catalog.footer_cache import FooterLocation, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError
 from dataload.formats.base import RowGroupReader, read_row_group
 from dataload.formats.schema import structs_of
+from dataload.formats.text import TextErrors, repaired
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.text import few
 
@@ -35,8 +36,10 @@ def features_of(manifest: Manifest, blocks: Blocks, columns: Iterable[str]) -> d
         return {}
     first = manifest.row_groups[0]
     says = read_footer(first.file, first.footer_at, blocks).key_values
-    of_pandas = {column.get("name"): column for column in _json(says, b"pandas").get("columns", [])}
-    features = _json(says, b"huggingface").get("info", {}).get("features", {})
+    listed = _json(says, b"pandas").get("columns")
+    described = [column for column in listed if isinstance(column, dict)] if isinstance(listed, list) else []
+    of_pandas = {column["name"]: column for column in described if isinstance(column.get("name"), str)}
+    features = _features_in(says)
     found = {}
     for column in columns:
         name = next((name for name in (column, *structs_of(column)) if name in features), None)
@@ -47,7 +50,9 @@ def features_of(manifest: Manifest, blocks: Blocks, columns: Iterable[str]) -> d
     return found
 
 
-def class_names(manifest: Manifest, blocks: Blocks, column: str, features: Mapping[str, Any]) -> list[str]:
+def class_names(
+    manifest: Manifest, blocks: Blocks, column: str, features: Mapping[str, Any], errors: TextErrors
+) -> list[str]:
     """Return the names of the classes of a column: of a ClassLabel, or else the values of its dictionary.
 
     Args:
@@ -55,14 +60,30 @@ def class_names(manifest: Manifest, blocks: Blocks, column: str, features: Mappi
         blocks: Reads the files through the cache.
         column: The column.
         features: The features of the dataset.
+        errors: As in `make_dataset`, of the values of dictionaries.
 
     Raises:
-        ConfigError: The column has none.
+        ConfigError: The column has none, or files name them differently.
         OriginError: The origin failed.
         DataError: A file cannot be read.
     """
     names = _labels(features, column)
-    return _categories(manifest, blocks, column, features) if names is None else names
+    if names is None:
+        return _categories(manifest, blocks, column, features, errors)
+    files = list(dict.fromkeys((group.file, group.footer_at) for group in manifest.row_groups))
+    read = partial(_labels_of_file, blocks=blocks, column=column)
+    for (file, _), own in zip(files, DaemonExecutor(IN_FLIGHT, "dataload-labels").map(read, files), strict=True):
+        if own is not None and own != names:
+            raise ConfigError(
+                f"column {column!r} has other names of classes in {files[0][0].name} than in {file.name}, "
+                f"{few(map(repr, names))} and {few(map(repr, own))}: read them as two datasets, or cast one"
+            )
+    return names
+
+
+def _labels_of_file(at: tuple[Object, FooterLocation], *, blocks: Blocks, column: str) -> list[str] | None:
+    file, footer_at = at
+    return _labels(_features_in(read_footer(file, footer_at, blocks).key_values), column)
 
 
 def _labels(features: Mapping[str, Any], column: str) -> list[str] | None:
@@ -91,10 +112,12 @@ def _element(feature: Any) -> Any:
             return feature
 
 
-def _categories(manifest: Manifest, blocks: Blocks, column: str, features: Mapping[str, Any]) -> list[str]:
+def _categories(
+    manifest: Manifest, blocks: Blocks, column: str, features: Mapping[str, Any], errors: TextErrors
+) -> list[str]:
     """Return the values of a column's dictionaries, of one row group of each file. Raise ConfigError without one."""
     stored = {group.file: group for group in reversed(manifest.row_groups) if column not in dict(group.constants)}
-    read = partial(_dictionary, blocks=blocks, column=column)
+    read = partial(_dictionary, blocks=blocks, column=column, errors=errors)
     every = DaemonExecutor(IN_FLIGHT, "dataload-categories").map(read, [*stored.values()][::-1])
     found = dict.fromkeys(value for values in every for value in values)
     if not found:
@@ -107,7 +130,7 @@ def _categories(manifest: Manifest, blocks: Blocks, column: str, features: Mappi
     return list(found)
 
 
-def _dictionary(group: RowGroup, *, blocks: Blocks, column: str) -> list[str]:
+def _dictionary(group: RowGroup, *, blocks: Blocks, column: str, errors: TextErrors) -> list[str]:
     """Return the dictionary of a column in a row group; nothing if the column has another type."""
     footer = read_footer(group.file, group.footer_at, blocks)
     if column not in footer.schema.names or not pa.types.is_dictionary(footer.schema.field(column).type):
@@ -116,10 +139,15 @@ def _dictionary(group: RowGroup, *, blocks: Blocks, column: str) -> list[str]:
     def values(reader: RowGroupReader) -> list[str]:
         reader.wait()
         chunks: Iterator[pa.Array] = (chunk for table in reader.tables(1 << 16) for chunk in table.column(0).chunks)
-        found: list[str] = list(dict.fromkeys(value for chunk in chunks for value in chunk.dictionary.to_pylist()))
+        dictionaries = (repaired(chunk.dictionary) if errors == "replace" else chunk.dictionary for chunk in chunks)
+        found: list[str] = list(dict.fromkeys(value for each in dictionaries for value in each.to_pylist()))
         return found
 
-    found = read_row_group(footer, group.file, group.number, [column], blocks, HELD_BYTES, values)
+    try:
+        found = read_row_group(footer, group.file, group.number, [column], blocks, HELD_BYTES, values)
+    except UnicodeDecodeError as error:
+        where = f"{group.file.name} row group {group.number} column {column!r}"
+        raise DataError(f"{where} has a dictionary that is not UTF-8 ({error}): pass errors='replace'") from error
     return [value for value in found if value is not None]
 
 
@@ -129,14 +157,22 @@ def _of_field(field: pa.Field, of_pandas: Mapping[str, Any] | None) -> dict[str,
     found: dict[str, Any] = {
         key.decode(errors="replace"): value.decode(errors="replace") for key, value in metadata.items()
     }
-    if of_pandas is not None and of_pandas.get("metadata"):
-        found |= {"pandas_type": of_pandas.get("pandas_type"), **of_pandas["metadata"]}
+    if of_pandas is not None and (more := _object(of_pandas.get("metadata"))):
+        found |= {"pandas_type": of_pandas.get("pandas_type"), **more}
     return found
+
+
+def _features_in(says: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Return the features of Hugging Face in the metadata of a file; nothing if it has none."""
+    return _object(_object(_json(says, b"huggingface").get("info")).get("features"))
 
 
 def _json(says: Mapping[bytes, bytes], key: bytes) -> dict[str, Any]:
     """Return an object of JSON of a file; nothing if it is none."""
-    found: Any = {}
-    with suppress(ValueError):
-        found = json.loads(says.get(key, b"{}"))
+    with suppress(ValueError, RecursionError):
+        return _object(json.loads(says.get(key, b"{}")))
+    return {}
+
+
+def _object(found: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -28,7 +29,9 @@ Constants = tuple[tuple[str, int | str | None], ...]
 def keys_of(relative: str) -> Keys:
     """Return the keys in a path's folders. The path starts below the source's folder and ends with a file name."""
     pairs = (folder.split("=", 1) for folder in relative.split("/")[:-1] if folder.find("=") > 0)
-    return tuple((unquote(key), None if value == NULL else unquote(value)) for key, value in pairs)
+    # As the names of folders on a disk have them, bytes that are not UTF-8 are refused or replaced later.
+    text = partial(unquote, errors="surrogateescape")
+    return tuple((text(key), None if value == NULL else text(value)) for key, value in pairs)
 
 
 def with_valid_text(keys: Keys) -> Keys:

@@ -13,14 +13,20 @@ from dataload.rows.columns import Array
 BYTES_AT_ONCE = 32 << 20  # of rows that are gathered
 
 
-def whole_column(parts: Iterable[Any]) -> Array:
+def whole_column(parts: Iterable[Any], rows: int) -> Array:
     """Return consecutive parts of a column, of which there is at least one, as one array.
 
     Tensors become an array of their dtype, [rows, …]. All other values become objects, [rows]: strings, bytes, arrays,
-    or Python values; None for a null.
+    or Python values; None for a null. Each part is copied before the next one is taken.
     """
-    found = [part.numpy() if isinstance(part, torch.Tensor) else _objects(part) for part in parts]
-    return np.concatenate(found)
+    whole, done = np.empty(0), 0
+    for part in parts:
+        values = part.numpy() if isinstance(part, torch.Tensor) else _objects(part)
+        if not done:
+            whole = np.empty((rows, *values.shape[1:]), values.dtype)
+        whole[done : done + len(values)] = values
+        done += len(values)
+    return whole
 
 
 def _objects(values: list[Any]) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import make_dataset
-from dataload.errors import ConfigError
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError, DataError
 
 LABEL = {"names": ["cat", "dog"], "_type": "ClassLabel"}
 FEATURES = {
@@ -66,7 +68,68 @@ def test_columns_that_map_made_have_no_features(tmp_path: Path) -> None:
     assert mapped.features == {"text": FEATURES["text"]}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"{}", b'{"info": {}}'])
+def of_map(dataset: Dataset) -> Dataset:
+    return dataset.map(lambda batch: {"label": batch["label"]}, columns=["label"])
+
+
+def of_flat_map(dataset: Dataset) -> Dataset:
+    return dataset.flat_map(lambda batch: {"text": batch["text"]})
+
+
+CATEGORIES = pa.table({"label": TABLE["text"].dictionary_encode(), "text": TABLE["text"]})
+
+
+@pytest.mark.parametrize("table", [HUGGING_FACE, CATEGORIES], ids=["labels", "categories"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_map, "column 'label' has no names of classes: a function of map made it"),
+        (of_flat_map, "column 'label' is not in the dataset: there are 'text'"),
+    ],
+)
+def test_columns_that_map_made_or_dropped_have_no_class_names(
+    tmp_path: Path, table: pa.Table, change: Callable[[Dataset], Dataset], says: str
+) -> None:
+    dataset = make_dataset(write(table, tmp_path / "x.parquet"), columns=["label", "text"], cache=False)
+    with pytest.raises(ConfigError, match=says):
+        change(dataset).class_names("label")
+
+
+@pytest.mark.parametrize("table", [HUGGING_FACE, CATEGORIES], ids=["labels", "categories"])
+def test_columns_left_out_have_no_class_names(tmp_path: Path, table: pa.Table) -> None:
+    dataset = make_dataset(write(table, tmp_path / "x.parquet"), columns=["text"], cache=False)
+    with pytest.raises(ConfigError, match="column 'label' is not in the dataset: there are 'text'"):
+        dataset.class_names("label")
+
+
+def test_files_that_name_classes_differently_are_named(tmp_path: Path) -> None:
+    for name, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        content = json.dumps({"info": {"features": features}})
+        write(TABLE.replace_schema_metadata({"huggingface": content}), tmp_path / f"{name}.parquet")
+    dataset = make_dataset(tmp_path, columns=["label"], cache=False)
+    with pytest.raises(
+        ConfigError, match=r"other names of classes in \S+a.parquet than in \S+b.parquet, 'cat', 'dog' and"
+    ):
+        dataset.class_names("label")
+    assert dataset.select([2, 3]).class_names("label") == ["dog", "cat"]
+
+
+def test_categories_that_are_not_utf_8(tmp_path: Path) -> None:
+    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"caf\xe9", b"x"]).buffers())
+    codes = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), text)
+    write(pa.table({"c": codes}), tmp_path / "x.parquet")
+    assert make_dataset(tmp_path, errors="replace", cache=False).class_names("c") == ["caf\ufffd", "x"]
+    with pytest.raises(
+        DataError, match=r"x.parquet row group 0 column 'c' has a dictionary that is not UTF-8.*errors="
+    ):
+        make_dataset(tmp_path, cache=False).class_names("c")
+
+
+CONTENTS = [b"{", b"[1]", b"{}", b'{"info": {}}', b'{"info": null}', b'{"info": {"features": null}}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=range(len(CONTENTS)))
 def test_other_metadata_is_no_error(tmp_path: Path, content: bytes) -> None:
     table = TABLE.replace_schema_metadata({"huggingface": content, "other": "x"})
     dataset = make_dataset(write(table, tmp_path / "x.parquet"), cache=False)
@@ -83,6 +146,14 @@ def test_files_of_the_library_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
     dataset = make_dataset(tmp_path, cache=False)
     assert dataset.class_names("y") == ["no", "yes"]
     assert datasets.Features.from_dict(dataset.features) == features
+
+
+@pytest.mark.parametrize(
+    "content", [{"columns": None}, {"columns": [1, {"name": []}]}, {"columns": [{"name": "text", "metadata": [1]}]}]
+)
+def test_other_metadata_of_pandas_is_no_error(tmp_path: Path, content: Any) -> None:
+    table = TABLE.replace_schema_metadata({"pandas": json.dumps(content)})
+    assert make_dataset(write(table, tmp_path / "x.parquet"), cache=False).features == {}
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])

@@ -324,8 +324,9 @@ def test_the_files_own_column_is_read(bucket: Any, cache: CacheConfig) -> None:
     assert rows_of(dataset) == [{"a": 1}, {"a": 2}]
 
 
-def test_a_key_that_is_not_utf_8_is_refused(tmp_path: Any) -> None:
-    folder = tmp_path / os.fsdecode(b"label=caf\xe9")
+@pytest.mark.parametrize("name", [b"label=caf\xe9", b"label=caf%E9"])
+def test_a_key_that_is_not_utf_8_is_refused(tmp_path: Any, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
     folder.mkdir()
     with (folder / "x.parquet").open("wb") as file:
         pq.write_table(pa.table({"id": [1]}), file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from dataload import make_dataset, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
+from dataload.rows.whole_column import whole_column
 
 N = 1000
 
@@ -78,9 +82,34 @@ def test_arguments_of_the_dataset_hold_for_the_column(tmp_path: Path) -> None:
     filled = make_dataset(tmp_path, fill_null={"x": -1}, errors="replace", cache=False)
     assert filled["x"].tolist() == [1, -1]
     assert filled["text"].tolist() == ["a", "\ufffd"]
-    assert make_dataset(tmp_path, null_masks=True, cache=False)["x"].tolist() == [1, 0]
+    masked = make_dataset(tmp_path, null_masks=True, errors="replace", cache=False)
+    assert masked["x"].tolist() == [1, 0]
+    assert masked["x.is_null"].tolist() == [False, True]
+    with pytest.raises(ConfigError, match=r"column 'x.is_nul' is not in the dataset: did you mean 'x.is_null'"):
+        masked["x.is_nul"]
     with pytest.raises(DataError, match="'x' has 1 nulls"):
         make_dataset(tmp_path, cache=False)["x"]
+
+
+def test_a_struct_names_its_members(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"box": [{"left": 1, "top": 2}]}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+    with pytest.raises(ConfigError, match=r"'box' is a struct: name one of its members, 'box\.left', 'box\.top'"):
+        dataset["box"]
+
+
+def test_parts_are_copied_one_by_one() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def parts() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            part = torch.full((2, 3), number)
+            made.append(weakref.ref(part))
+            assert sum(each() is not None for each in made) <= 2
+            yield part
+            del part
+
+    assert whole_column(parts(), 8)[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_only_the_bytes_of_the_column_are_fetched(bucket: Any) -> None:
