@@ -22,6 +22,7 @@ from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import split_chain
 from dataload.catalog.table_logs import check_delta, check_files, check_iceberg
 from dataload.errors import ConfigError, OriginError, OriginNotFound
+from dataload.formats.detect import CONVERT
 from dataload.formats.hive_partitions import Keys, Partitioning, keys_of
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
@@ -210,12 +211,14 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
             check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
         raise OriginNotFound(f"no objects at {_shown(path)} ({origin.address}): {check}")
     _check_listing(redacted(path), listed.values())
-    found = {obj: keys_of(name) for obj, name in _data_of(listed).items()}
+    wants_documents = is_glob and DOCUMENT.search(root) is not None  # such as *.json
+    found = {obj: keys_of(name) for obj, name in _data_of(listed, documents=wants_documents).items()}
     if not found:
         other = min(obj.name for obj in listed)
         raise OriginNotFound(
             f"{redacted(path)} has no Parquet or Arrow files, only others such as {other}: names that begin with _ or "
-            ". and endings such as .json are skipped as metadata, so name data that is called so file by file"
+            ". and endings such as .json are skipped as metadata, so name data that is called so file by file, "
+            f"or {CONVERT}"
         )
     if skipped := [obj.name for obj in listed if obj not in found]:
         log.info(
@@ -228,9 +231,13 @@ def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set
     return found, unlisted, below
 
 
-def _data_of(listed: Mapping[Object, str]) -> dict[Object, str]:
-    """Return the listed files, with their names below the source, that are neither metadata nor documents."""
-    data = {obj: name for obj, name in listed.items() if not (METADATA.search(name) or DOCUMENT.search(name))}
+def _data_of(listed: Mapping[Object, str], *, documents: bool) -> dict[Object, str]:
+    """Return the listed files, with their names below the source, that are no metadata, nor documents if not wanted."""
+    data = {
+        obj: name
+        for obj, name in listed.items()
+        if not METADATA.search(name) and (documents or not DOCUMENT.search(name))
+    }
     above = {match[1] for name in data.values() if (match := DATA_FOLDER.match(name))}
     return {
         obj: name for obj, name in data.items() if (match := META_FOLDER.match(name)) is None or match[1] not in above

@@ -18,6 +18,7 @@ LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
 FIRST_BYTES = 64  # by which files without a footer are recognised
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
+CONVERT = "convert images, MDS or tar to Parquet once: docs/migrate/webdataset.md has a recipe"
 LENGTH_BYTES = 4  # of the length before the magic
 
 
@@ -112,7 +113,4 @@ def _foreign(obj: Object, first: bytes) -> DataError:
         return DamagedError(
             f"{obj.name} is a web page or an answer in XML, no data file: open its URL, and name the file itself"
         )
-    return DamagedError(
-        f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or convert images, MDS or "
-        "tar to Parquet once: docs/migrate/webdataset.md has a recipe"
-    )
+    return DamagedError(f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or {CONVERT}")

@@ -58,8 +58,18 @@ def test_a_file_or_folder_that_is_named_is_not_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [["README.md", "train.json"], ["images/0.png"]])
 def test_a_folder_without_data_says_what_it_has(tmp_path: Path, names: list[str]) -> None:
     write(tmp_path, *names)
-    with pytest.raises(OriginNotFound, match=f"has no Parquet or Arrow files, only others such as .*{min(names)}"):
+    says = f"has no Parquet or Arrow files, only others such as .*{min(names)}.*or convert images"
+    with pytest.raises(OriginNotFound, match=says):
         make_dataset(tmp_path, cache=False)
+
+
+def test_a_glob_that_names_an_ending_reads_files_of_it(tmp_path: Path) -> None:
+    write(tmp_path, "data/a.json.parquet", "data/b.parquet")
+    (tmp_path / "data" / "a.json.parquet").rename(tmp_path / "data" / "a.json")
+    assert [row["name"] for row in make_dataset(tmp_path / "*" / "*.json", cache=False)] == ["data/a.json.parquet"]
+    (tmp_path / "data" / "c.json").write_text("{}")
+    with pytest.raises(DataError, match=r"c\.json is not a Parquet file"):
+        make_dataset(tmp_path / "data" / "*.json", cache=False)
 
 
 def test_a_file_of_another_format_is_an_error_beside_the_data(tmp_path: Path) -> None:
