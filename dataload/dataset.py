@@ -597,7 +597,7 @@ class _FlatDataset(Dataset):
         return f"Dataset({self._stage.title}: {rows}: {calls}; {columns_text(self.schema)})"
 
     def _count(self) -> None:
-        from dataload.mapping.counting import counted as with_counts
+        from dataload.mapping.counting import with_counts
 
         with self._counting:
             if self.uncounted is None:

@@ -42,7 +42,7 @@ COUNT = pa.field("\0rows", pa.int64())
 """The column of the number of rows of a row group."""
 
 
-def counted(source: RowGroupCache, stage: Stage) -> Stage:
+def with_counts(source: RowGroupCache, stage: Stage) -> Stage:
     """Return a stage of `flat_map` with the rows that it makes of each row group. The first call counts them.
 
     Args:

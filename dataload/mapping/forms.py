@@ -271,8 +271,12 @@ class Made:
         if name not in self.fields:
             raise DataError(f"it returned the column {name!r}, unlike for the rows before: return the same columns")
         want = self.schema.field(name)
-        hint = ""
-        if all(isinstance(each.type, pa.FixedShapeTensorType) or is_list(storage(each.type)) for each in (found, want)):
+        both, hint = [self.fields[name], *fields_of(pa.schema([found]))], ""
+        if has_null_type(want.type):
+            hint = ", because the sample has only None or empty lists there"
+        elif both[0].dtype == both[1].dtype and all(
+            each.kind == "list" or (each.kind == "dense" and each.shape) for each in both
+        ):
             hint = "; if the shapes of its rows differ, return torch.nested.nested_tensor(arrays)"
         raise DataError(
             f"column {name!r} is {_text(found)} here, and {_text(want)} in the rows before: return one type, as an "
@@ -280,7 +284,7 @@ class Made:
         )
 
 
-def returned(name: str, value: Any, like: pa.Field | None = None) -> Returned:
+def as_column(name: str, value: Any, like: pa.Field | None = None) -> Returned:
     """Return a column that a function returned.
 
     Args:
@@ -359,6 +363,9 @@ def _of_array(name: str, array: Array, like: pa.Field | None) -> Returned:
 def _of_list(name: str, values: Sequence[Any], like: pa.Field | None, varying: Sequence[int] = ()) -> Returned:
     values = _with_empty([_numpy(name, value) if isinstance(value, torch.Tensor) else value for value in values])
     arrays = [value for value in values if value is not None]
+    for kind in (np.datetime64, np.timedelta64):
+        if arrays and all(isinstance(value, kind) for value in arrays):
+            return _of_array(name, np.array([kind("NaT") if value is None else value for value in values]), like)
     if not arrays or not all(isinstance(value, np.ndarray) for value in arrays):
         return _of_values(name, values, like)
     if any(isinstance(value, np.ma.MaskedArray) for value in arrays):
@@ -366,16 +373,26 @@ def _of_list(name: str, values: Sequence[Any], like: pa.Field | None, varying: S
     if len(found := {value.dtype for value in arrays}) > 1:
         raise DataError(f"column {name!r} has arrays of {' and '.join(sorted(map(str, found)))}: return one dtype")
     most = max(value.ndim for value in arrays)
-    if most < 2:
-        return _of_values(
-            name, [value[()] if isinstance(value, np.ndarray) and not most else value for value in values], like
-        )
+    if not most:
+        return _of_list(name, [None if value is None else value[()] for value in values], like)
+    if most == 1 or arrays[0].dtype.kind in "mM":
+        return _of_values(name, [None if value is None else _vectors(name, value) for value in values], like)
     if arrays[0].dtype.kind not in "biuf" or arrays[0].dtype.itemsize > 8:
-        if arrays[0].dtype.kind in "OUmMT":
+        if arrays[0].dtype.kind in "OUT":
             return _of_values(name, [None if value is None else value.tolist() for value in values], like)
         raise DataError(f"column {name!r} has arrays of {arrays[0].dtype}: {WAYS}")
     native = arrays[0].dtype.newbyteorder("=")
     return Tensors.of(name, [None if value is None else value.astype(native, copy=False) for value in values], varying)
+
+
+def _vectors(name: str, array: Array) -> Any:
+    """Return an array of one dimension as Arrow takes it, or lists of such arrays."""
+    if array.ndim > 1:
+        return [_vectors(name, row) for row in array]
+    if array.dtype.kind in "mM":
+        times = _times(name, array)
+        return times.tolist() if times.dtype == "datetime64[D]" else times
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _with_empty(values: Sequence[Any]) -> Sequence[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
+from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import ambiguous, fields_of, flatten, mask_name, needs_mask
 from dataload.formats.text import TextErrors
 from dataload.mapping.forms import Form, Made, Returned, joined
@@ -28,6 +30,8 @@ from dataload.rows.size_sampling import spread
 
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
+
+log = logging.getLogger(__name__)
 
 VERSION = 5
 SAMPLE_ROWS = 32  # of each sampled row group
@@ -85,6 +89,7 @@ def stage_of(
         sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(lambda: sampler.sampled(user))
     except _FailedError as error:  # The row may work the next time, so it is not cached.
         sample, failed = _Sample.of(memoryview(error.sample)), str(error)
+    _warn_of_nulls(sample, schema)
     user.sources.forget()
     if processes is not None:
         try:  # Now, the error costs no time. The calls in the sample may have made what it names.
@@ -94,6 +99,14 @@ def stage_of(
     counts = Counts(sample.ratio) if is_flat else None
     told = sample.schema, sample.row_bytes, sample.made, sample.masks
     return Stage(user, chosen, processes, manifest, *told, fill_null, failed, errors=errors, counts=counts)
+
+
+def _warn_of_nulls(sample: _Sample, source: pa.Schema) -> None:
+    """Warn of columns whose type is open in part: if later rows have values there, the loop ends."""
+    for field in (sample.schema.field(name) for name in sample.made):
+        if has_null_type(field.type) and not (field.name in source.names and source.field(field.name).equals(field)):
+            text = "column %r is %s, because the sample of map has only None or empty lists there: return %s"
+            log.warning(text, field.name, field.type, "pa.array(values, type)")
 
 
 class _Sample(NamedTuple):

@@ -17,7 +17,7 @@ from dataload.catalog.selection import Mask
 from dataload.errors import DataError, RowError
 from dataload.formats.arrow_arrays import plain
 from dataload.formats.schema import ERRORS, Field, Layout, fields_of
-from dataload.mapping.forms import Made, Returned, returned
+from dataload.mapping.forms import Made, Returned, as_column
 from dataload.mapping.identity import name_of
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
@@ -145,7 +145,7 @@ class Runner:
             raise DataError(f"it returned a {type(result).__qualname__}: return a dict of columns")
         if unnamed := [name for name in result if not isinstance(name, str)]:
             raise DataError(f"it returned a column {unnamed[0]!r}: name columns by strings")
-        found = {name: returned(name, value, self._known.get(name)) for name, value in result.items()}
+        found = {name: as_column(name, value, self._known.get(name)) for name, value in result.items()}
         if self._is_flat and len({len(column) for column in found.values()}) > 1:
             sizes = " and ".join(f"{name!r} has {len(column)}" for name, column in found.items())
             raise DataError(f"its columns have other numbers of rows ({sizes}): return columns of one length")

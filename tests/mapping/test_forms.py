@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -558,6 +559,83 @@ def test_invalid_text_of_arrow_is_replaced(file: Path, is_flat: bool) -> None:
     dataset = make_dataset(file, cache=False, errors="replace").select([0, 1])
     made = (dataset.flat_map if is_flat else dataset.map)(returning(text), version="")
     assert batch_of(made) == ["a\ufffd", "b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ([np.datetime64("2020-01-01"), np.datetime64("1970-01-02")], "date32", [18262, 1]),
+        ([np.datetime64("1970-01-02"), None], "date32", [1, 0]),
+        ([np.datetime64(1, "ms"), np.datetime64(1, "s")], "timestamp[ms]", [1, 1000]),
+        ([np.timedelta64(1, "h"), None], "duration[s]", [3600, 0]),
+        ([np.array(1, "datetime64[D]")] * 2, "date32", [1, 1]),
+        ([np.array([1], "datetime64[Y]"), None], "list<item: date32", [[365], None]),
+        ([np.ones((2, 1), "datetime64[ns]")] * 2, "list<item: list<item: timestamp[ns]>>", None),
+        ([np.arange(2, dtype=">i4"), None], "list<item: int32>", [[0, 1], None]),
+        ([np.arange(2).astype(">M8[s]"), None], "list<item: timestamp[s]>", [[0, 1], None]),
+    ],
+)
+def test_times_and_byte_orders_of_numpy_in_lists(file: Path, value: Any, kind: str, expected: Any) -> None:
+    dataset = two_rows(file, value, fill_null=0)
+    assert kind in str(dataset.schema.field("x").type)
+    if expected is not None:
+        assert plain(list(batch_of(dataset))) == expected
+
+
+NONE_INSIDE = [[{"a": 1, "tool": None}]] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(NONE_INSIDE, [[{"a": 1, "tool": "f"}]] * 2), ([{"a": None}] * 2, [{"a": 1}] * 2)]
+)
+def test_a_part_without_type_is_a_warning_and_an_error_later(
+    file: Path, caplog: pytest.LogCaptureFixture, first: Any, then: Any
+) -> None:
+    calls: list[int] = []
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(batch["id"]))
+        return {"x": (first if len(calls) == 1 else then)[: len(batch["id"])]}
+
+    dataset = make_dataset(file, cache=False).select([0, 1]).map(function, version="")
+    assert re.search(r"column 'x.* has only None or empty lists there: return pa\.array\(values, type\)", caplog.text)
+    with pytest.raises(
+        DataError, match=r"return one type, .*pa\.array\(values, type\), because the sample has only None"
+    ):
+        dataset.__getitems__([0, 1])
+
+
+def test_a_part_without_type_of_the_source_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pq.write_table(pa.table({"x": pa.array(NONE_INSIDE), "y": pa.nulls(2)}), tmp_path / "x.parquet")
+    make_dataset(tmp_path, cache=False).map(lambda batch: {**batch})
+    assert not caplog.records
+
+
+def test_a_late_none_among_images_is_a_null_of_numbers(file: Path) -> None:
+    def late(dtype: Any, **options: Any) -> Dataset:
+        image = np.ones((1, 2), dtype)
+        samples = iter([[image, image]])
+
+        def function(_: dict[str, Any]) -> dict[str, Any]:
+            return {"x": next(samples, [None, image])}
+
+        return make_dataset(file, cache=False, **options).select([0, 1]).map(function, version="")
+
+    assert same(plain(batch_of(late(np.float32))), [[[math.nan] * 2], [[1, 1]]])
+    assert plain(batch_of(late(np.uint8, fill_null=0))) == [[[0, 0]], [[1, 1]]]
+    with pytest.raises(DataError, match="'x' has 1 rows with nulls: pass fill_null="):
+        batch_of(late(np.uint8))
+
+
+def test_nested_tensors_are_no_hint_for_another_type(file: Path) -> None:
+    kinds = iter([np.int8])
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": np.zeros((len(batch["id"]), 3), next(kinds, np.float32))}
+
+    with pytest.raises(DataError, match="return one type") as caught:
+        make_dataset(file, cache=False).select([0, 1]).map(function, version="").__getitems__([0])
+    assert "torch.nested" not in str(caught.value)
 
 
 LEAVES: list[st.SearchStrategy[Any]] = [
