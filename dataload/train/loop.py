@@ -150,6 +150,7 @@ class TrainingLoop:
         self.history, self.step, processes = load(path, self._parts, Progress.read)
         self._leave_out_other_means([process for _, process in processes])
         ranks = first_of_each(processes)
+        self.steps.usual_weight = ranks[0].get("usual weight", 0.0)
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
         self._resume_loader(path, [rank["loader"] for rank in ranks])
         if len(ranks) == self.world.world_size:
@@ -348,7 +349,7 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             own = {"generators": rng_state(self._generators), "so far": metrics, "loader": loader_state}
-            own["weighed by"] = self.weighed_by
+            own |= {"weighed by": self.weighed_by, "usual weight": self.steps.usual_weight}
             progress = Progress(self.history, self.step, gather((self.world.rank, own)))
             self.checkpoints.save(self._states(), progress._asdict())
 

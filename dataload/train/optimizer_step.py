@@ -82,6 +82,8 @@ class OptimizerStep:
     Attributes:
         pending: Batches added since the last step.
         skipped: Whether the last step was skipped because of an overflow in fp16.
+        usual_weight: In fp16, what a batch of all ranks weighed on average in the last step; 0 before the first. Of a
+            step that begins with a light batch, the sum of gradients would overflow if they were divided by that one's.
 
     Raises:
         ConfigError: See `check_options`.
@@ -104,7 +106,8 @@ class OptimizerStep:
         self.pending = 0
         self.skipped = False
         self._total = 0.0  # weight of all batches in the pending step, on all ranks
-        self._nominal = 0.0  # that of the pending step if all its batches weigh as much as the first
+        self._nominal = 0.0  # about what that will be, known at the first batch
+        self.usual_weight = 0.0
 
     def add(self, batch: Any, weight: float, all_weight: float, *, last: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Add the gradients of a batch. Step the optimizer after `accumulate` batches, or after the last of an epoch.
@@ -121,7 +124,7 @@ class OptimizerStep:
             The loss, and the scalars that `loss_fn` logs.
         """
         if not self.pending:
-            self._nominal = self.accumulate * (all_weight or 1)
+            self._nominal = self.accumulate * (self.usual_weight or all_weight or 1)
         self.pending += 1
         self._total += all_weight
         full = last or self.pending == self.accumulate
@@ -175,6 +178,8 @@ class OptimizerStep:
             self.skipped = False
             self.optimizer.zero_grad()
             return
+        if self.scaler.is_enabled():  # In other precisions nothing overflows.
+            self.usual_weight = self._total / self.pending
         factor = self._nominal / self._total  # The gradients were divided by the nominal weight.
         with stage("optimizer"):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]

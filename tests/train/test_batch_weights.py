@@ -111,7 +111,8 @@ class CrashError(Exception):
     """An error in the user's code."""
 
 
-def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path):
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path, precision):
     """The checkpoint within an epoch has the weights behind its losses."""
     rows = pa.table({"row": range(ROWS)})
     pq.write_table(rows, tmp_path / "x.parquet", row_group_size=10)
@@ -130,7 +131,7 @@ def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path):
             return by_torch(model, batch)
 
         loader = make_loader(tmp_path / "x.parquet", 2, cache=False, transform=transform)
-        options = {"epochs": 2, "accumulate": 3, "loss_weight": "tokens", "precision": "fp32", "progress": False}
+        options = {"epochs": 2, "accumulate": 3, "loss_weight": "tokens", "precision": precision, "progress": False}
         options |= {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 1}
         history = fit(model, optimizer, loader, loss_fn, **options)
         return parameters_of(model), [(record["loss"], record["rows"]) for record in history]
@@ -143,13 +144,13 @@ def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path):
     assert again == history
 
 
-def weighed(weights, **options):
+def weighed(weights, dtype=torch.float64, **options):
     """Train on batches that weigh this much. Return parameters, the learning rate, and the history."""
-    model, _ = build()
+    model = build()[0].to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
     halved = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     ids = torch.arange(LENGTH).view(1, LENGTH) % WORDS
-    batches = [{"ids": ids + weight, "labels": ids, "weight": weight} for weight in weights]
+    batches = [{"ids": (ids + weight) % WORDS, "labels": ids, "weight": weight} for weight in weights]
     options = {"epochs": 1, "precision": "fp32", "progress": False, "scheduler": halved, **options}
     history = fit(model, optimizer, batches, by_torch, loss_weight=lambda batch: batch["weight"], **options)
     return parameters_of(model), optimizer.param_groups[0]["lr"], history
@@ -168,6 +169,16 @@ def test_a_step_that_weighs_nothing_is_left_out(precision):
     assert torch.equal(nothing, parameters_of(build()[0]))
     assert math.isnan(record["loss"])
     assert record["rows"] == 3
+
+
+def test_light_batches_that_begin_a_step_overflow_nothing_in_fp16():
+    """Autocast leaves float64 alone. The scale of losses falls until the heavy batches fit."""
+    options = {"dtype": torch.float32, "accumulate": 2, "precision": "fp16"}
+    skipped = [
+        weighed([5000, 5000] * 3 + last, **options)[2][0]["skipped_steps"]
+        for last in ([5000] * 6, [1, 5000, 1, 5000, 0, 5000])
+    ]
+    assert skipped[1] == skipped[0] < 3
 
 
 def test_an_epoch_that_is_resumed_with_other_weights_has_the_loss_after_the_resume(tmp_path, caplog):

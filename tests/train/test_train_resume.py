@@ -814,6 +814,7 @@ def test_the_state_of_another_loader_is_refused(tmp_path):
         (lambda rest: {**rest, "processes": [(1, rest["processes"][0][1])]}, r"processes are of ranks \[1\]"),
         (lambda rest: {**rest, "processes": [(0, {})]}, r"processes\[0\] lacks 'generators'"),
         (changed_process(generators={}), r"processes\[0\]: generators lacks 'torch'"),
+        (changed_process(**{"usual weight": "x"}), r"processes\[0\] has a str as 'usual weight'"),
         (changed_process(**{"so far": {"sums": {}}}), r"processes\[0\]: so far lacks 'rows'"),
         (changed_process(**{"so far": {"sums": {"loss": "x"}, "rows": {}, "counts": {}}}), "sums so far has a str"),
         (changed_process(**{"so far": {"sums": {}, "rows": {}, "counts": {}, "x": {}}}), "so far has more: 'x'"),

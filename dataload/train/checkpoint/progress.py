@@ -11,6 +11,7 @@ from torch import Tensor
 from dataload.train.checkpoint.state import check_rng_state
 
 PROCESS = {"generators": dict, "so far": dict, "loader": object}
+NEWER = {"weighed by": str, "usual weight": Real}  # Older checkpoints lack these.
 GENERATORS = {"torch": Tensor, "cuda": Tensor | None, "python": tuple, "numpy": dict, "more": list}
 SO_FAR = ("sums", "rows", "counts")
 
@@ -23,7 +24,7 @@ class Progress(NamedTuple):
         step: Optimizer steps so far.
         processes: For each process its data-parallel rank, and a dict: "generators" has the state of `rng_state`,
             "so far" the `EpochMetrics.state` of the unfinished epoch ({} between epochs), "loader" the loader's state,
-            "weighed by" the name of the weights behind the sums in "so far"; older checkpoints lack it.
+            "weighed by" the name of the weights behind the sums in "so far", "usual weight" that of `OptimizerStep`.
     """
 
     history: list[dict[str, Any]]
@@ -51,6 +52,7 @@ class Progress(NamedTuple):
             if not (isinstance(process, tuple) and len(process) == 2 and type(process[0]) is int):
                 raise ValueError(f"{name} is no pair of a rank and its state")
             _check(process[1], PROCESS, name)
+            _check(process[1], {key: kind for key, kind in NEWER.items() if key in process[1]}, name)
             _check(process[1]["generators"], GENERATORS, f"{name}: generators")
             check_rng_state(process[1]["generators"])
             if metrics := process[1]["so far"]:
