@@ -118,10 +118,12 @@ class TrainerEpochs(RankSampler):
 
 
 def with_pairs(collate_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return a collate function of rows. One of timm takes (image, target) pairs: it gets the values of each row."""
+    """Return a collate function of rows. One of timm, or of a class derived from one, takes (image, target)
+    pairs: it gets the values of each row.
+    """
     function = getattr(collate_fn, "func", collate_fn)  # of a partial
-    module = getattr(function, "__module__", None) or ""  # of an object: that of its class
-    if collate_fn is None or module.partition(".")[0] != "timm":
+    modules = {str(getattr(each, "__module__", "")) for each in (function, *type(function).__mro__)}
+    if collate_fn is None or all(module.partition(".")[0] != "timm" for module in modules):
         return collate_fn
     return partial(_collate_pairs, collate_fn)
 

@@ -634,6 +634,11 @@ def test_collate_functions_of_timm_get_pairs(token_rows: Any, monkeypatch: pytes
     monkeypatch.setattr(pairs, "__module__", "timm.data.loader")
     assert sorted(ids(make_loader(token_rows, 16, collate_fn=pairs))) == list(range(48))
     assert sorted(ids(make_loader(token_rows, 16, collate_fn=partial(pairs)))) == list(range(48))
+    of_timm = type(
+        "FastCollateMixup", (), {"__call__": lambda self, rows: pairs(rows), "__module__": "timm.data.mixup"}
+    )
+    derived = type("Mine", (of_timm,), {})()
+    assert sorted(ids(make_loader(token_rows, 16, collate_fn=derived))) == list(range(48))
 
 
 def test_columns_group_ragged(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
