@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import random
 import sys
 import threading
@@ -41,6 +42,8 @@ class _Batch(threading.local):
 
 _batch = _Batch()
 _done = set[str]()  # what happens once in a process
+_lock = threading.Lock()  # held by the thread that does it
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def is_used() -> bool:
@@ -60,10 +63,18 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         _batch.seed, _batch.generators = before
-    if is_used() and not was_used and "import" not in _done:
+    if is_used() and not was_used:
+        _tell_of_import()
+
+
+def _tell_of_import() -> None:
+    """Warn, once, that a batch had the pipelines' own draws."""
+    with _lock:
+        is_told = "import" in _done
         _done.add("import")
+    if not is_told:
         log.warning(
-            "transform or collate_fn imports albumentations in its first batch, whose draws differ between runs: "
+            "transform or collate_fn imports albumentations while it makes a batch, whose draws differ between runs: "
             "import it before the loop"
         )
 
@@ -102,11 +113,19 @@ class _OfBatch:
 
 def _watch() -> None:
     """Let the classes of albumentations look their generators up, once."""
-    module = sys.modules[_NAME]
-    pipelines = [vars(module)[name] for name in ("BaseCompose", "BasicTransform") if name in vars(module)]
-    if "watch" in _done or len(pipelines) < 2:  # It is being imported.
+    if "watch" in _done:
         return
-    _done.add("watch")
+    with _lock:
+        module = sys.modules[_NAME]
+        if "watch" not in _done and _watched(module):
+            _done.add("watch")
+
+
+def _watched(module: Any) -> bool:
+    """Let the classes look their generators up. Return whether there are classes: none, while it is being imported."""
+    pipelines = [vars(module)[name] for name in ("BaseCompose", "BasicTransform") if name in vars(module)]
+    if len(pipelines) < 2:
+        return False
     compose = module.Compose
     if "invocation_seed" in inspect.signature(compose.__call__).parameters:
         compose.__call__ = _with_seed(compose.__call__)
@@ -121,6 +140,7 @@ def _watch() -> None:
             "num_workers=",
             getattr(module, "__version__", ""),
         )
+    return True
 
 
 def _with_seed(call: Any) -> Any:

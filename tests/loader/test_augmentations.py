@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -145,6 +146,63 @@ def test_a_release_that_is_not_known_is_told_once(dataset: Dataset, unknown: Any
     assert "pipeline.set_random_seed(int(rng.integers(2**32))) in transform(batch, rng)" in record.message
 
 
+class Prepared(type):
+    """The classes of a release, which call `begins` when they are about to be prepared."""
+
+    begins: Callable[[], None] = staticmethod(lambda: None)
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "set_random_state":
+            Prepared.begins()
+        return super().__getattribute__(name)
+
+
+class NoticedLock:
+    """A lock that tells who is about to wait for it."""
+
+    def __init__(self, waits: Callable[[], None]) -> None:
+        self._lock, self._waits = threading.Lock(), waits
+
+    def __enter__(self) -> None:
+        self._waits()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_threads_that_begin_at_once_find_the_classes_prepared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second thread arrives while the first one prepares them. It waits, or else makes its batch with own draws."""
+    arrived, seen = threading.Event(), list[bool]()
+    functions = {"set_random_state": dict, "set_random_seed": dict, "__call__": lambda self: None}
+    kinds = [Prepared(name, (), functions) for name in ("Compose", "BasicTransform")]
+
+    def make_batch() -> None:
+        with albumentations_draws.seeded(2):
+            seen.extend(hasattr(kind, "random_generator") for kind in kinds)
+        arrived.set()
+
+    def begins() -> None:
+        if second.ident is None:
+            second.start()
+            assert arrived.wait(60)
+
+    second = threading.Thread(target=make_batch)
+    lock = NoticedLock(lambda: arrived.set() if threading.current_thread() is second else None)
+    module = ModuleType("albumentations")
+    vars(module).update(BaseCompose=kinds[0], BasicTransform=kinds[1], Compose=kinds[0])
+    monkeypatch.setattr(Prepared, "begins", begins)
+    monkeypatch.setitem(sys.modules, "albumentations", module)
+    monkeypatch.setattr(albumentations_draws, "_done", set())
+    monkeypatch.setattr(albumentations_draws, "_lock", lock, raising=False)
+    with albumentations_draws.seeded(1):
+        second.join(60)
+    assert seen == [True, True]
+    assert not caplog.records
+
+
 def test_an_import_in_the_first_batch_is_told_once(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,4 +217,4 @@ def test_an_import_in_the_first_batch_is_told_once(
         monkeypatch.delitem(sys.modules, "albumentations", raising=False)
         list(make_loader(dataset, BATCH, transform=importing, **options))
     [record] = caplog.records
-    assert "imports albumentations in its first batch" in record.message
+    assert "imports albumentations while it makes a batch" in record.message
