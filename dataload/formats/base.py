@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SHARED_BYTES = 512 << 10  # row groups with fewer bytes are not worth a request each
 TINY_BYTES = 64 << 10  # of a row group that takes less time than handing it to another thread
+# Arrow's error if it reads codes of another type than int32 from Parquet, for which it casts and checks the dictionary
+INVALID_CODED = "Invalid UTF8 payload"
 GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
 
 T = TypeVar("T")
@@ -180,6 +182,8 @@ def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, *others) as error:
         way = ": write that column with another type" if isinstance(error, pa.ArrowNotImplementedError) else ""
+        if INVALID_CODED in str(error):
+            way = ": a column with a dictionary type has text that is not UTF-8: write it as strings or bytes"
         raise DamagedError(f"{what}: {' '.join(str(error).split())}{way}") from error
 
 

@@ -98,6 +98,18 @@ def test_each_type_of_text_is_replaced_also_in_structs_dictionaries_and_runs(tmp
     assert batch["runs"] == ["fine"] * 50 + ["\ufffd"] * 10
 
 
+def test_a_dictionary_that_arrow_cannot_read_says_what_to_write(tmp_path: Path) -> None:
+    words = as_text([b"fine", b"\xff"])
+    for kind in (pa.int32(), pa.int8()):
+        coded = pa.DictionaryArray.from_arrays(pa.array([0, 1], kind), words)
+        pq.write_table(pa.table({"c": coded}), tmp_path / f"{kind}.parquet")
+    assert make_dataset(tmp_path / "int32.parquet", errors="replace", cache=False)["c"].tolist() == ["fine", "\ufffd"]
+    with pytest.raises(
+        DataError, match="a column with a dictionary type has text that is not UTF-8: write it as strings"
+    ):
+        make_dataset(tmp_path / "int8.parquet", errors="replace", cache=False)["c"]
+
+
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=9)), max_size=9), st.integers(0, 9))
 def test_replacement_is_that_of_python(values: list[bytes | None], first: int) -> None:
     assert repaired(as_text(values)[first:]).to_pylist() == replaced(values[first:])
