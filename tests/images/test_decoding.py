@@ -403,7 +403,7 @@ def test_columns_of_hugging_face_in_parquet(path: str | None, tmp_path: Path) ->
     structs[5] = {"bytes": None, "path": "cat.jpg"}
     pq.write_table(pa.table({"image": pa.array(structs, kind)}), file)
     with pytest.raises(DataError, match=r"row 5: map .* image cannot be decoded: it has no bytes, only the path 'cat"):
-        make_dataset(file, cache=False).map(decode)
+        make_loader(make_dataset(file, cache=False).map(decode), 8)
 
 
 @pytest.mark.parametrize("struct", [False, True])
