@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -26,11 +24,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from dataload.runtime.text import duration
+from dataload.runtime.progress import ProgressLines
 
 WRONG_USE = 2
 FOUND_A_PROBLEM = 1  # exit code of a command that ran and found a problem
-FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds until the first line of progress, and between lines
 
 
 def show(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
@@ -81,7 +78,7 @@ def progress(title: str, total: int, *, quiet: bool = False, unit: str = "") -> 
             task = shown.add_task(title, total=total)
             yield lambda amount: shown.advance(task, amount)
     else:
-        yield Lines(title, total, unit).advance
+        yield ProgressLines(title, total, unit).advance
 
 
 class Rate(ProgressColumn):
@@ -103,28 +100,3 @@ def bar(console: Console, unit: str = "") -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, expand=True)
-
-
-class Lines:
-    """Progress as lines on standard error: one after a second, then one every ten seconds."""
-
-    def __init__(self, title: str, total: int, unit: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self._title, self._total, self._unit, self._clock = title, total, unit, clock
-        self._done = 0
-        self._started = clock()
-        self._next = self._started + FIRST_LINE
-
-    def advance(self, amount: int) -> None:
-        """Add to the work done. Print a line if one is due."""
-        self._done += amount
-        now = self._clock()
-        if now >= self._next:
-            self._next = now + NEXT_LINES
-            rate = self._done / max(1e-9, now - self._started)
-            remaining = (self._total - self._done) / max(1e-9, rate)
-            share = self._done / self._total if self._total else 1.0
-            done = f"{self._format(self._done)} of {self._format(self._total)} ({share:.0%})"
-            typer.echo(f"{self._title}: {done}, {self._format(round(rate))}/s, {duration(remaining)} to go", err=True)
-
-    def _format(self, amount: int) -> str:
-        return f"{amount:,} {self._unit}" if self._unit else decimal(amount)

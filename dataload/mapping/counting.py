@@ -7,8 +7,8 @@ one makes it, and after an end, the next pass finds what this one has counted. T
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -16,24 +16,23 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
-from dataload.cache.tier import BlobKey, Span
+from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.mapping.map_maker import NO_BORDER, MapMaker
+from dataload.mapping.map_maker import NO_BORDER, MapMaker, OfOthers
 from dataload.mapping.plan import MappedPlan
 from dataload.mapping.stage import Stage
 from dataload.rows import row_block
 from dataload.rows.columns import Dense
-from dataload.rows.making.maker import Columns, Opened
+from dataload.rows.making.maker import Columns
 from dataload.rows.making.pipeline import made
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.filemap import is_file_map
-from dataload.runtime.progress import Progress
+from dataload.runtime.progress import ProgressLines
 
 Array = npt.NDArray[np.int64]
 
@@ -87,7 +86,7 @@ def _count(source: RowGroupCache, stage: Stage) -> Array:
         assert isinstance(column, Dense)
         return int(column.values[0])
 
-    progress = Progress(f"counting the rows of {stage.title}", len(filled), "row groups")
+    progress = ProgressLines(f"counting the rows of {stage.title}", len(filled), "row groups")
     threads = DaemonExecutor(IN_FLIGHT, "dataload-count")  # a row group each; the memory budget bounds their bytes
     calls = [(number, threads.submit(count, number)) for number in filled]
     try:
@@ -96,12 +95,11 @@ def _count(source: RowGroupCache, stage: Stage) -> Array:
             progress.advance(1)
     finally:
         ended.set()
-        progress.close()
     cache.blocks.settle()
     return rows
 
 
-class CountMaker:
+class CountMaker(OfOthers):
     """Makes a blob of one number for each row group: of the rows that a function makes of it. See `Maker`.
 
     Args:
@@ -110,9 +108,6 @@ class CountMaker:
         stage: The stage.
     """
 
-    is_mapped = True
-    known_nulls = None
-    value_sizes = None
     selection = None
 
     def __init__(self, mapped: RowGroupCache, source: RowGroupCache, stage: Stage) -> None:
@@ -132,39 +127,13 @@ class CountMaker:
         self.memory = memory
         self._mapped.maker.share(memory)
 
-    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
-        return self._source.maker.sources(number, columns)
-
-    def discard_sources(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
-        """Keep the blocks of files, which another map may need."""
-
-    def reservation(self, number: int) -> int:
-        return self._source.maker.reservation(number)
-
     def decoding_bytes(self, number: int, growth: float) -> int:
         return self._mapped.maker.decoding_bytes(number, growth)
-
-    def opens_at_once(self, number: int) -> bool:
-        return self._source.maker.opens_at_once(number)
-
-    @contextmanager
-    def open(self, number: int, blocks: Blocks) -> Iterator[Opened]:
-        with self._source.maker.open(number, blocks) as opened, ExitStack() as stack:
-
-            def columns() -> Iterator[Columns]:
-                return stack.enter_context(closing(self._counted(opened.columns(), number)))
-
-            yield Opened(opened.fetches, columns)
-
-    def from_cache(self, number: int) -> Generator[Columns, None, None] | None:
-        """Count the rows of cached blobs of the source. See `Maker`."""
-        columns = self._source.cached_columns(number)
-        return None if columns is None else self._counted(columns, number)
 
     def head(self, number: int, rows: int) -> Iterator[tuple[Columns, int]]:
         raise NotImplementedError
 
-    def _counted(self, columns: Iterable[Columns], number: int) -> Generator[Columns, None, None]:
+    def _made(self, columns: Iterable[Columns], number: int) -> Generator[Columns, None, None]:
         """Yield the number of rows of a row group, once they are cached."""
         maker, plan = self._mapped.maker, self._mapped.plan
         assert isinstance(maker, MapMaker)

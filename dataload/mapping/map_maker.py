@@ -105,7 +105,55 @@ def _rows_of(columns: Columns, first: int, stop: int) -> Columns:
     return columns if whole else {name: rows_of(column, first, stop) for name, column in columns.items()}
 
 
-class MapMaker(ForkAware):
+class OfOthers:
+    """What makers have whose rows are made of those of other row groups. See `Maker`.
+
+    Attributes:
+        _source: The other row groups.
+    """
+
+    is_mapped = True
+    known_nulls = None
+    value_sizes = None  # The sample of `map` has measured all.
+    _source: RowGroupCache
+
+    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
+        return self._source.maker.sources(number, columns)
+
+    def discard_sources(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
+        """Keep the blocks of files, which another map may need."""
+
+    def reservation(self, number: int) -> int:
+        return self._source.maker.reservation(number)
+
+    def opens_at_once(self, number: int) -> bool:
+        return self._source.maker.opens_at_once(number)
+
+    @contextmanager
+    def open(self, number: int, blocks: Blocks) -> Iterator[Opened]:
+        with self._source.maker.open(number, blocks) as opened, ExitStack() as stack:
+
+            def columns() -> Iterator[Columns]:
+                return stack.enter_context(closing(self._made(opened.columns(), number)))
+
+            yield Opened(opened.fetches, columns)
+
+    def from_cache(self, number: int) -> Generator[Columns, None, None] | None:
+        """Make the rows of cached blobs of the source. See `Maker`."""
+        columns = self._source.cached_columns(number)
+        return None if columns is None else self._made(columns, number)
+
+    def _made(self, columns: Iterable[Columns], number: int) -> Generator[Columns, None, None]:
+        """Yield the columns of each blob of a row group.
+
+        Args:
+            columns: The columns of each blob of the source.
+            number: The row group.
+        """
+        raise NotImplementedError
+
+
+class MapMaker(OfOthers, ForkAware):
     """Makes the blobs of mapped row groups. See `Maker`.
 
     Args:
@@ -113,10 +161,6 @@ class MapMaker(ForkAware):
         stage: The map.
         columns: Names of the mapped columns to store, in this order; None: all.
     """
-
-    is_mapped = True
-    known_nulls = None
-    value_sizes = None  # The sample of `map` has measured all.
 
     def __init__(self, source: RowGroupCache, stage: Stage, columns: Sequence[str] | None = None) -> None:
         self._source, self._stage, self._chosen, self.blocks = source, stage, columns, source.blocks
@@ -150,38 +194,12 @@ class MapMaker(ForkAware):
         self.memory = memory
         self._source.maker.share(memory)
 
-    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
-        return self._source.maker.sources(number, columns)
-
-    def discard_sources(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
-        """Keep the blocks of files, which another map may need."""
-
-    def reservation(self, number: int) -> int:
-        return self._source.maker.reservation(number)
-
     def decoding_bytes(self, number: int, growth: float) -> int:
         """Return the bytes that decoding and mapping a row group take."""
         sizes = self.plan.blob_sizes(number)
         mapping = min(2 * CHUNK_BYTES, self._source.plan.bytes_of(number) + self.plan.bytes_of(number))
         own = math.ceil(growth * (max(sizes) + packing_bytes(sizes)))
         return own + mapping + self._source.decoding_bytes(number)
-
-    def opens_at_once(self, number: int) -> bool:
-        return self._source.maker.opens_at_once(number)
-
-    @contextmanager
-    def open(self, number: int, blocks: Blocks) -> Iterator[Opened]:
-        with self._source.maker.open(number, blocks) as opened, ExitStack() as stack:
-
-            def columns() -> Iterator[Columns]:
-                return stack.enter_context(closing(self._mapped(opened.columns(), number)))
-
-            yield Opened(opened.fetches, columns)
-
-    def from_cache(self, number: int) -> Generator[Columns, None, None] | None:
-        """Map cached blobs of the source. See `Maker`."""
-        columns = self._source.cached_columns(number)
-        return None if columns is None else self._mapped(columns, number)
 
     def head(self, number: int, rows: int) -> Iterator[tuple[Columns, int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
@@ -191,7 +209,7 @@ class MapMaker(ForkAware):
             self._stage.function.check_same()
             yield mapped
 
-    def _mapped(self, columns: Iterable[Columns], number: int) -> Generator[Columns, None, None]:
+    def _made(self, columns: Iterable[Columns], number: int) -> Generator[Columns, None, None]:
         """Yield the columns of each mapped blob of a row group.
 
         Args:

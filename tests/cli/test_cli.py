@@ -29,9 +29,10 @@ from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
 from dataload.cli import app, console
-from dataload.cli.console import Lines, bar, table
+from dataload.cli.console import bar, table
 from dataload.formats.detect import tail_bytes
 from dataload.planning import warm
+from dataload.runtime.progress import ProgressLines
 from dataload.runtime.text import duration
 
 Run = Callable[..., CompletedProcess[str]]
@@ -665,7 +666,7 @@ def test_plan_and_doctor_of_other_shuffles(at_bucket: Run, dataset_of: Callable[
 
 def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    lines = Lines("warming", 10_000_000, clock=lambda: now[0])
+    lines = ProgressLines("warming", 10_000_000, clock=lambda: now[0])
     for second in (0.5, 2, 3, 20):
         now[0] = second
         lines.advance(1_000_000)
@@ -673,7 +674,7 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
         "warming: 2.0 MB of 10.0 MB (20%), 1.0 MB/s, 8.0 s to go\n"
         "warming: 4.0 MB of 10.0 MB (40%), 200.0 kB/s, 30 s to go\n"
     )
-    nothing = Lines("warming", 0, clock=lambda: now[0])  # row groups without rows
+    nothing = ProgressLines("warming", 0, clock=lambda: now[0])  # row groups without rows
     now[0] = 30
     nothing.advance(0)
     assert capsys.readouterr().err == "warming: 0 bytes of 0 bytes (100%), 0 bytes/s, under 0.1 s to go\n"

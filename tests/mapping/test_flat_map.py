@@ -30,7 +30,6 @@ from dataload.planning.orders import order_of
 from dataload.planning.plan import plan
 from dataload.planning.warm import warm
 from dataload.rows import row_group_plan
-from dataload.runtime.progress import Progress
 
 ROWS, GROUP = 120, 10
 SAMPLED = 4 * GROUP  # rows of four row groups, which have fewer than 32 rows
@@ -483,19 +482,6 @@ def test_the_plan_and_the_warm_up(dataset: Dataset, repeat: Repeat) -> None:
     assert (found.rows, found.row_groups) == (len(EXPECTED), ROWS // GROUP)
     assert warm(row_groups, range(ROWS // GROUP)) == ROWS // GROUP
     assert "180 rows in 12 row groups of 1 file" in repr(flat)
-
-
-def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter([0.0, 0.5, 2.0, 3.0, 13.0])
-    progress = Progress("counting", 8, "row groups", lambda: next(times))
-    for _ in range(4):
-        progress.advance(2)
-    progress.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "counting: 4 of 8 row groups (50%), 2.0 s to go",
-        "counting: 8 of 8 row groups (100%), under 0.1 s to go",
-    ]
 
 
 def test_chunks_are_as_small_as_the_rows_that_are_made_are_large(tmp_path: Path) -> None:
