@@ -61,12 +61,14 @@ def known_keywords(
         known = own | options
         rest = [each for each in signature.parameters.values() if others and each.kind is each.VAR_KEYWORD]
 
+        plain = with_plain_arguments(function)
+
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known and not others:
                     raise unknown_keyword(name, known, f"it is not an argument of {function.__name__}")
-            return with_plain_arguments(function)(*args, **kwargs)
+            return plain(*args, **kwargs)
 
         checked.__signature__ = signature.replace(parameters=[*known.values(), *rest])  # type: ignore[attr-defined]
         return checked
