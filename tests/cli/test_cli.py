@@ -28,10 +28,11 @@ from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
-from dataload.cli import app, console
+from dataload.cli import app
 from dataload.cli.console import bar, table
 from dataload.formats.detect import tail_bytes
 from dataload.planning import warm
+from dataload.runtime import progress
 from dataload.runtime.progress import ProgressLines
 from dataload.runtime.text import duration
 
@@ -799,7 +800,7 @@ def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
 
 
 def test_head_shows_the_progress_of_counting_nulls(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
     assert "counting nulls: 1 files of 1 files (100%)" in run("head", str(tmp_path / "x.parquet")).stderr
 
