@@ -35,7 +35,7 @@ from dataload.formats.schema import mask_name, needs_mask, structs_of
 from dataload.formats.text import TextErrors, checked_errors
 from dataload.mapping.map_maker import MapMaker
 from dataload.mapping.places import stored_of
-from dataload.mapping.stage import Stage, fingerprint_of, order_key_of
+from dataload.mapping.stage import Stage, fingerprint_of, order_key_of, up_to_flat
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.numbered_rows import NumberedRows
@@ -370,7 +370,7 @@ class Dataset(MapStyle):
         They are stored as errors, which are raised when they are read, and they are cached apart. The dataset itself
         raises while it makes the row group of such a row.
         """
-        flat = max((number for number, stage in enumerate(self.stages, 1) if stage.is_flat), default=0)
+        flat = up_to_flat(self.stages)
         if len(self.stages) == flat:  # The rows before it are counted, so none of them may be missing.
             return self
         after = [replace(stage, skips=True) for stage in self.stages[flat:]]
@@ -488,23 +488,8 @@ class Dataset(MapStyle):
             `map` runs the function on a sample of at most 128 rows at once, to know the columns and their sizes. All
             rows are mapped that the dataset has now. If few are needed, call `filter` or `select` first.
         """
-        from dataload.mapping.probe import stage_of
-
         readable = self if self.known_failure is None else self.skipping()
-        (own,) = readable.rowstore.row_groups.caches
-        stage = stage_of(
-            function,
-            own,
-            self.manifest,
-            self.schema,
-            self.blocks,
-            columns=columns,
-            version=version,
-            processes=processes,
-            fill_null=self.fill_null,
-            null_masks=self.null_masks,
-            errors=self.errors,
-        )
+        stage = readable._stage_of(function, columns, version, processes)  # noqa: SLF001 (of the same class)
         return self._of(self.manifest, [*self.stages, stage])
 
     @with_plain_arguments
@@ -541,13 +526,28 @@ class Dataset(MapStyle):
             are cached: a pass that was killed goes on where it was, and later jobs need none. `filter` must come
             first. `locate` tells the row group that a row was made of.
         """
+        return _FlatDataset(self, self._stage_of(function, columns, version, processes, is_flat=True))
+
+    def _stage_of(self, function: Function, *arguments: Any, is_flat: bool = False) -> Stage:
+        """Return a map of these rows. arguments: the others of `map`."""
         from dataload.mapping.probe import stage_of
 
+        columns, version, processes = arguments
         (own,) = self.rowstore.row_groups.caches
-        told: dict[str, Any] = {"columns": columns, "version": version, "processes": processes}
-        told |= {"fill_null": self.fill_null, "null_masks": self.null_masks, "errors": self.errors}
-        stage = stage_of(function, own, self.manifest, self.schema, self.blocks, **told, is_flat=True)
-        return _FlatDataset(self, stage)
+        return stage_of(
+            function,
+            own,
+            self.manifest,
+            self.schema,
+            self.blocks,
+            columns=columns,
+            version=version,
+            processes=processes,
+            fill_null=self.fill_null,
+            null_masks=self.null_masks,
+            errors=self.errors,
+            is_flat=is_flat,
+        )
 
     @property
     def uncounted(self) -> Dataset | None:

@@ -526,13 +526,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = _numpy("", value)
     if isinstance(value, np.ndarray):
-        return (
-            value
-            if value.ndim == 1 and value.dtype.kind != "O"
-            else _plain(value.tolist())
-            if value.ndim
-            else value[()]
-        )
+        if not value.ndim:
+            return value[()]
+        return value if value.ndim == 1 and value.dtype.kind != "O" else _plain(value.tolist())
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -583,9 +579,8 @@ def _dense(field: Field, value: Array | Tensors) -> Dense | None:
     if value.shape[1:] != field.shape:
         return None
     exact = _exact(field, value)
-    return Dense(
-        exact.copy() if exact is value else exact
-    )  # The function may write its next result to the same memory.
+    # A copy: the function may write its next result to the same memory.
+    return Dense(exact.copy() if exact is value else exact)
 
 
 def _has_numbers(field: Field, value: Array | Tensors) -> bool:
@@ -678,11 +673,9 @@ def _text(field: pa.Field) -> str:
     [own] = fields_of(pa.schema([field]))
     if own.kind == "dense" and not own.unit:
         return f"{np.dtype(own.dtype)} [{', '.join(['B', *map(str, own.shape)])}]"
-    return (
-        f"tensors of {np.dtype(own.dtype)} of {len(own.shape)} dimensions"
-        if min(own.shape, default=0) < 0
-        else str(field.type)
-    )
+    if min(own.shape, default=0) < 0:
+        return f"tensors of {np.dtype(own.dtype)} of {len(own.shape)} dimensions"
+    return str(field.type)
 
 
 def _reason(error: BaseException) -> str:

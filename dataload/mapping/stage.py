@@ -272,12 +272,16 @@ def fingerprint_of(manifest: Manifest, stages: Sequence[Stage], last: str | None
         stages: The stages.
         last: The key of a further stage, or None.
     """
-    flat = max((number for number, stage in enumerate(stages, 1) if stage.is_flat), default=0)
-    keys = [*(stage.key for stage in stages[flat:]), *([] if last is None else [last])]
+    keys = [*(stage.key for stage in stages[up_to_flat(stages) :]), *([] if last is None else [last])]
     if not keys:  # The fingerprint of flat rows covers the maps that made them.
         return manifest.fingerprint
     content = [manifest.fingerprint, *keys]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"mapped").hexdigest()
+
+
+def up_to_flat(stages: Sequence[Stage]) -> int:
+    """Return how many stages there are up to the last one of `flat_map`, which made the rows of the manifest."""
+    return max((number for number, stage in enumerate(stages, 1) if stage.is_flat), default=0)
 
 
 def order_key_of(manifest: Manifest) -> str:
