@@ -13,7 +13,7 @@ from dataload.samplers.keys import derive_key
 STATE_VERSION: Final = 1
 PLACE: Final = ("version", "dataset", "epoch", "cursor")
 
-# The options of a mixture that have a number for each source. In a state, the last ones become digests first.
+# The options of a mixture that have numbers for each source. In a state, the last ones become digests first.
 LISTS: Final = ("weights", "next_weights", "windows")
 MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
 
@@ -75,7 +75,7 @@ class Position(NamedTuple):
         options = {name: value for name, value in state.items() if name not in PLACE}
         return cls(state["dataset"], epoch, cursor, options)
 
-    def restored(self, here: Position, known: Mapping[str, Iterable[Sequence[int]]], differences: str) -> Position:
+    def restored(self, here: Position, known: Mapping[str, Iterable[Sequence[Any]]], differences: str) -> Position:
         """Return this position with the options that `here` has, and lists in place of their digests.
 
         Args:
@@ -109,6 +109,7 @@ def _require(names: Iterable[str], state: Mapping[str, Any]) -> None:
         raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
 
 
-def digest(numbers: Sequence[int]) -> str:
-    """Return a short name of these numbers."""
-    return f"{derive_key('numbers', *numbers):016x}"
+def digest(numbers: Sequence[Any]) -> str:
+    """Return a short name of these numbers, or of lists of them."""
+    parts = numbers if all(isinstance(number, int) for number in numbers) else [json.dumps(numbers)]
+    return f"{derive_key('numbers', *parts):016x}"

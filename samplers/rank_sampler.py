@@ -350,7 +350,7 @@ class RankSampler(DistributedSampler[int]):
         changed = {name: given[name] for name in self.order.chosen if options[name] != given[name]}
         return {**options, **changed, "num_streams": given["num_streams"]} if changed else options
 
-    def _known_lists(self) -> dict[str, list[Sequence[int]]]:
+    def _known_lists(self) -> dict[str, list[Sequence[Any]]]:
         """Return the lists that a digest in a state may stand for, by the name of the option."""
         return {}
 

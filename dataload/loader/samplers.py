@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dataload.loader.integrations import TrainerEpochs
 from dataload.mixture import Mixture
 from dataload.samplers.mixture.sampler import MixtureSampler, with_next_weights
+from dataload.samplers.mixture.weights import Weights, plain, weights_of
 from dataload.samplers.position import Position
 from dataload.samplers.sharded import ShardedSampler
 
@@ -31,9 +32,9 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
         super().__init__(mixture.sources, num_replicas, rank, **mixture.order, **order)
 
     @property
-    def next_weights(self) -> list[int] | None:
+    def next_weights(self) -> list[Any] | None:
         """The weights of the mixture, which the next epoch will have, if they are others."""
-        return None if self._mixture.weights == self.order.weights else list(self._mixture.weights)
+        return None if self._mixture.weights == self.order.weights else plain(self._mixture.weights)
 
     @property
     def saved_position(self) -> Position:
@@ -43,7 +44,7 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
     def renew(self) -> None:
         """Use the current weights of the mixture, as in `RankSampler`."""
         options = self.position.options
-        if list(self._mixture.weights) == (options["next_weights"] or options["weights"]):
+        if plain(self._mixture.weights) == (options["next_weights"] or options["weights"]):
             return
         begun = self.handed_out_in_epoch
         if begun is not None and self.finished_at(begun.cursor):
@@ -55,7 +56,7 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
         super().load_state_dict(state)
-        self._mixture.weights = tuple(self._next_options()["weights"])
+        self._mixture.weights = weights_of(self._next_options()["weights"])
 
-    def _known_weights(self) -> list[Sequence[int]]:
+    def _known_weights(self) -> list[Weights]:
         return [*super()._known_weights(), *self._mixture.earlier_weights]

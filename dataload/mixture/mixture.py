@@ -31,20 +31,21 @@ from dataload.runtime.text import counted, few
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
 from dataload.samplers.mixture.source import MixtureSource
-from dataload.samplers.mixture.weights import integer_weights
+from dataload.samplers.mixture.weights import Weights, changes_of, knots, weights_of
 
 SOURCES_AT_ONCE = 16  # that are listed at the same time; all of them share one pool of threads for footers
+SHOWN = 4  # weights of a source
 MOST_WEIGHTS = 100  # that a mixture remembers; a pickled one, such as that of a worker, has all of them
 
-Weights = Mapping[str, Any] | Sequence[Any] | None
+GivenWeights = Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass
 class _Weights:
     """The weights of a mixture, which its loaders share. See `Mixture`."""
 
-    current: tuple[int, ...] = ()
-    latest: tuple[tuple[int, ...], ...] = ()
+    current: Weights = ()
+    latest: tuple[Weights, ...] = ()
 
 
 class Mixture(MapStyle):
@@ -57,6 +58,8 @@ class Mixture(MapStyle):
         sources: The dataset of each name.
         weights: As for `mix`.
         name_column: As for `mix`.
+        schedule: As for `mix`.
+        ramp: As for `mix`.
         **order: Other arguments of `MixtureSampler`: `stop`, `batching` and `num_rows`.
 
     Attributes:
@@ -70,7 +73,14 @@ class Mixture(MapStyle):
     """
 
     def __init__(
-        self, sources: Mapping[str, Dataset], weights: Weights = None, name_column: str | None = None, **order: Any
+        self,
+        sources: Mapping[str, Dataset],
+        weights: GivenWeights = None,
+        name_column: str | None = None,
+        *,
+        schedule: Mapping[int, Mapping[str, Any] | Sequence[Any]] | None = None,
+        ramp: bool = False,
+        **order: Any,
     ) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one source")
@@ -86,20 +96,20 @@ class Mixture(MapStyle):
             self.computed = {name_column: self._sources_of}
         self._check_columns(name_column)
         self._used = _Weights()
-        self.set_weights(weights)
+        self.set_weights(weights, schedule=schedule, ramp=ramp)
         self.rowstore = self._row_store()
 
     @property
-    def weights(self) -> tuple[int, ...]:
-        """The weights as the smallest integers of the same proportion."""
+    def weights(self) -> Weights:
+        """The weights as the smallest integers of the same proportion; or a `Schedule`: rows, weights, ramp."""
         return self._used.current
 
     @weights.setter
-    def weights(self, weights: tuple[int, ...]) -> None:
+    def weights(self, weights: Weights) -> None:
         self._used.current = weights
 
     @property
-    def earlier_weights(self) -> tuple[tuple[int, ...], ...]:
+    def earlier_weights(self) -> tuple[Weights, ...]:
         """The latest `MOST_WEIGHTS` weights, the current ones first. States of many sources have their digests."""
         return self._used.latest
 
@@ -158,14 +168,23 @@ class Mixture(MapStyle):
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def __repr__(self) -> str:
+        each = zip(*knots(self.weights).weights, strict=True)  # the weights of each source
         sources = few(
-            f"{name}: {counted(len(dataset), 'row')}, weight {weight}"
-            for name, dataset, weight in zip(self.names, self._datasets, self.weights, strict=True)
+            f"{name}: {counted(len(dataset), 'row')}, weight {_weight_text(weights)}"
+            for name, dataset, weights in zip(self.names, self._datasets, each, strict=True)
         )
+        if (changes := changes_of(self.weights)) is not None:
+            sources += f"; weights {changes}"
         return f"Mixture({sources}; {columns_text(self.schema)}; {cache_text(self._datasets[0].blocks.tier)})"
 
-    def set_weights(self, weights: Weights) -> None:
-        """Use other weights. Loaders follow at the start of their next epoch.
+    def set_weights(
+        self,
+        weights: GivenWeights = None,
+        *,
+        schedule: Mapping[int, Mapping[str, Any] | Sequence[Any]] | None = None,
+        ramp: bool = False,
+    ) -> None:
+        """Use other weights, in place of the weights and the schedule. Loaders follow at the start of their next epoch.
 
         The state of a loader has the weights of its epoch, and those of the next epoch if they are others. A state that
         is restored brings its weights with it. If it is of hundreds of sources it has digests of them: set the same
@@ -173,11 +192,15 @@ class Mixture(MapStyle):
 
         Args:
             weights: As for `mix`.
+            schedule: As for `mix`.
+            ramp: As for `mix`.
 
         Raises:
             ConfigError: A weight is not a positive, finite number, or names differ from those of the sources.
         """
-        weights = _by_position(weights, self.names)
+        by_rows = weights is None and schedule is not None and 0 not in schedule
+        given = list(map(len, self._datasets)) if by_rows else weights
+        weights = _by_position(given, schedule, self.names, ramp=ramp)
         # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
@@ -238,8 +261,10 @@ class Mixture(MapStyle):
 @known_keywords(make_dataset)
 def mix(
     sources: Mapping[str, Dataset | Source] | Sequence[Dataset | Source],
-    weights: Weights = None,
+    weights: GivenWeights = None,
     *,
+    schedule: Mapping[int, Mapping[str, Any] | Sequence[Any]] | None = None,
+    ramp: bool = False,
     stop: Stop = "first_exhausted",
     batching: Batching = "mixed",
     num_rows: int | None = None,
@@ -255,6 +280,11 @@ def mix(
     Args:
         sources: Name -> dataset, or a source as `make_dataset` takes it. A sequence has the names "0", "1", …
         weights: A positive number for each source, by name or by position, in any unit. None: the rows of the sources.
+        schedule: Row of the epoch -> weights from there on, for weights that change within an epoch, such as
+            `{0: [3, 1], 100_000: [1, 1]}`. Weights may be 0 for a while. Without row 0, `weights` are those at the
+            start. Each epoch begins at row 0 again. Rows count those of all ranks, and up to whole units where a
+            source comes several rows at a time.
+        ramp: True: the share of each source changes linearly from each row of the schedule to the next. False: at once.
         stop: "first_exhausted": an epoch ends before a source would repeat a row. "all_exhausted": an epoch ends when
             each row has come. Both are exact for weights by rows on one node; otherwise the epoch is shorter or longer
             by less than the distance between two rows of a source, so that its length is always the same. With several
@@ -296,33 +326,46 @@ def mix(
         raise ConfigError(f"source {nested[0]!r} is a mixture: name its own sources here, with weights of their own")
     if unnamed := [name for name in given if not isinstance(name, str)]:
         raise ConfigError(f"the name {unnamed[0]!r} of a source must be a string")
-    check_choices(stop, batching)
-    weights = _by_position(weights, tuple(given))  # Both raise before any source is opened.
+    check_choices(stop, batching)  # This and the next raise before any source is opened.
+    by_rows = weights is None and schedule is not None and 0 not in schedule
+    _by_position([1] * len(given) if by_rows else weights, schedule, tuple(given), ramp=ramp)
     if given and dataset_options and all(isinstance(source, Dataset) for source in given.values()):
         raise ConfigError(f"{min(dataset_options)} cannot be combined with datasets: pass it to make_dataset")
     open_one = partial(_opened, options=dataset_options)
     opened = DaemonExecutor(SOURCES_AT_ONCE, "dataload-sources").map(open_one, given.values())
     datasets = dict(zip(given, opened, strict=True))
-    return Mixture(datasets, weights, name_column, stop=stop, batching=batching, num_rows=num_rows)
+    order = {"stop": stop, "batching": batching, "num_rows": num_rows}
+    return Mixture(datasets, weights, name_column, schedule=schedule, ramp=ramp, **order)
 
 
-def _by_position(weights: Weights, names: Sequence[str]) -> Sequence[Any] | None:
-    """Return the weight of each source, by position.
+def _weight_text(weights: Sequence[int]) -> str:
+    """Return the weights of a source, one after the other."""
+    return " to ".join(map(str, weights if len(weights) <= SHOWN else [*weights[: SHOWN - 2], "…", weights[-1]]))
+
+
+def _by_position(weights: GivenWeights, schedule: Any, names: Sequence[str], *, ramp: bool) -> Weights | None:
+    """Return the weights of an epoch, by position.
 
     Raises:
         ConfigError: A weight is not a positive, finite number, or there is not one for each source.
     """
-    if isinstance(weights, Mapping):
-        if differing := ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str))):
-            raise ConfigError(
-                f"the names of the weights and of the sources differ in {differing}: name each source once"
-            )
-        weights = [weights[name] for name in names]
-    if weights is not None:
-        integer_weights(weights)
-        if len(weights) != len(names):
-            raise ConfigError(f"{len(weights)} weights for {len(names)} sources: give one for each")
-    return weights
+    if isinstance(schedule, Mapping):
+        schedule = {row: _of_sources(each, names) for row, each in schedule.items()}
+    if weights is None and schedule is None and not ramp:
+        return None
+    found = weights_of(_of_sources(weights, names), schedule, ramp=ramp)
+    if (count := len(knots(found).weights[0])) != len(names):
+        raise ConfigError(f"{count} weights for {len(names)} sources: give one for each")
+    return found
+
+
+def _of_sources(weights: GivenWeights, names: Sequence[str]) -> Sequence[Any] | None:
+    """Return the weight of each source, by position."""
+    if not isinstance(weights, Mapping):
+        return weights
+    if differing := ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str))):
+        raise ConfigError(f"the names of the weights and of the sources differ in {differing}: name each source once")
+    return [weights[name] for name in names]
 
 
 def _opened(source: Dataset | Source, options: Mapping[str, Any]) -> Dataset:

@@ -26,6 +26,7 @@ from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.text import at_least
 from dataload.samplers.mixture.order import MixtureOrder
+from dataload.samplers.mixture.weights import changes_of
 from dataload.samplers.order import Order, Shuffle
 from dataload.samplers.window_size import GOAL, WindowTrade, weigh_window
 
@@ -78,6 +79,7 @@ class Plan:
         held_bytes: Decoded bytes of the row groups that are in use at a time: of two windows, or all of them.
         stored_bytes: Stored bytes of these row groups.
         memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
+        weights: Where the weights of a mixture change within an epoch, as text; None: nowhere.
         advice: Recommendations, a line each.
     """
 
@@ -107,6 +109,7 @@ class Plan:
     held_bytes: int
     stored_bytes: int
     memory_bytes: int
+    weights: str | None = None
     advice: tuple[str, ...] = ()
 
 
@@ -180,6 +183,7 @@ def plan(
         held_bytes=held,
         stored_bytes=stored,
         memory_bytes=local_world_size * max(blobs.memory.limit for blobs in sources),
+        weights=changes_of(order.weights) if isinstance(order, MixtureOrder) else None,
     )
     usual = weigh(usual_window(blobs.manifest) for blobs in sources)
     read = [group.bytes for group in row_groups if group.rows]

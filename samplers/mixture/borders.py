@@ -1,116 +1,194 @@
 """Exact quotas at the borders of blocks, at any position of an endless sequence of sources.
 
-Source s has the share w of the positions. Its unit j, counted from 0, may come at the positions after j / w and must
-have come by (j + 1) / w. This is the same as |count(p) - p w| < 1 at every position p. Such a sequence exists for all
-weights (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980), but known algorithms walk it from
-its start. `docs/design/mixtures.md` proves that the bisection here needs no walk.
+The quota of a source is a sum of its shares up to a position (`quotas.py`). Its unit j, counted from 0, may come at the
+positions from which on the quota exceeds j, and must have come where it is j + 1. This is the same as
+|count(p) - quota(p)| < 1 at every position p. Such a sequence exists for all shares (Tijdeman, The chairman assignment
+problem, Discrete Mathematics 32, 1980), but known algorithms walk it from its start. `docs/design/mixtures.md` proves
+that the bisection here needs no walk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dataload.samplers.lru import LRU
+from dataload.samplers.mixture.quotas import END, Local, Quotas, Segment, reach
+from dataload.samplers.mixture.weights import MOST
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 BLOCK = 1 << 16  # positions that are scheduled together
-END = 1 << 48  # of the sequence
 KEPT = 256  # borders; a path of the bisection has 32
 
 
 class Borders:
-    """The counts of each source at the multiples of `BLOCK`.
+    """The counts of each source at the borders of blocks: at multiples of `BLOCK`, counted from the start of a segment.
 
-    At position p source s has come floor(p w) times, and once more if its current unit is done. The *current unit* is
-    the one with j / w < p < (j + 1) / w; without one, p w is an integer. So a set of sources, those whose current unit
-    is done, is the whole state at a position. Bisection finds it: the positions 0 and `END` have a state by themselves,
-    and the state at the middle of an interval follows from those at its ends.
+    At position p source s has come floor(quota) times, and once more if its current unit is done. The *current unit* is
+    the one that the quota has begun at p and not ended; without one, the quota is an integer. So a set of sources,
+    those whose current unit is done, is the whole state at a position. Bisection finds it: the positions 0 and `END`
+    have a state by themselves, and the state between two positions follows from those at these. First come the starts
+    of the segments, from the last one to the first; then the middles of what is left of each segment.
 
     Args:
-        weights: int [S], see `integer_weights`.
+        quotas: The quotas of all sources.
 
     Notes: the state at a position costs at most 32 bisections of O(S**2) elementary steps in numpy, the same number
-    everywhere. Neighbours share most of them. Threads may share one object.
+    everywhere, after one for each segment. Neighbours share most of them. Threads may share one object.
     """
 
-    def __init__(self, weights: Sequence[int]) -> None:
-        self.weights = np.array(weights, np.int64)
-        self.total = sum(weights)
-        self._integers = tuple(weights)  # Python integers do not overflow
+    def __init__(self, quotas: Quotas) -> None:
+        self.quotas = quotas
         self._states: LRU[int, Bool] = LRU(KEPT)
+        self._starts: dict[int, Bool] = {}  # of segments
 
     def counts(self, position: int) -> Int64:
-        """Return the units of each source before a multiple of BLOCK: int64 [S]."""
-        whole = np.array([position * weight // self.total for weight in self._integers], np.int64)
-        return whole + self.done(position)
+        """Return the units of each source before a border: int64 [S]."""
+        segment = self.segment(position)
+        return np.array([whole for whole, _ in segment.at(position)], np.int64) + self.done(position)
+
+    def segment(self, position: int) -> Segment:
+        """Return the segment that has a position; at the end of the sequence the last one."""
+        return self.quotas.segments[self.quotas.number_at(position)]
 
     def done(self, position: int) -> Bool:
-        """Return whether the current unit of each source is done at a multiple of BLOCK: bool [S]."""
-        return self._states.get(position, self._find)
-
-    def residues(self, position: int) -> Int64:
-        """Return the progress of each current unit times the sum of weights: int64 [S]. 0 without a current unit."""
-        return np.array([position * weight % self.total for weight in self._integers], np.int64)
+        """Return whether the current unit of each source is done at a border: bool [S]."""
+        if position not in self._starts and position in (END, self.segment(position).start):
+            self._find_starts()
+        return self._starts[position] if position in self._starts else self._states.get(position, self._find)
 
     def inside(self, position: int, size: int, end: int) -> Bool:
-        """Return the states at the multiples of `size` in the first `end` positions of a block: bool [S, borders].
+        """Return the states at the multiples of `size` in a block, and at its end: bool [S, borders].
 
-        Both ends are included. `end` is a multiple of `size`.
+        The block has `end` positions, or those up to the end of the segment. Both ends are included.
         """
-        states = np.stack((self.done(position), self.done(position + BLOCK)), 1)
-        start, half = self.residues(position)[:, None], BLOCK // 2
+        most = self.segment(position).end - position
+        states, half = np.stack((self.done(position), self.done(position + min(BLOCK, most))), 1), BLOCK // 2
+        end = min(end, most)
         while half >= size:
-            middles = np.arange(half, end + half, 2 * half)
-            states = states[:, : len(middles) + 1]
-            residues = (start + self.weights[:, None] * middles) % self.total
-            found = np.empty((len(states), 2 * states.shape[1] - 1), bool)
-            found[:, ::2] = states
-            found[:, 1::2] = bisect(self.weights, self.total, residues, half, states[:, :-1], states[:, 1:])
+            middles = np.arange(half, end, 2 * half)
+            intervals = -(-end // (2 * half))
+            states = states[:, : intervals + 1]
+            found = np.empty((len(states), intervals + len(middles) + 1), bool)
+            found[:, : 2 * intervals : 2] = states[:, :-1]
+            found[:, -1] = states[:, -1]
+            if len(middles):
+                ends = states[:, : len(middles)], states[:, 1 : len(middles) + 1]
+                current = Current.inside(Local(self.quotas, position, middles))
+                found[:, 1 : 2 * len(middles) : 2] = bisect(current, half, np.minimum(half, most - middles), *ends)
             states, half = found, half // 2
-        return states[:, : end // size + 1]
+        return states
 
     def _find(self, position: int) -> Bool:
-        residues = self.residues(position)
-        if position in (0, END):  # Nothing follows the end, so the units that began first are done.
-            age = -(-residues // self.weights)
-            done = np.zeros(len(residues), bool)
-            done[np.argsort(-age, kind="stable")[: residues.sum() // self.total]] = True
-            return done
-        half = position & -position
-        ends = self.done(position - half)[:, None], self.done(position + half)[:, None]
-        return bisect(self.weights, self.total, residues[:, None], half, *ends)[:, 0]
+        segment = self.segment(position)
+        offset = position - segment.start
+        half = offset & -offset
+        after = min(half, segment.end - position)
+        ends = self.done(position - half)[:, None], self.done(position + after)[:, None]
+        return bisect(Current.at(self.quotas, position), half, np.array([after]), *ends)[:, 0]
+
+    def _find_starts(self) -> None:
+        """Find the states at the starts of all segments and at the end, from which each state between them follows."""
+        segments = self.quotas.segments
+        last = segments[-1].at(END)
+        current = Current.at(self.quotas, END, is_start=True)
+        # Nothing follows the end, so the units that began first are done.
+        done = np.zeros(len(last), bool)
+        done[np.argsort(-current.age[:, 0], kind="stable")[: END - sum(whole for whole, _ in last)]] = True
+        starts = {END: done, 0: np.zeros(len(last), bool)}
+        for segment in reversed(segments[1:]):
+            current = Current.at(self.quotas, segment.start, is_start=True)
+            ends = starts[0][:, None], starts[segment.end][:, None]
+            after = np.array([segment.end - segment.start])
+            starts[segment.start] = bisect(current, segment.start, after, *ends)[:, 0]
+        self._starts = starts
 
 
-def bisect(weights: Int64, total: int, residues: Int64, half: int, left: Bool, right: Bool) -> Bool:
-    """Return which current units are done at the middles of L intervals of one size: bool [S, L].
+class Current(NamedTuple):
+    """The current units at L positions, in one segment.
 
-    At each middle a fixed number of units must be done. They are taken in the order of their begin, except where too
+    Attributes:
+        rest: Progress of each unit times `total`, 0 without a current unit: [S, L].
+        slopes: Share of each source times `total`: [S, L].
+        bends: Half of what each share changes by in one position: [S, 1].
+        total: The denominator. If it is too large for 64 bits, the numbers above are Python integers.
+        slack: As in `Segment`, of the total above.
+        age: Positions since the first one that may have the unit: int64 [S, L].
+        left: Positions until it must be done: int64 [S, L].
+        local: What rounds the numbers, if they are rounded.
+    """
+
+    rest: Int64
+    slopes: Int64
+    bends: Int64
+    total: int
+    slack: int
+    age: Int64
+    left: Int64
+    local: Local | None = None
+
+    @classmethod
+    def inside(cls, local: Local) -> Current:
+        """Return the units at positions of which only the neighbours within a block matter."""
+        shape = local.rest.shape
+        sources, lanes = (each.ravel() for each in np.indices(shape))
+        first, last = (each.reshape(shape) for each in local.windows(sources, lanes, np.zeros_like(sources)))
+        age, rounded = np.where(local.rest > 0, -first, 0), local if local.slack else None
+        return cls(local.rest, local.slopes, local.bends, local.total, local.slack, age, last + 1, rounded)
+
+    @classmethod
+    def at(cls, quotas: Quotas, position: int, *, is_start: bool = False) -> Current:
+        """Return the units at one position, which may be the start of a segment or the end of the sequence."""
+        segment = quotas.segments[quotas.number_at(position)]
+        if not (is_start or segment.is_ramp or segment.total > MOST):
+            return cls.inside(Local(quotas, position, np.zeros(1, np.int64)))
+        parts, slopes = segment.at(position), segment.shares(position)
+        ages = [position - quotas.earliest(s, whole) if rest else 0 for s, (whole, rest) in enumerate(parts)]
+        lines = zip(parts, slopes, segment.bends, strict=True)
+        lefts = [reach(segment.total - rest, slope, bend) for (_, rest), slope, bend in lines]
+        kind: Any = np.int64 if segment.total <= MOST else object
+        rest, slope, bend = (np.array(each, kind)[:, None] for each in ([r for _, r in parts], slopes, segment.bends))
+        age, left = (np.array(each, np.int64)[:, None] for each in (ages, [2 * END if t is None else t for t in lefts]))
+        return cls(rest, slope, bend, segment.total, segment.slack, age, left)
+
+
+def bisect(current: Current, before: int, after: Int64, left: Bool, right: Bool) -> Bool:
+    """Return which current units are done at positions inside L intervals: bool [S, L].
+
+    At each position a fixed number of units must be done. They are taken in the order of their begin, except where too
     many units that end late would be done: of the units that end after a later position p, at most
-    ceil(sum of (p w - j)) may be done. The others must end before p.
+    ceil(sum of (quota(p) - j)) may be done. The others must end before p.
 
     Args:
-        weights: int64 [S].
-        total: Sum of the weights.
-        residues: Progress of each current unit at the middles, see `Borders.residues`: int64 [S, L].
-        half: Positions between the middle and an end.
-        left: State at the left ends: bool [S, L].
-        right: State at the right ends: bool [S, L].
+        current: The current units at the positions.
+        before: Positions from the start of each interval.
+        after: Positions to the end of each interval: int64 [L].
+        left: State at the starts: bool [S, L].
+        right: State at the ends: bool [S, L].
     """
-    each = weights[:, None]
-    age, rest = -(-residues // each), -((residues - total) // each)  # positions since the begin and to the end
-    done = left & (age > half)
-    free = ~done & (right | (rest <= half))  # A source without a current unit has age 0: others come before it.
+    age, rest = current.age, current.left
+    done = left & (age > before)
+    free = ~done & (right | (rest <= after))  # A source without a current unit has age 0: others come before it.
     late_first = np.argsort(-rest, axis=0, kind="stable")
     until = np.zeros_like(rest)
     until[:-1] = np.take_along_axis(rest, late_first, 0)[1:]
-    most = np.cumsum(weights[late_first], 0) * until + np.cumsum(np.take_along_axis(residues, late_first, 0), 0)
-    slack = np.where(until < half, -(-most // total), len(weights))
+    # Where a product of large numbers wraps, the sum does not: each term of it that counts is less than the total.
+    most = _running(current.slopes, late_first) * until + _running(current.rest, late_first)
+    if current.bends.any():
+        most = most + _running(current.bends, late_first) * until * until
+    slack = -((current.slack - most) // current.total)
+    if current.local is not None:
+        doubt = np.arange(1, len(age) + 1)[:, None] * (3 + (until + 1) * (until + 1))
+        doubtful = (np.abs((most - current.slack + doubt) % current.total) <= 2 * doubt) & (until < after)
+        for number, lane in np.argwhere(doubtful).tolist():
+            slack[number, lane] = current.local.bound(late_first[: number + 1, lane], lane, int(until[number, lane]))
+    slack = np.where(until < after, slack, len(age)).astype(np.int64)
     slack -= np.cumsum(np.take_along_axis(done, late_first, 0), 0)
     by_age = np.argsort(-age, axis=0, kind="stable")
     oldest = np.take_along_axis(free, by_age, 0)
@@ -137,3 +215,10 @@ def _oldest(slack: Sequence[int], free: Sequence[bool], places: Sequence[int]) -
         while len(taken) > most:
             heappop(taken)
     return [-place for place in taken]
+
+
+def _running(numbers: Int64, order: Int64) -> Int64:
+    """Return the sums over the first sources in an order: int64 [S, L]."""
+    if numbers.shape[1] == 1:
+        return np.cumsum(numbers[:, 0][order], 0)
+    return np.cumsum(np.take_along_axis(numbers, order, 0), 0)

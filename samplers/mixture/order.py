@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import chain, pairwise
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal
@@ -16,10 +18,11 @@ from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
-from dataload.samplers.mixture.borders import BLOCK, END
+from dataload.samplers.mixture.borders import BLOCK
+from dataload.samplers.mixture.quotas import END, Quotas
 from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import STRETCH, MixtureSource, SourceRows
-from dataload.samplers.mixture.weights import integer_weights
+from dataload.samplers.mixture.weights import Weights, knots, plain, weights_of
 from dataload.samplers.order import Order, Shuffle, checked
 from dataload.samplers.share import RUN_ROWS
 
@@ -61,7 +64,7 @@ class MixtureOrder:
 
     Args:
         sources: The datasets.
-        weights: One positive number for each source, see `integer_weights`; None: by rows.
+        weights: One positive number for each source, see `integer_weights`, or a `Schedule`; None: by rows.
         stop: "first_exhausted": the epoch ends before a source can repeat a row. "all_exhausted": it ends when all
             sources must have come once. Both are exact for weights by rows and units of one row; otherwise the epoch is
             shorter or longer by less than one unit of a source, so that its length is the same in all epochs.
@@ -75,8 +78,7 @@ class MixtureOrder:
 
     Attributes:
         n: Rows of an epoch.
-        weights: The weights as integers.
-        total: Sum of the weights.
+        weights: The weights as integers, or a `Schedule` of them.
         unit: Rows of a unit.
         orders: Order of each source.
         first_rows: Number of the first row of each source, then the number of all rows: int64 [S + 1].
@@ -91,7 +93,7 @@ class MixtureOrder:
     def __init__(
         self,
         sources: Sequence[MixtureSource],
-        weights: Sequence[Any] | None = None,
+        weights: Sequence[Any] | Weights | None = None,
         *,
         stop: Stop = "first_exhausted",
         num_rows: int | None = None,
@@ -108,7 +110,7 @@ class MixtureOrder:
         self.batch_rows = None if batch_rows is None else whole_number("batch_rows", batch_rows, least=1)
         self.homogeneous = batching == "homogeneous"
         windows = [None] * len(self.sources) if windows is None else windows
-        self._check(weights, windows)
+        self._check(windows)
         self.orders = tuple(
             Order(
                 source.block_lengths,
@@ -128,21 +130,28 @@ class MixtureOrder:
         self.block_lengths: Int64 = np.concatenate([order.block_lengths for order in self.orders])
         self.first_rows: Int64 = np.cumsum([0, *rows])
         self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
-        self.weights = integer_weights(rows if weights is None else weights)
-        self.total = sum(self.weights)
+        self.weights = weights_of(rows if weights is None else weights)
+        if (count := len(knots(self.weights).weights[0])) != len(rows):
+            raise ConfigError(f"{count} weights for {len(rows)} sources: give one for each")
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
         many = len(self.orders) // 16
         self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + many)  # each source costs its own overhead
         self._source_rows = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
-        self.n, _ = self.length(self.unit)
+        self._quotas = Quotas(self.weights, self.unit)
+        self.n, last = self.length(self.unit)
         if self.n > self.unit * (END - BLOCK):
+            if last is not None and not knots(self.weights).weights[-1][last]:
+                raise ConfigError(
+                    f'stop="all_exhausted": source {self.sources[last].name!r} has the weight 0 at the end of the '
+                    "schedule, before all of its rows have come: set num_rows, or give it a weight there"
+                )
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
-        self._units = UnitSequence(self.weights, self.seed, self.n // self.unit + 1, reshuffled=bool(self.shuffle))
+        self._units = UnitSequence(self._quotas, self.seed, self.n // self.unit + 1, reshuffled=bool(self.shuffle))
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments but for the sources, as JSON-able values that give the same order."""
-        return {name: getattr(self, name) for name in OPTIONS} | {"weights": list(self.weights)}
+        return {name: getattr(self, name) for name in OPTIONS} | {"weights": plain(self.weights)}
 
     def with_options(self, **options: Any) -> MixtureOrder:
         """Return the order of the same sources with other arguments."""
@@ -187,7 +196,7 @@ class MixtureOrder:
     def most_rows(self, rows: int) -> list[int]:
         """Return how many rows of each source may be in `rows` consecutive positions."""
         units = -(-rows // self.unit) + 1
-        return [min(rows, (-(-units * weight // self.total) + 1) * self.unit) for weight in self.weights]
+        return [min(rows, most * self.unit) for most in self._quotas.most(units)]
 
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
@@ -213,15 +222,14 @@ class MixtureOrder:
         needs = (self._source_needs(source, epoch, position, start, streams) for source, start in enumerate(starts))
         return heapq.merge(*needs, key=operator.itemgetter(0))
 
-    def _check(self, weights: Sequence[Any] | None, windows: Sequence[int | None]) -> None:
+    def _check(self, windows: Sequence[int | None]) -> None:
         count = len(self.sources)
         if not 0 < count <= MOST_SOURCES:
             raise ConfigError(f"a mixture of {count} sources: it needs 1 to {MOST_SOURCES}")
         if len({source.name for source in self.sources}) < count:
             raise ConfigError("the names of the sources must differ")
-        for name, given in (("weights", weights), ("windows", windows)):
-            if given is not None and len(given) != count:
-                raise ConfigError(f"{len(given)} {name} for {count} sources: give one for each")
+        if len(windows) != count:
+            raise ConfigError(f"{len(windows)} windows for {count} sources: give one for each")
         check_choices(self.stop, self.batching)
         if self.batching == "homogeneous" and self.batch_rows is None:
             raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')
@@ -235,20 +243,11 @@ class MixtureOrder:
         if self.num_rows is not None:
             return self.num_rows, None
         rows = [order.n for order in self.orders]
+        quotas = self._quotas if unit == self.unit else Quotas(self.weights, unit)
         if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
-            return min((self._earliest(source, count, unit), source) for source, count in enumerate(rows))
+            return min((_earliest(quotas, source, count, unit), source) for source, count in enumerate(rows))
         # after the last position that the quota allows for the last row
-        return max((1 + self._latest(source, count - 1, unit), source) for source, count in enumerate(rows))
-
-    def _earliest(self, source: int, index: int, unit: int) -> int:
-        """Return the first position that the quota allows for an index of a source, in units of `unit` rows."""
-        number, offset = divmod(index, unit)
-        return number * self.total // self.weights[source] * unit + offset
-
-    def _latest(self, source: int, index: int, unit: int) -> int:
-        """Return the last position that the quota allows for an index of a source, in units of `unit` rows."""
-        number, offset = divmod(index, unit)
-        return (-(-(number + 1) * self.total // self.weights[source]) - 1) * unit + offset
+        return max((1 + _latest(quotas, source, count - 1, unit), source) for source, count in enumerate(rows))
 
     def _consecutive(self, epoch: int, start: int, end: int) -> Int64:
         """Return the rows at the positions from `start` to `end`: int64 [end - start]."""
@@ -273,14 +272,31 @@ class MixtureOrder:
         self, source: int, epoch: int, position: int, start: int, streams: Sequence[int] | None
     ) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) for the indices of a source from `start` to the end of the epoch."""
-        weight, total = self.weights[source], self.total
         units, rest = divmod(self.n, self.unit)
+        quota = self._last_quotas[source]
         # The quota leaves the number of rows open by one unit. Only the last block of the epoch determines it.
-        least, most = units * weight // total * self.unit, -(-units * weight // total) * self.unit + rest
+        least, most = math.floor(quota) * self.unit, math.ceil(quota) * self.unit + rest
         if start >= least:
             least = most = self._indices_at(epoch, self.n)[source]
-        shift, apart = int(self.first_blocks[source]), max(1, int(NEEDS_APART * weight / total))
+        shift, apart = int(self.first_blocks[source]), max(1, int(NEEDS_APART * quota / max(1, units)))
         for index, block in self._source_rows[source].needs(epoch, start, most, streams, apart):
             if index >= least and index >= self._indices_at(epoch, self.n)[source]:
                 return
-            yield max(position, self._earliest(source, index, self.unit)), shift + block
+            yield max(position, _earliest(self._quotas, source, index, self.unit)), shift + block
+
+    @cached_property
+    def _last_quotas(self) -> list[Fraction]:
+        """Quota of each source at the last border of units of an epoch."""
+        return self._quotas.at(self.n // self.unit)
+
+
+def _earliest(quotas: Quotas, source: int, index: int, unit: int) -> int:
+    """Return the first position that the quota allows for an index of a source, in units of `unit` rows."""
+    number, offset = divmod(index, unit)
+    return quotas.earliest(source, number) * unit + offset
+
+
+def _latest(quotas: Quotas, source: int, index: int, unit: int) -> int:
+    """Return the last position that the quota allows for an index of a source, in units of `unit` rows."""
+    number, offset = divmod(index, unit)
+    return quotas.latest(source, number) * unit + offset

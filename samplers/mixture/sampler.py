@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import MixtureSource
+from dataload.samplers.mixture.weights import Weights, plain, weights_of
 from dataload.samplers.order import Shuffle
 from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import RankSampler, shown
@@ -32,7 +33,7 @@ class MixtureSampler(RankSampler):
         sources: The datasets.
         num_replicas: Number of ranks; None: `World.detect()`.
         rank: Number of this rank; None: `World.detect()`.
-        weights: One positive number for each source; None: by rows.
+        weights: One positive number for each source, or a `Schedule`; None: by rows.
         stop: "first_exhausted" or "all_exhausted"; see `MixtureOrder`.
         num_rows: Rows of an epoch, instead of `stop`.
         batching: "mixed", or "homogeneous": each global batch is of one source.
@@ -72,7 +73,7 @@ class MixtureSampler(RankSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
         *,
-        weights: Sequence[Any] | None = None,
+        weights: Sequence[Any] | Weights | None = None,
         stop: Stop = "first_exhausted",
         num_rows: int | None = None,
         batching: Batching = "mixed",
@@ -112,12 +113,12 @@ class MixtureSampler(RankSampler):
             _warn_of_length(self.order)
 
     @property
-    def next_weights(self) -> list[int] | None:
-        """The weights from the next epoch on, if they are others."""
-        weights: list[int] | None = self.position.options["next_weights"]
+    def next_weights(self) -> list[Any] | None:
+        """The weights from the next epoch on, as a plain list, if they are others."""
+        weights: list[Any] | None = self.position.options["next_weights"]
         return weights
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Any] | Weights) -> None:
         """Use other weights from the next epoch on, or from this one if it has not begun. All ranks must do the same.
 
         Raises:
@@ -141,14 +142,14 @@ class MixtureSampler(RankSampler):
                 or windows; or its batches are of one source each, and those from its position on would not be in this
                 world.
         """
-        given = self._own_options(self.next_weights or self.order.weights)
+        given = self._own_options(self.next_weights or plain(self.order.weights))
         super().load_state_dict(state)
         if self.rank == 0:
             _warn_of_kept(self._own_options(self._next_options()["weights"]), given)
 
-    def _own_options(self, weights: Sequence[int]) -> dict[str, Any]:
+    def _own_options(self, weights: list[Any]) -> dict[str, Any]:
         """Return the arguments that a state brings with it for all later epochs, with the weights of those."""
-        return {**{name: getattr(self.order, name) for name in FIXES}, "weights": list(weights)}
+        return {**{name: getattr(self.order, name) for name in FIXES}, "weights": weights}
 
     def _with_given(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         options = super()._with_given(options)
@@ -161,13 +162,13 @@ class MixtureSampler(RankSampler):
         weights = options["next_weights"]
         return options if weights is None else {**options, "weights": weights, "next_weights": None}
 
-    def _known_lists(self) -> dict[str, list[Sequence[int]]]:
-        known = self._known_weights()
+    def _known_lists(self) -> dict[str, list[Sequence[Any]]]:
+        known = [plain(weights) for weights in self._known_weights()]
         return {"weights": known, "next_weights": known, "windows": [self._given["windows"]]}
 
-    def _known_weights(self) -> list[Sequence[int]]:
+    def _known_weights(self) -> list[Weights]:
         """Return the weights that a digest in a state may mean."""
-        return [self.order.weights, *([] if self.next_weights is None else [self.next_weights])]
+        return [self.order.weights, *([] if self.next_weights is None else [weights_of(self.next_weights)])]
 
     def _check_start(self, order: MixtureOrder, cursor: int) -> None:
         super()._check_start(order, cursor)
@@ -188,9 +189,9 @@ class MixtureSampler(RankSampler):
             )
 
 
-def with_next_weights(position: Position, weights: Sequence[int]) -> Position:
+def with_next_weights(position: Position, weights: Weights) -> Position:
     """Return the position with these weights from its next epoch on."""
-    later = list(weights)
+    later = plain(weights)
     return position.with_options(next_weights=None if later == position.options["weights"] else later)
 
 

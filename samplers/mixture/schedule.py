@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from dataload.samplers.keys import mix
 from dataload.samplers.mixture.borders import BLOCK, Borders
+from dataload.samplers.mixture.quotas import Local
 
 Int64 = npt.NDArray[np.int64]
 Int16 = npt.NDArray[np.int16]
@@ -36,37 +37,41 @@ class Schedule(NamedTuple):
 
 
 def schedule(borders: Borders, start: int, size: int = BLOCK) -> Schedule:
-    """Return the schedule of the block at `start`, a multiple of BLOCK: the parts that `shuffled` needs for `size`.
+    """Return the schedule of the block at `start`: the parts that `shuffled` needs for `size`.
 
     The state at the borders of all parts is known. In each part the unit with the earliest last position comes first,
     of those that may come. This meets all last positions whenever any sequence does (Steiner and Yeomans, Level
     schedules for mixed-model, just-in-time processes, Management Science 39, 1993).
     """
-    weights, total = borders.weights[:, None], borders.total
-    offsets = np.arange(_num_parts(size)) * PART
-    states = borders.inside(start, PART, len(offsets) * PART)
-    residues = (borders.residues(start)[:, None] + weights * offsets) % total
-    ends = (residues + weights * PART) // total + states[:, 1:]
+    segment = borders.segment(start)
+    length = min(BLOCK, segment.end - start)
+    offsets = np.arange(_num_parts(min(size, length), length) + 1) * PART
+    offsets[-1] = min(offsets[-1], length)
+    states = borders.inside(start, PART, int(offsets[-1]))
+    local = Local(borders.quotas, start, offsets)
+    ends = local.whole[:, 1:] + states[:, 1:] - local.whole[:, :-1]
+    walked = _walk(local, states[:, :-1].astype(np.int64), ends)
+    walked[1:, offsets[-1] - offsets[-2] :, -1] = [[FAR], [-FAR]]  # Positions beyond the segment stay where they are.
     # Units of one source may not change places: their windows share one position at most.
-    widest = np.sort(-(-total // borders.weights))[-2:]
-    return Schedule(_walk(weights, total, residues, states[:, :-1].astype(np.int64), ends), int(widest[0]))
+    least = map(min, segment.shares(start), segment.shares(start + length))
+    widest = sorted(-(-segment.total // share) if share else FAR for share in least)[-2:]
+    return Schedule(walked, min(widest[0], FAR))
 
 
-def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64) -> Int16:
+def _walk(local: Local, units: Int64, ends: Int64) -> Int16:
     """Return the units of L parts, int16 [3, PART, L]; see `Schedule`.
 
     Args:
-        weights: int64 [S, 1].
-        total: Sum of the weights.
-        residues: Progress of the current units at the begin of each part: int64 [S, L].
+        local: The quotas at the begin of each part.
         units: Number of the next unit of each source, counted from the current one: int64 [S, L].
         ends: Number of the first unit that is not in the part: int64 [S, L].
     """
-    num_sources, num_parts = residues.shape
-    each, table = np.broadcast_to(weights, residues.shape).ravel(), residues.shape
-    residues, units, ends, lanes = residues.ravel(), units.ravel(), ends.ravel(), np.arange(num_parts)
-    first, last = _window(residues, units, each, total)
-    order = _priority(last, units < ends, np.repeat(np.arange(num_sources), num_parts), num_sources)
+    num_sources, num_parts = table = units.shape
+    sources, lanes = (each.ravel() for each in np.indices(table))
+    units, ends = units.ravel(), ends.ravel()
+    first, last = local.windows(sources, lanes, units)
+    order = _priority(last, units < ends, sources, num_sources)
+    lanes = np.arange(num_parts)
     walked = np.empty((3, PART, num_parts), np.int16)
     for position in range(PART):
         source = np.where(first.reshape(table) <= position, order.reshape(table), NEVER).min(0) % num_sources
@@ -75,15 +80,9 @@ def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64
         np.maximum(first[cells], position - FAR, out=walked[1, position], casting="unsafe")
         np.minimum(last[cells], position + FAR, out=walked[2, position], casting="unsafe")
         units[cells] += 1
-        first[cells], last[cells] = _window(residues[cells], units[cells], each[cells], total)
+        first[cells], last[cells] = local.windows(source, lanes, units[cells])
         order[cells] = _priority(last[cells], units[cells] < ends[cells], source, num_sources)
     return walked
-
-
-def _window(residues: Int64, units: Int64, weights: Int64, total: int) -> tuple[Int64, Int64]:
-    """Return the first and last position that the quota allows for each unit, counted from the residue's position."""
-    progress = units * total - residues
-    return progress // weights, -((-total - progress) // weights) - 1
 
 
 def _priority(last: Int64, left: Bool, sources: Int64, num_sources: int) -> Int64:
@@ -100,7 +99,7 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
 
     Only the first `size` positions are right, and not many more are returned.
     """
-    num_parts = _num_parts(size)
+    num_parts = min(_num_parts(size), units.units.shape[2])
     # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
     table = units.units[:, :, :num_parts].copy()
     places = np.arange(PART, dtype=np.int16)[:, None]
@@ -108,6 +107,8 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
     for number, shift in enumerate(SHIFTS):
         # A part has the end of one part of the table, and the begin of the next.
         count = num_parts - (shift > 0)
+        if not count:
+            break
         heads, tails = table[:, shift:, :count], table[:, :shift, -count:]
         parts = np.concatenate((heads, tails), 1)
         parts[1:, PART - shift :] += PART
@@ -120,9 +121,9 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
     return sources
 
 
-def _num_parts(size: int) -> int:
-    """Return the parts on which the shuffle of the first `size` positions of a block depends."""
-    return min(BLOCK, size + MARGIN + PART - 1) // PART
+def _num_parts(size: int, length: int = BLOCK) -> int:
+    """Return the parts on which the shuffle of the first `size` positions of a block of some length depends."""
+    return -(-min(length, size + MARGIN) // PART)
 
 
 def _bits(key: int, number: int) -> Bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU, FirstKept
 from dataload.samplers.mixture.borders import BLOCK, Borders
+from dataload.samplers.mixture.quotas import Quotas
 from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
 
 Int64 = npt.NDArray[np.int64]
@@ -58,7 +61,7 @@ class UnitSequence:
     """The sources of units 0, 1, 2, … of each epoch, with the quotas of all sources in each prefix.
 
     Args:
-        weights: Weight of each source, see `integer_weights`.
+        quotas: The quotas of all sources.
         seed: Seed of the exchanges in blocks.
         end: Number of units of an epoch. Callers request no later unit.
         reshuffled: Whether each epoch draws exchanges of its own. Without a shuffle, all epochs have the same rows.
@@ -66,10 +69,14 @@ class UnitSequence:
     Notes: a block costs 10 to 40 ms for up to 50 sources and is cached, so nearby units are cheap.
     """
 
-    def __init__(self, weights: Sequence[int], seed: int, end: int, *, reshuffled: bool = True) -> None:
+    def __init__(self, quotas: Quotas, seed: int, end: int, *, reshuffled: bool = True) -> None:
         self._reshuffled = reshuffled
         self._seed, self._end = seed, end
-        self._borders = Borders(weights)
+        self._borders = Borders(quotas)
+        sizes = ((segment.start, -(-(segment.end - segment.start) // BLOCK)) for segment in quotas.segments)
+        starts, blocks = zip(*sizes, strict=True)
+        self._starts: list[int] = list(starts)  # of the segments
+        self._firsts: list[int] = [0, *accumulate(blocks)]  # blocks of the segments
         self._schedules: FirstKept[tuple[int, int], Schedule] = FirstKept(SCHEDULES)  # the same in all epochs
         self._blocks: LRU[tuple[int, int, int], _Block] = LRU(4)
 
@@ -81,9 +88,10 @@ class UnitSequence:
             return sources, numbers
         sources, numbers, done = np.empty_like(units), np.empty_like(units), 0
         while done < len(units):
-            block = int(units[done]) // BLOCK
-            end = done + int(np.searchsorted(units[done:], (block + 1) * BLOCK))
-            inside = units[done:end] - block * BLOCK
+            block = self._block_of(int(units[done]))
+            start, length = self._place(block)
+            end = done + int(np.searchsorted(units[done:], start + length))
+            inside = units[done:end] - start
             found = self._block(epoch, block, int(inside[-1]) + 1)
             sources[done:end], numbers[done:end] = found.source[inside], found.number[inside]
             done = end
@@ -95,26 +103,44 @@ class UnitSequence:
         Yields:
             (source, places of its units, counted from `start`: int64 [k], number of the first of them in its source)
         """
-        for block in range(start // BLOCK, -(-end // BLOCK)):
-            first, last = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
+        done = start
+        while done < end:
+            block = self._block_of(done)
+            begin, length = self._place(block)
+            first, last = done - begin, min(end - begin, length)
             for source, places, number in self._block(epoch, block, last).parts(first, last):
-                yield source, places + (block * BLOCK - start), number
+                yield source, places + (begin - start), number
+            done = begin + last
 
     def counts(self, epoch: int, unit: int) -> Int64:
         """Return the units of each source before a unit: int64 [S]."""
-        block, inside = divmod(unit, BLOCK)
-        counts = self._borders.counts(block * BLOCK)
-        if inside:
+        block = self._block_of(unit)
+        start, _ = self._place(block)
+        counts = self._borders.counts(start)
+        if inside := unit - start:
             counts += np.bincount(self._block(epoch, block, inside).source[:inside], minlength=len(counts))
         return counts
 
+    def _block_of(self, unit: int) -> int:
+        """Return the number of the block that has a unit."""
+        segment = bisect_right(self._starts, unit) - 1
+        return self._firsts[segment] + (unit - self._starts[segment]) // BLOCK
+
+    def _place(self, block: int) -> tuple[int, int]:
+        """Return the first unit of a block, and the most units that it may have."""
+        segment = bisect_right(self._firsts, block) - 1
+        start = self._starts[segment] + (block - self._firsts[segment]) * BLOCK
+        return start, min(BLOCK, self._borders.quotas.segments[segment].end - start)
+
     def _block(self, epoch: int, number: int, end: int) -> _Block:
         """Return a block, or its beginning if this has the first `end` units."""
-        size = min(BEGINNING if end <= BEGINNING else BLOCK, self._end - number * BLOCK)
+        start, length = self._place(number)
+        size = min(BEGINNING if end <= BEGINNING else BLOCK, length, self._end - start)
         return self._blocks.get((epoch if self._reshuffled else 0, number, size), self._make_block)
 
     def _make_block(self, key: tuple[int, int, int]) -> _Block:
         epoch, block, size = key
-        units = self._schedules.get((block, size), lambda _: schedule(self._borders, block * BLOCK, size))
+        start, _ = self._place(block)
+        units = self._schedules.get((block, size), lambda _: schedule(self._borders, start, size))
         source = shuffled(units, derive_key("mixture", self._seed, epoch, block), size)[:size].view(np.uint16)
-        return _Block(source, self._borders.counts(block * BLOCK))
+        return _Block(source, self._borders.counts(start))

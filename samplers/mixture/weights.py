@@ -4,18 +4,85 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dataload.errors import ConfigError
+from dataload.runtime.text import few
 
 MOST = 1 << 46  # sum of the integers: a block of 2**16 positions times it fits into int64
+LAST_ROW = 1 << 40  # of a schedule
+MOST_CHANGES = 1 << 10
 
 
-def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
+class Schedule(NamedTuple):
+    """Weights that change within an epoch.
+
+    Attributes:
+        rows: The rows of the epoch from which each weights hold, ascending. The first is 0.
+        weights: The weights from each row on, as the smallest integers. A source may have 0 of some.
+        ramp: Whether the shares change linearly from each row to the next, instead of at once.
+    """
+
+    rows: tuple[int, ...]
+    weights: tuple[tuple[int, ...], ...]
+    ramp: bool = False
+
+
+Weights = tuple[int, ...] | Schedule
+"""The weights of an epoch, one of each source, as the smallest integers; or those of each part of it."""
+
+
+def weights_of(weights: Any, schedule: Mapping[Any, Any] | None = None, *, ramp: bool = False) -> Weights:
+    """Return the weights of an epoch, in the same form for all that mean the same.
+
+    Args:
+        weights: One positive number for each source; or what `plain` or this function returned.
+        schedule: Row of the epoch -> weights from there on. At row 0 it may have those in place of `weights`.
+        ramp: As in `Schedule`.
+
+    Raises:
+        ConfigError: A weight or a row cannot work.
+    """
+    if not isinstance(ramp, bool):
+        raise ConfigError(f"ramp={ramp!r} must be True or False")
+    if schedule is not None:
+        return _scheduled(weights, schedule, ramp=ramp)
+    if ramp:
+        raise ConfigError("ramp=True needs schedule={row: weights}: the rows between which the weights change")
+    if not (isinstance(weights, Sequence) and len(weights) == len(Schedule._fields) and _is_list(weights[0])):
+        return integer_weights(weights)
+    rows, each, ramp = weights
+    if not (_is_list(each) and len(each) == len(rows) and all(map(_is_list, each)) and isinstance(ramp, bool)):
+        raise ConfigError(f"weights={weights!r} are no schedule: give all that state_dict() returned")
+    return _scheduled(None, dict(zip(rows, each, strict=True)), ramp=ramp)
+
+
+def plain(weights: Weights) -> list[Any]:
+    """Return weights as a JSON-able list, from which `weights_of` makes them again."""
+    if isinstance(weights, Schedule):
+        return [list(weights.rows), [list(each) for each in weights.weights], weights.ramp]
+    return list(weights)
+
+
+def knots(weights: Weights) -> Schedule:
+    """Return weights as a schedule, also if they do not change."""
+    return weights if isinstance(weights, Schedule) else Schedule((0,), (weights,))
+
+
+def changes_of(weights: Weights) -> str | None:
+    """Return where weights change as text, such as "change at row 500"; None: nowhere."""
+    if not isinstance(weights, Schedule):
+        return None
+    rows = weights.rows[1:]
+    verb, noun = "ramp to" if weights.ramp else "change at", "row" if len(rows) == 1 else "rows"
+    return f"{verb} {noun} {few(f'{row:,}' for row in rows)}"
+
+
+def integer_weights(weights: Sequence[Any], *, zero: bool = False) -> tuple[int, ...]:
     """Return the smallest integers in the proportion of `weights`.
 
     A float counts as the decimal that it prints as, so 0.7 is 7/10. If the integers would sum to more than 2**46, they
@@ -23,6 +90,7 @@ def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
 
     Args:
         weights: One positive number for each source: int, float, Fraction or Decimal, of Python or numpy.
+        zero: Whether some of them may be 0.
 
     Raises:
         ConfigError: There is no weight, or one is not a positive, finite number.
@@ -37,27 +105,68 @@ def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
         raise ConfigError(f"weights={weights!r}: give a number for each source, in a list or by name")
     if not len(weights):
         raise ConfigError("a mixture needs at least one source")
-    exact = [_fraction(weight, number) for number, weight in enumerate(weights)]
+    exact = [_fraction(weight, number, zero=zero) for number, weight in enumerate(weights)]
+    if not any(exact):
+        raise ConfigError(f"weights={weights!r}: at least one of them must be positive")
     denominator = math.lcm(*(weight.denominator for weight in exact))
     integers = [int(weight * denominator) for weight in exact]
     total = sum(integers)
     if total // math.gcd(*integers) > MOST:
         target = MOST - len(integers)
-        integers = [max(1, (2 * integer * target + total) // (2 * total)) for integer in integers]
+        integers = [max(integer > 0, (2 * integer * target + total) // (2 * total)) for integer in integers]
     divisor = math.gcd(*integers)
     return tuple(integer // divisor for integer in integers)
 
 
-def _fraction(weight: Any, number: int) -> Fraction:
+def _scheduled(weights: Any, schedule: Any, *, ramp: bool) -> Weights:
+    if not isinstance(schedule, Mapping) or not schedule:
+        raise ConfigError(f"schedule={schedule!r} must map rows of the epoch to weights, such as {{0: [3, 1], 500: …}}")
+    if len(schedule) > MOST_CHANGES:
+        raise ConfigError(
+            f"the schedule has {len(schedule)} rows, more than {MOST_CHANGES:,}: use ramp=True between fewer of them"
+        )
+    by_row = {_row(row): each for row, each in schedule.items()}
+    if weights is not None and 0 in by_row:
+        raise ConfigError("weights and schedule both have the weights at row 0: leave out one of them")
+    if 0 not in by_row:
+        if weights is None:
+            raise ConfigError("the schedule lacks row 0: add it, or pass weights")
+        by_row[0] = weights
+    rows = tuple(sorted(by_row))
+    each = tuple(integer_weights(by_row[row], zero=True) for row in rows)
+    counts = {len(one) for one in each}
+    if len(counts) > 1:
+        raise ConfigError(f"the schedule has weights for {min(counts)} and for {max(counts)} sources: one for each")
+    if 0 in (sums := list(map(sum, zip(*each, strict=True)))):
+        raise ConfigError(f"source {sums.index(0)} has the weight 0 at each row of the schedule: leave it out")
+    if len(set(each)) == 1:
+        return each[0]
+    return Schedule(rows, each, ramp)
+
+
+def _row(row: Any) -> int:
+    if isinstance(row, bool) or not hasattr(row, "__index__") or not 0 <= row < LAST_ROW:
+        raise ConfigError(
+            f"schedule={{{row!r}: …}}: rows of the epoch are whole numbers from 0 on, below 2**40, such as {{0: …}}"
+        )
+    return operator.index(row)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _fraction(weight: Any, number: int, *, zero: bool) -> Fraction:
     try:
         if isinstance(weight, float | np.floating):
             exact = Fraction(str(float(weight)))  # raises for NaN and infinity
         elif isinstance(weight, np.integer):
             exact = Fraction(operator.index(weight))
         else:
-            exact = Fraction(0 if isinstance(weight, str) else weight)
+            exact = Fraction(-1 if isinstance(weight, str) else weight)
     except (TypeError, ValueError, OverflowError):
-        exact = Fraction(0)
-    if exact <= 0:
-        raise ConfigError(f"weight {weight!r} of source {number}: weights must be positive, finite numbers")
+        exact = Fraction(-1)
+    if exact < 0 or not (exact or zero):
+        positive = "zero or positive" if zero else "positive"
+        raise ConfigError(f"weight {weight!r} of source {number}: weights must be {positive}, finite numbers")
     return exact

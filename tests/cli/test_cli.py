@@ -131,6 +131,10 @@ def test_plan_takes_the_sources_of_a_mixture(at_bucket: Run, dataset_of: Callabl
     assert done.returncode == 0, done.stderr
     assert "600 rows in 3 row groups" in done.stdout
     assert "300 rows, by the weights" in done.stdout
+    ramp = at_bucket("plan", *urls, "--schedule", '{"0": [1, 1], "50": [4, 1]}', "--ramp")
+    assert "rows, by the weights, which ramp to row 50" in " ".join(ramp.stdout.split())
+    for schedule in ("[1, 1]", '{"x": [1, 1]}', "{0"):
+        assert "must be JSON: rows" in at_bucket("plan", *urls, "--schedule", schedule).stderr
     twice = at_bucket("plan", urls[0], urls[0])
     assert twice.returncode == 2
     assert "name it once, with the sum of its weights" in twice.stderr

@@ -698,10 +698,70 @@ def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
         mix(dict.fromkeys(NAMES, "s3://no-such-bucket/x"), weights)  # No source is opened.
 
 
+def test_a_schedule_changes_weights_within_an_epoch_and_after_a_resume_on_other_ranks(sources: Sources) -> None:
+    schedule = {100: {"c": 1, "b": 1, "a": 0}}
+
+    def mixture_of(**options: Any) -> Mixture:
+        return mix(sources(["half"]), WEIGHTS, num_rows=240, **options)
+
+    scheduled = mixture_of(schedule=schedule, ramp=True)
+    assert "a: 200 rows, weight 5 to 0, b: 61 rows, weight 3 to 1" in repr(scheduled)
+    assert "; weights ramp to row 100; " in repr(scheduled)
+    alone = make_loader(scheduled, 12, row_ids=True, world=World(0, 1))
+    whole = [batch["row_id"].tolist() for batch in alone]
+    named = [row for batch in whole for row in batch]
+    assert sum(row < ROWS["a"] for row in named) == 25  # half of 100 rows with half of the share
+    assert max(place for place, row in enumerate(named) if row < ROWS["a"]) < 100
+
+    state, found = None, []
+    for ranks, steps in ((4, 5), (3, 2), (1, 100)):
+        mixtures = [mixture_of(schedule=schedule, ramp=True) for _ in range(ranks)]
+        loaders = [
+            make_loader(each, 12 // ranks, row_ids=True, world=World(rank, ranks, rank, ranks))
+            for rank, each in enumerate(mixtures)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+        steps_of = [[batch["row_id"].tolist() for batch in islice(loader, steps)] for loader in loaders]
+        found += [sorted(row for batch in step for row in batch) for step in zip(*steps_of, strict=True)]
+        state = loaders[0].state_dict()
+    assert found == [sorted(batch) for batch in whole]
+
+
+def test_a_schedule_is_part_of_the_weights_that_a_resume_keeps(
+    sources: Sources, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixture = mix(sources(["half"]), schedule={0: [5, 3, 2], 50: [1, 1, 1]}, num_rows=200)
+    loader = make_loader(mixture, 10, world=World(0, 1), row_ids=True)
+    batches = [batch["row_id"].tolist() for batch in islice(loader, 3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    batches = [batch["row_id"].tolist() for batch in make_resumed(mixture, state)]
+    other = mix(sources(["half"]), schedule={0: [5, 3, 2], 60: [1, 1, 1]}, num_rows=200)
+    assert [batch["row_id"].tolist() for batch in make_resumed(other, state)] == batches
+    assert other.weights == mixture.weights
+    assert "which the loader keeps instead of weights=" in caplog.text
+    mixture.set_weights([1, 1, 1])
+    assert mixture.weights == (1, 1, 1)
+    mixture.set_weights(schedule={7: [1, 1, 2]})  # by rows before
+    assert mixture.weights == ((0, 7), ((200, 61, 23), (1, 1, 2)), False)
+    with pytest.raises(ConfigError, match="4 weights for 3 sources"):
+        mixture.set_weights(schedule={0: [1] * 4, 9: [2, 1, 1, 1]})
+
+
+def make_resumed(mixture: Mixture, state: Any) -> Any:
+    loader = make_loader(mixture, 10, world=World(0, 1), row_ids=True)
+    loader.load_state_dict(state)
+    return loader
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"stop": "never"}, "stop='never'"),
+        ({"schedule": {5: {"a": 1, "b": 1}}}, "differ in 'c'"),
+        ({"schedule": {0: [1, 1], 5: [1, 2]}}, "2 weights for 3 sources"),
+        ({"ramp": True}, "ramp=True needs schedule="),
         ({"batching": "random"}, "batching='random'"),
         ({"num_rows": 0}, "num_rows=0"),
         ({"num_rows": 2.5}, "num_rows=2.5: must be a whole number"),

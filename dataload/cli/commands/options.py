@@ -49,6 +49,11 @@ Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the URLs, comma-separated in their order; default: by rows."),
 ]
+WeightSchedule = Annotated[
+    str | None,
+    typer.Option("--schedule", help='Weights from rows of the epoch on, as JSON: {"0": [3, 1], "100000": [1, 1]}.'),
+]
+Ramp = Annotated[bool, typer.Option("--ramp", help="Weights change linearly between the rows of --schedule.")]
 PartitioningName = Annotated[
     str, typer.Option("--partitioning", help="The loader's: hive, where folders named key=value are columns, or none.")
 ]

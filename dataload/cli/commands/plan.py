@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, replace
 from fractions import Fraction
@@ -21,10 +22,12 @@ from dataload.cli.commands.options import (
     Json,
     NullMasks,
     PartitioningName,
+    Ramp,
     Seed,
     ShuffleName,
     StorageOptions,
     Weights,
+    WeightSchedule,
     Window,
     open_row_groups,
     shuffle_of,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from dataload.planning.simulate import Fetched
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.mixture.order import MixtureOrder
+    from dataload.samplers.mixture.weights import Weights as WeightsOfSources
     from dataload.samplers.order import Order
 
 TOO_SMALL = "none: this cache is too small"
@@ -55,6 +59,8 @@ def _number(value: float | None) -> float | None:
 def plan(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="The dataset. Several are read as a mixture.")],
     weights: Weights = None,
+    schedule: WeightSchedule = None,
+    ramp: Ramp = False,
     shuffle: ShuffleName = "block",
     window: Window = None,
     batch_size: BatchSize = 256,
@@ -90,7 +96,7 @@ def plan(
         raise ConfigError(
             f"--num-streams={num_streams}: nodes with equal parts of --world-size={world_size} ranks are impossible"
         )
-    shares = _shares(urls, weights)
+    shares = _shares(urls, weights, schedule, ramp=ramp)
     rate = parse_bytes("bandwidth", bandwidth)
     unlimited = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
@@ -108,25 +114,29 @@ def plan(
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
-def _shares(urls: list[str], weights: str | None) -> list[Fraction] | None:
-    """Return the weights of --weights. Raise ConfigError unless they are a positive number for each URL."""
-    from dataload.samplers.mixture.weights import integer_weights
+def _shares(urls: list[str], weights: str | None, schedule: str | None, *, ramp: bool) -> WeightsOfSources | None:
+    """Return the weights of --weights and --schedule. Raise ConfigError unless they have one for each URL."""
+    from dataload.samplers.mixture.weights import knots, weights_of
 
-    if weights is None:
+    if weights is None and schedule is None and not ramp:
         return None
-    texts = weights.split(",")
-    if len(texts) != len(urls):
-        raise ConfigError(f"--weights={weights}: {len(texts)} weights for {len(urls)} URLs: give one for each")
     try:
-        shares = [Fraction(text) for text in texts]
+        given = None if weights is None else [Fraction(text) for text in weights.split(",")]
     except (ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"--weights={weights} must be numbers, separated by commas") from error
-    integer_weights(shares)
-    return shares
+    try:
+        rows = None if schedule is None else {int(row): each for row, each in json.loads(schedule).items()}
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"--schedule={schedule} must be JSON: rows and lists of weights") from error
+    found = weights_of(given, rows, ramp=ramp)
+    if (count := len(knots(found).weights[0])) != len(urls):
+        option = f"--schedule={schedule}" if weights is None else f"--weights={weights}"
+        raise ConfigError(f"{option}: {count} weights for {len(urls)} URLs: give one for each")
+    return found
 
 
 def _order(
-    urls: list[str], sources: list[RowGroupCache], shares: list[Fraction] | None, **options: Any
+    urls: list[str], sources: list[RowGroupCache], shares: WeightsOfSources | None, **options: Any
 ) -> Order | MixtureOrder:
     """Return the order of a dataset, or of a mixture of several."""
     from dataload.catalog.same_columns import check_same_columns
@@ -149,7 +159,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
         ("dataset", f"{counted(plan.objects, 'object')}, {decimal(plan.bytes)}; {rows}"),
-        *([] if plan.epoch_rows == plan.rows else [("epoch", f"{plan.epoch_rows:,} rows, by the weights")]),
+        *_epoch(plan),
         ("decoded", f"{about}{decimal(plan.decoded_bytes)}"),
         (
             "cache",
@@ -168,6 +178,13 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("shuffle", _shuffle(plan)),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
     ]
+
+
+def _epoch(plan: Plan) -> list[tuple[str, str]]:
+    if plan.weights is None and plan.epoch_rows == plan.rows:
+        return []
+    changes = "" if plan.weights is None else f", which {plan.weights}"
+    return [("epoch", f"{plan.epoch_rows:,} rows, by the weights{changes}")]
 
 
 def _window(plan: Plan, decoded: str) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from dataload.samplers.mixture import order as mixture_order
 from dataload.samplers.mixture import sequence
 from dataload.samplers.mixture.borders import BLOCK
 from dataload.samplers.mixture.order import MixtureOrder
+from dataload.samplers.mixture.quotas import Quotas
 from dataload.samplers.mixture.schedule import schedule
 from dataload.samplers.mixture.source import MixtureSource, SourceRows, source_epoch
 from dataload.samplers.order import Order
@@ -419,7 +420,7 @@ def test_consecutive_rows_are_those_of_any_indices(lengths, streams):
 def test_the_first_batch_does_not_wait_for_a_whole_block(monkeypatch):
     made = []
     monkeypatch.setattr(sequence, "schedule", lambda *given: made.append(given[2]) or schedule(*given))
-    units = sequence.UnitSequence([3, 2], 0, 4 * BLOCK)
+    units = sequence.UnitSequence(Quotas((3, 2)), 0, 4 * BLOCK)
     [(_, first, _), (_, second, _)] = units.parts(0, 0, 256)
     assert sorted([*first, *second]) == [*range(256)]
     assert made == [sequence.BEGINNING]
@@ -432,7 +433,7 @@ def test_a_long_epoch_keeps_the_schedules_that_fit(monkeypatch):
     made = []
     monkeypatch.setattr(sequence, "SCHEDULES", 2)
     monkeypatch.setattr(sequence, "schedule", lambda *given: made.append(given[1]) or schedule(*given))
-    units = sequence.UnitSequence([3, 2], 0, 4 * BLOCK)
+    units = sequence.UnitSequence(Quotas((3, 2)), 0, 4 * BLOCK)
     for epoch in (0, 1):
         for start in range(0, 4 * BLOCK, BLOCK):
             assert sum(len(places) for _, places, _ in units.parts(epoch, start, start + BLOCK)) == BLOCK

@@ -16,7 +16,8 @@ from seeds import seeds
 
 from dataload.samplers.keys import derive_key, mix
 from dataload.samplers.mixture import borders as borders_module
-from dataload.samplers.mixture.borders import BLOCK, END, Borders
+from dataload.samplers.mixture.borders import BLOCK, Borders
+from dataload.samplers.mixture.quotas import END, Quotas
 from dataload.samplers.mixture.schedule import PART, SHIFTS, STRIDES, schedule, shuffled
 
 RARE = [1, *[2**20 + number for number in range(7)]]
@@ -52,7 +53,7 @@ def random_weights(chance):
 def test_every_prefix_has_its_quotas(seed):
     chance = random.Random(seed)
     weights = random_weights(chance)
-    borders = Borders(weights)
+    borders = Borders(Quotas(tuple(weights)))
     number = chance.choice([0, 1, 2**12 - 1, chance.randrange(2**31), END // BLOCK - 2])
     counts, ends = borders.counts(number * BLOCK), borders.counts((number + 1) * BLOCK)
     units = schedule(borders, number * BLOCK)
@@ -73,7 +74,7 @@ def test_bisection_down_to_single_positions(weights, number):
     """A smaller block is bisected down to positions, without the walk: each step must be one unit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(borders_module, "BLOCK", 128)
-        borders = Borders(weights)
+        borders = Borders(Quotas(tuple(weights)))
         states = borders.inside(128 * number, 1, 128)
     total, positions = sum(weights), range(128 * number, 128 * number + 129)
     whole = np.array([[position * weight // total for position in positions] for weight in weights])
@@ -156,7 +157,7 @@ class Reference:
 @pytest.mark.parametrize(("weights", "number"), [([7, 2, 1], 0), ([1, 1, 50, 13, 13, 20, 2**20], 5)])
 def test_blocks_are_those_of_the_reference(weights, number):
     walked, exchanged = Reference(weights).block(number, key=7)
-    units = schedule(Borders(weights), number * BLOCK)
+    units = schedule(Borders(Quotas(tuple(weights))), number * BLOCK)
     assert units.units[0].T.ravel().tolist() == walked
     assert shuffled(units, 7).tolist() == exchanged
 
@@ -164,7 +165,7 @@ def test_blocks_are_those_of_the_reference(weights, number):
 @pytest.mark.parametrize("seed", seeds(5, 20))
 def test_the_beginning_of_a_block_does_not_depend_on_its_rest(seed):
     chance = random.Random(seed)
-    borders, start = Borders(random_weights(chance)), chance.choice([0, 7, 2**31]) * BLOCK
+    borders, start = Borders(Quotas(tuple(random_weights(chance)))), chance.choice([0, 7, 2**31]) * BLOCK
     size = chance.choice([1, 127, 128, 4096, BLOCK - 200])
     beginning = schedule(borders, start, size)
     assert beginning.units.shape[2] <= size // PART + 3
@@ -179,15 +180,15 @@ def test_a_border_far_away_costs_the_same(monkeypatch):
     monkeypatch.setattr(borders_module, "bisect", lambda *given: calls.append(None) or bisect(*given))
     for position in (BLOCK, END // 3 // BLOCK * BLOCK, END - BLOCK):
         calls.clear()
-        Borders([5, 3, 2**30]).counts(position)
+        Borders(Quotas((5, 3, 2**30))).counts(position)
         assert len(calls) <= 32
 
 
 def test_the_sequence_is_golden():
-    first = shuffled(schedule(Borders([5, 3, 1, 1]), 0), 1)
+    first = shuffled(schedule(Borders(Quotas((5, 3, 1, 1))), 0), 1)
     assert "".join(map(str, first[:40])) == "1001021003010120030110010210031001020103"
     assert derive_key("golden", first.astype("<i4").tobytes()) == 0x9D15B7543A51B3B9
-    far = shuffled(schedule(Borders([10**9, 3 * 10**8 + 1, 77, 10**8]), 10**6 * BLOCK), 2)
+    far = shuffled(schedule(Borders(Quotas((10**9, 3 * 10**8 + 1, 77, 10**8))), 10**6 * BLOCK), 2)
     assert derive_key("golden", far.astype("<i4").tobytes()) == 0x4B2CDD6867806159
-    many = shuffled(schedule(Borders(range(1, 51)), 3 * BLOCK), 3)
+    many = shuffled(schedule(Borders(Quotas(tuple(range(1, 51)))), 3 * BLOCK), 3)
     assert derive_key("golden", many.astype("<i4").tobytes()) == 0xE7A4D3E69FAF7899
