@@ -50,6 +50,7 @@ from dataload.samplers.window_size import default_window
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
     from dataload.mapping.running import Function
+    from dataload.rows.sequences import Packing
 
 
 class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
@@ -228,6 +229,8 @@ class Dataset(MapStyle):
         >>> folder.cleanup()
     """
 
+    packing: Packing | None = None
+
     def __init__(
         self,
         manifest: Manifest,
@@ -251,7 +254,18 @@ class Dataset(MapStyle):
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
         selected = None if self.stored_selection is None else partial(SelectedRows, self.stored_selection)
-        self.rowstore = RowStore(RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
+        self.rowstore = self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
+
+    def store_of(self, datasets: Sequence[Dataset], row_groups: RowGroups, *how: Any, **by_use: bool) -> RowStore:  # noqa: ARG002 (those of sequences)
+        """Return the rows of several datasets like this one.
+
+        Args:
+            datasets: The datasets.
+            row_groups: Their row groups.
+            *how: Other arguments of `RowStore`.
+            **by_use: As for `RowStore`.
+        """
+        return RowStore(row_groups, *how, **by_use)
 
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
@@ -527,6 +541,51 @@ class Dataset(MapStyle):
             first. `locate` tells the row group that a row was made of.
         """
         return _FlatDataset(self, self._stage_of(function, columns, version, processes, is_flat=True))
+
+    @with_plain_arguments
+    def pack(
+        self,
+        length: int,
+        column: str = "tokens",
+        *,
+        also: Sequence[str] = (),
+        split: bool = True,
+        pad: Any = 0,
+        cu_seqlens: bool = False,
+    ) -> Dataset:
+        """Return the dataset of sequences of `length` values, in which the documents stand one after the other.
+
+        Loaders count sequences as rows: `batch_size`, the state, the shares of ranks and the weights of mixtures. In
+        each epoch the documents of a row group stand in another order, so each meets other neighbours. No value is
+        stored a second time: a batch copies its values from the decoded documents.
+
+        A batch has the column and each of `also`, `segment_ids`, which number the documents of a sequence 1, 2, … and
+        are 0 in the padding, and `position_ids`, which count the values of each segment from 0: int32 Tensor[B, length].
+        The part of a document that was cut off is a segment of the next sequence.
+
+        Args:
+            length: Values of a sequence.
+            column: The column of the documents' values, lists of numbers.
+            also: Columns with as many values in each row, such as labels or a mask of the loss.
+            split: True: documents are cut at the end of a sequence, and only the last sequence of a row group is
+                padded. Each value comes once in an epoch. False: documents of up to `length` values stay whole, and the
+                rest of each sequence is padded. Longer ones are cut into sequences, and their rest stays whole.
+            pad: What fills the column, and 0 fills each of `also`; or what fills each column, by name.
+            cu_seqlens: Add what attention of variable length takes: `cu_seqlens`, the bounds of the segments of the
+                batch, int32 Tensor[segments + 1], and `max_seqlen`, the longest segment. Padding is a segment.
+
+        Raises:
+            ConfigError: An argument cannot work.
+
+        Notes:
+            The footers of Parquet files tell how many sequences there are. If they cannot, because of `map`, `filter`,
+            `select` or `split=False`, the first look at `len`, rows or row groups reads the lengths of all documents,
+            once for each host, or once for a cluster. The rows go into the cache on the way.
+        """
+        from dataload.packed import PackedDataset, packing_of
+
+        packing = packing_of(self, length, column, also, split=split, pad=pad, cu_seqlens=cu_seqlens)
+        return PackedDataset(self, packing)
 
     def _stage_of(self, function: Function, *arguments: Any, is_flat: bool = False) -> Stage:
         """Return a map of these rows. arguments: the others of `map`."""

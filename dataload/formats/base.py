@@ -109,6 +109,12 @@ class Footer(Protocol):
         The count of a column of lists has the empty lists too.
         """
 
+    def num_values(self, number: int, column: str) -> int | None:
+        """Return at least how many values the lists of a column have in a row group, by the file's metadata.
+
+        Nulls and empty lists may count as one. None: unknown.
+        """
+
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         """Return whether `open_row_group` leaves waiting for the origin to the reader's `wait`."""
 

@@ -174,6 +174,10 @@ class ParquetFooter:
                 return None
         return total
 
+    def num_values(self, number: int, column: str) -> int | None:
+        chunks = self._chunks(number, [column])
+        return chunks[0].num_values if len(chunks) == 1 else None
+
     @contextmanager
     def open_row_group(
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int

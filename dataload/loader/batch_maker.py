@@ -30,7 +30,8 @@ from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.rows.row_errors import is_of_a_row
-from dataload.rows.row_store import Loads
+from dataload.rows.sequences import Sequences
+from dataload.rows.row_store import EPOCH_0, Draw, Loads
 from dataload.runtime.redact import redacted
 from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline, doing
@@ -70,14 +71,14 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._dataset = dataset
         self._shape = shape
         layout = dataset.rowstore.layout
-        names = {*(column.name for column in layout.fields), *(shape["group"] or ())}
+        names = {*dataset.rowstore.names, *(shape["group"] or ())}
         for name in names & shape["computed"].keys():
             argument = "row_ids=True" if name not in dataset.computed else f"name_column={name!r}"
             raise ConfigError(
                 f"{argument} adds the column {name!r}, which the batches have already: leave that one out with "
                 "columns=, or rename it"
             )
-        columns = self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
+        columns = self._numbered(dataset.rowstore.none(), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
         # Columns of ragged values are made for a whole request, because they take a search in each blob.
         self.made_together = MAX_BATCHES_PER_GATHER if layout.ragged else max(1, MOST_COLUMNS // max(1, len(columns)))
         self._collate = with_pairs(collate_fn)
@@ -152,7 +153,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
         sizes, cursor, loads = request.sizes, request.cursor, Loads()
-        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, loads), request.rows)
+        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, loads, request.draw), request.rows)
         sources = ((self._dataset.source_of(group), seconds) for group, seconds in loads.waits.items())
         loading = summed({name: seconds} for name, seconds in sources if name is not None)
         row_groups: dict[int, Mapping[str, float] | None] = {
@@ -183,7 +184,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
         place = request.stream, answer.cursor
         make = partial(self._batch, place=place, around=partial(around, *place), empty=empty)
-        batch, skipped = self._skipping_bad_rows(rows, answer.batch, make, name, stop)
+        batch, skipped = self._skipping_bad_rows(rows, answer.batch, make, name, stop, request.draw)
         return replace(answer, batch=batch, skipped=skipped)
 
     def collate(self, rows: NumberedRows) -> tuple[Any, Mapping[str, int], tuple[int, ...]]:
@@ -203,7 +204,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         batch, skipped = self._skipping_bad_rows(rows.shaped(**self._shape), None, self._batch, "this batch")
         return batch, by_source, skipped
 
-    def _numbered(self, records: Records, numbers: Array) -> NumberedRows:
+    def _numbered(self, records: Records | Sequences, numbers: Array) -> NumberedRows:
         return NumberedRows(records, numbers, self._dataset.locate, **self._shape)
 
     def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch | None]:
@@ -227,6 +228,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         make: Callable[[NumberedRows, Batch | None], Any],
         name: str,
         stop: Future[None] | None = None,
+        draw: Draw = EPOCH_0,
     ) -> tuple[Any, tuple[int, ...]]:
         """Return make(rows, columns), and the numbers of rows that raised and were replaced.
 
@@ -236,13 +238,14 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             make: Makes a batch.
             name: Names the batch in errors.
             stop: As in `RowStore.gather`.
+            draw: As in `RowStore.gather`.
 
         Raises:
             Exception: `make` raised it. A note names the rows.
         """
 
         def gathered(numbers: Array) -> NumberedRows:
-            return self._numbered(self._dataset.rowstore.gather(numbers, stop), numbers)
+            return self._numbered(self._dataset.rowstore.gather(numbers, stop, draw=draw), numbers)
 
         def works(numbers: Array) -> bool:
             some = gathered(numbers)

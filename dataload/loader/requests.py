@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataload.rows.columns import Array
+from dataload.rows.row_store import EPOCH_0, Draw
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.wait_timeline import Timeline
 
@@ -24,6 +25,7 @@ class Request:
         step: Rows per global batch.
         stream: (seed, epoch, rank), the key of the transforms' random numbers. Together with its cursor it determines
             the random numbers of a batch, in any process.
+        draw: The order of the epoch, which decides the documents of packed sequences.
     """
 
     rows: Array
@@ -31,6 +33,7 @@ class Request:
     cursor: int
     step: int
     stream: tuple[int, ...]
+    draw: Draw = EPOCH_0
 
     @property
     def end(self) -> int:
@@ -110,10 +113,11 @@ class Requests(Iterable[Request]):
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
         step, stream = sampler.global_batch_size, (sampler.seed, epoch, sampler.rank)
+        draw = (sampler.seed, epoch) if sampler.shuffle else None
         for run in self._runs(epoch, cursor):
             for first in range(0, len(run), at_once):
                 batches = run[first : first + at_once]
-                request = Request(batches.ravel(), batches.shape[1], cursor, step, stream)
+                request = Request(batches.ravel(), batches.shape[1], cursor, step, stream, draw)
                 on_request(request.end)
                 yield request
                 cursor = request.end

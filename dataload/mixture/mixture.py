@@ -241,9 +241,11 @@ class Mixture(MapStyle):
         caches = [each.cached_row_groups(self.schema.names) for each in self._datasets]
         selected, selections = None, [each.stored_selection for each in self._datasets]
         if any(selection is not None for selection in selections):
+            first_rows = np.cumsum([0, *(each.manifest.num_rows for each in self._datasets)])  # documents, if packed
             first_stored = np.cumsum([0, *(int(cache.plan.row_starts[-1]) for cache in caches)])
-            selected = partial(MixedSelectedRows, selections, self._first_rows, first_stored)
-        return RowStore(RowGroups(caches), 2 * sum(each.window for each in self._datasets), selected, by_use=True)
+            selected = partial(MixedSelectedRows, selections, first_rows, first_stored)
+        capacity = 2 * sum(each.window for each in self._datasets)
+        return self._datasets[0].store_of(self._datasets, RowGroups(caches), capacity, selected, by_use=True)
 
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""
@@ -254,6 +256,9 @@ class Mixture(MapStyle):
         if name_column in first.keys() | masks:
             kind = "a column of the sources" if name_column in first else "the name of a mask of nulls"
             raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
+        for name, dataset in zip(self.names, self._datasets, strict=True):
+            if dataset.packing != self._datasets[0].packing:
+                raise ConfigError(f"sources {self.names[0]!r} and {name!r} are packed differently: pack all alike")
         layouts = [dataset.rowstore.layout for dataset in self._datasets]
         check_same_columns(self.names, layouts, [dataset.schema for dataset in self._datasets])
 

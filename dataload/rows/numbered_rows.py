@@ -14,6 +14,7 @@ from dataload.errors import ConfigError, DataError, RowError
 from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, with_lists, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
+from dataload.rows.sequences import OF_BATCHES, Sequences
 from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.fatal_frames import reading
@@ -52,7 +53,7 @@ class NumberedRows(list[dict[str, Any]]):
         return list(rows) if numbers is None else super().__new__(cls)
 
     def __init__(
-        self, records: Records, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
+        self, records: Records | Sequences, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
     ) -> None:
         super().__init__([None] * len(numbers))  # type: ignore[list-item]
         self._records = records
@@ -64,7 +65,7 @@ class NumberedRows(list[dict[str, Any]]):
 
     def single(self) -> dict[str, Any]:
         """Return the row of a batch of one, with the values of the batch."""
-        return {name: next(iter(row_values(column))) for name, column in self.columns.items()}
+        return {name: next(iter(row_values(column))) for name, column in self._columns_of_rows.items()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -74,7 +75,7 @@ class NumberedRows(list[dict[str, Any]]):
 
     def _fill(self) -> None:
         if not self._is_filled:
-            columns = self.columns
+            columns = self._columns_of_rows
             self._is_filled = True
             values = (
                 row_values(column) if isinstance(column, torch.Tensor) else with_lists(row_values(column))
@@ -86,6 +87,13 @@ class NumberedRows(list[dict[str, Any]]):
     def columns(self) -> Batch:
         """The whole batch, as `batch` returns it."""
         return self.batch()
+
+    @property
+    def _columns_of_rows(self) -> Batch:
+        """The columns with a value for each row."""
+        if isinstance(self._records, Records):
+            return self.columns
+        return {name: column for name, column in self.columns.items() if name not in OF_BATCHES}
 
     def batch(self, empty: Empty | None = None) -> Batch:
         """Return the rows as a batch, in memory that `empty` allocates. See `to_batch`.
@@ -117,14 +125,16 @@ class NumberedRows(list[dict[str, Any]]):
 
         The other Python objects of a batch are made when it is taken.
         """
-        batch = reading(self._records.place, columns_of, self._records, **self._shape, empty=empty)
+        make = columns_of if isinstance(self._records, Records) else Sequences.columns
+        batch = reading(self._records.place, make, self._records, **self._shape, empty=empty)
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self.numbers),), torch.int64
             column = torch.empty(size, dtype=dtype, device="cpu") if empty is None else empty(size, dtype)
             column.numpy()[...] = values(self.numbers)
             batch[name] = column
-        return cut(batch, sizes, empty)
+        parts = cut(batch, sizes, empty)
+        return parts if isinstance(self._records, Records) else self._records.with_bounds(parts, sizes, empty)
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
         """Return the same rows with other computed columns and other arguments of `to_batch`."""

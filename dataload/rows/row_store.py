@@ -26,6 +26,10 @@ from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Largest
 from dataload.samplers.interval_index import IntervalIndex
 
+Draw = tuple[int, int] | None
+"""(seed, epoch) of a shuffle; None: file order."""
+EPOCH_0: Draw = (0, 0)
+
 MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
 PREFETCHED_PART = 16  # of the maps, for the blobs of prefetched row groups, and the same for transient ones
 
@@ -149,18 +153,29 @@ class RowStore(ForkAware):
         """Estimate of the mean bytes of a row in batches, at least 1."""
         return self.row_groups.row_bytes
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of batches."""
+        return tuple(field.name for field in self.layout.fields)
+
+    def none(self) -> Any:
+        """Return an empty batch, as `gather` does."""
+        return Records.none(self.layout)
+
     def gather(
         self,
         rows: Array,
         stop: Future[None] | None = None,
         loads: Loads | None = None,
-    ) -> Records:
+        draw: Draw = EPOCH_0,  # noqa: ARG002 (of sequences)
+    ) -> Any:
         """Return rows by their numbers, in the order given.
 
         Args:
             rows: Row numbers of the dataset in file order, int64 [n].
             stop: Done when the rows are no longer needed. The gather then stops waiting for row groups.
             loads: Filled with the row groups that this gather needed. None charges loads to no account of the ledger.
+            draw: The order of the epoch. Sequences of packed documents have other documents in each.
 
         Raises:
             OriginError: The origin does not answer, or a file does not exist.

@@ -113,6 +113,9 @@ class ArrowFooter:
         is_damaged = len(nulls) < count or min(nulls, default=0) < 0
         return [None if is_damaged else of(column) for column in columns]
 
+    def num_values(self, number: int, column: str) -> int | None:  # noqa: ARG002 (as for Parquet)
+        return None
+
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         dictionaries = sum(message.stop - message.start for message in self._dictionaries[number])
         return blocks.origin.is_local and self.stored_bytes(number) + dictionaries <= TINY_BYTES

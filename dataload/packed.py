@@ -1,0 +1,306 @@
+"""`Dataset.pack`: sequences of packed documents as a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from rich.filesize import decimal
+
+from dataload.arguments import did_you_mean, whole_number
+from dataload.catalog.description import cache_text, columns_text, source_text
+from dataload.catalog.list_values import values_of
+from dataload.catalog.locations import Location
+from dataload.catalog.selected_rows import SelectedRows
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError, DataError
+from dataload.formats.schema import Field, fields_of
+from dataload.mapping.counting import LengthMaker, counted_once, each_counted
+from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.row_groups import RowGroups
+from dataload.rows.row_store import Draw, RowStore
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.sequence_store import SequenceStore
+from dataload.rows.sequences import POSITIONS, SEGMENTS, Packing, sequences_of
+from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
+from dataload.runtime.cached_property import cached_property
+from dataload.runtime.text import counted, few
+from dataload.samplers.interval_index import IntervalIndex
+from dataload.samplers.window_size import default_window
+
+VERSION = 1
+_OF_DOCUMENTS = frozenset(("manifest", "blocks", "fill_null", "null_masks", "errors", "stages", "_columns"))
+
+
+class Piece(NamedTuple):
+    """The part of a document that a sequence has.
+
+    Attributes:
+        document: Where the document is.
+        start: Values of the document before the piece.
+        stop: Values of the document up to its end.
+    """
+
+    document: Location
+    start: int
+    stop: int
+
+
+class SequenceLocation(Location):
+    """The place of a sequence: `row` is its number among the sequences of the row group. See `documents`."""
+
+    _dataset: PackedDataset
+    _number: int
+
+    @property
+    def text(self) -> str:
+        """The location in words, without credentials."""
+        return f"{super().text.rpartition(' row ')[0]}, sequence {self.row} of those packed of it"
+
+    def documents(self, epoch: int | None, seed: int = 0) -> list[Piece]:
+        """Return the pieces of documents that the sequence has in an epoch, in order.
+
+        Args:
+            epoch: Number of the epoch; None: without a shuffle.
+            seed: That of the loader.
+
+        Raises:
+            OriginError: The origin failed.
+            DataError: The row group cannot be decoded.
+        """
+        return self._dataset.pieces(self._number, None if epoch is None else (seed, epoch))
+
+
+class PackedDataset(Dataset):
+    """Sequences of the documents of a dataset. `Dataset.pack` returns one.
+
+    Rows are sequences: `len`, `block_lengths`, the order, splits over ranks and the state count them.
+
+    Args:
+        documents: The dataset of the documents.
+        packing: How they are packed.
+
+    Attributes:
+        packing: As above.
+    """
+
+    packing: Packing
+
+    def __init__(self, documents: Dataset, packing: Packing) -> None:
+        self._documents, self.packing = documents, packing
+        fields = [documents.schema.field(name) for name in packing.columns]
+        ids = [pa.field(name, pa.int32()) for name in (SEGMENTS, POSITIONS)]
+        values = [pa.field(field.name, field.type.value_type) for field in fields]
+        self.schema = pa.schema([pa.field(each.name, pa.list_(each.type, packing.length)) for each in values + ids])
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_DOCUMENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self._documents, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known = {"_counts": self._counts} if "_counts" in vars(self) else {}
+        return PackedDataset, (self._documents, self.packing), known
+
+    @cached_property
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """The sequences of each row group, and the values in them, int64 [2, row groups].
+
+        By the footers, null and empty documents may count as a value.
+        """
+        manifest, packing = self.manifest, self.packing
+        if (values := self._by_footers) is not None:
+            return np.stack((-(-values // packing.length), values))
+        cache = self.cached_row_groups()
+
+        def count() -> bytes:
+            found = np.zeros((2, len(manifest.row_groups)), "<i8")
+            filled = np.flatnonzero(manifest.block_lengths).tolist()
+            what = f"the values of {packing.column!r}"
+            for number, lengths in each_counted(LengthMaker(cache, packing.column), filled, what):
+                selection = self.stored_selection
+                own = lengths if selection is None else lengths[selection.mask(number)]
+                found[:, number] = sequences_of(own, packing), own.sum()
+            return found.tobytes()
+
+        return counted_once(cache, f"sequences {VERSION} {packing.key} {cache.plan.digest}", manifest, count, kinds=2)
+
+    @cached_property
+    def _by_footers(self) -> npt.NDArray[np.int64] | None:
+        """The values of each row group, as far as the footers tell, int64 [row groups]; None: they do not."""
+        is_whole = not self.stages and self.manifest.selection is None
+        return values_of(self.manifest, self.blocks, self.packing.column) if self.packing.split and is_whole else None
+
+    @cached_property
+    def block_lengths(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+        """Sequences of each row group, int64 [row groups]."""
+        sequences: npt.NDArray[np.int64] = self._counts[0]
+        if not sequences.any():
+            raise ConfigError(f"column {self.packing.column!r} has no value in any document: there is nothing to pack")
+        return sequences
+
+    @property
+    def num_rows(self) -> int:  # type: ignore[override]
+        """Number of sequences."""
+        return int(self.block_lengths.sum())
+
+    @cached_property
+    def window(self) -> int:  # type: ignore[override]
+        """Default number of row groups that a loader shuffles together."""
+        return default_window(self.block_lengths, [group.bytes for group in self.manifest.row_groups])
+
+    @cached_property
+    def rowstore(self) -> RowStore:  # type: ignore[override]
+        """The sequences."""
+        selection = self.stored_selection
+        selected = None if selection is None else partial(SelectedRows, selection)
+        return self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
+
+    def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:  # noqa: ARG002
+        """Return the row groups of the documents in the cache, with the columns that are packed."""
+        return self._documents.cached_row_groups(self.packing.columns)
+
+    def store_of(self, datasets: Sequence[Any], row_groups: RowGroups, *how: Any, **by_use: bool) -> RowStore:
+        """Return the sequences of several datasets that are packed as this one. See `Dataset.store_of`."""
+        documents = np.concatenate([each.manifest.block_lengths for each in datasets])
+        sequences = np.concatenate([each.block_lengths for each in datasets])
+        locate = _Documents([each._documents for each in datasets])  # noqa: SLF001 (of this class)
+        return SequenceStore(row_groups, *how, self.packing, documents, sequences, locate, **by_use)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the documents, as `Dataset.fingerprint` covers them, and of how they are packed."""
+        return _digest("packed", self._documents.fingerprint, self.packing.key, *map(repr, self.packing.pads))
+
+    @cached_property
+    def order_key(self) -> str:
+        """Hex digest that decides the order of the sequences; see `order_key_of`."""
+        return _digest("order", self._documents.order_key, self.packing.key)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a whole column of epoch 0; see `__getitem__`."""
+        if name not in self.schema.names:
+            hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
+            raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
+        count = max(1, BYTES_AT_ONCE // self.rowstore.row_bytes)
+        parts = (np.arange(first, min(first + count, len(self))) for first in range(0, len(self), count))
+        batches = (NumberedRows(self.rowstore.gather(part), part, self.locate) for part in parts)
+        return whole_column((batch.batch()[name] for batch in batches), len(self))
+
+    def pieces(self, number: int, draw: Draw) -> list[Piece]:
+        """Return the pieces of documents in a sequence, in the order that `draw` draws."""
+        found = self.rowstore.gather(np.array([number]), draw=draw)
+        places = self._documents.locate(found.numbers)
+        starts, stops = found.starts.tolist(), (found.starts + found.lengths).tolist()
+        return [Piece(*each) for each in zip(places, starts, stops, strict=True)]
+
+    def _located(self, rows: npt.NDArray[np.int64]) -> list[Location]:
+        starts = np.concatenate(([0], np.cumsum(self.block_lengths)))
+        groups = np.searchsorted(starts, rows, "right") - 1
+        found = []
+        for number, group, within in zip(rows.tolist(), groups.tolist(), (rows - starts[groups]).tolist(), strict=True):
+            of = self.manifest.row_groups[group]
+            place = SequenceLocation(self.blocks.origin.url_of(of.file.path), of.number, within)
+            place._dataset, place._number = self, number
+            found.append(place)
+        return found
+
+    def skipping(self) -> Dataset:
+        """Return the same sequences without the documents with which `map` fails. See `Dataset.skipping`."""
+        documents = self._documents.skipping()
+        return self if documents is self._documents else PackedDataset(documents, self.packing)
+
+    def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
+        """Return disjoint datasets that together pack every document. See `Dataset.split`."""
+        return [PackedDataset(part, self.packing) for part in self._documents.split(fractions, seed)]
+
+    def _of(self, *_: Any) -> Dataset:
+        raise ConfigError("a packed dataset has other documents in its sequences in each epoch: select before pack")
+
+    filter = map = flat_map = select = pack = _of  # type: ignore[assignment]
+
+    @property
+    def uncounted(self) -> Dataset | None:
+        """The dataset that is read to count the sequences; None: that is done, or takes no pass."""
+        return None if "_counts" in vars(self) or self._by_footers is not None else self._documents
+
+    def __repr__(self) -> str:
+        urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.manifest.row_groups})
+        groups, packing = counted(len(self.manifest.row_groups), "row group"), self.packing
+        of = f"of {packing.length:,} values of {packing.column!r}"
+        files = f"{groups} of {counted(len(urls), 'file')}"
+        if (documents := self.uncounted) is not None:
+            size = decimal(sum(group.bytes for group in documents.row_groups))
+            how = f"sequences {of}, not counted yet: each of {counted(len(documents), 'document')} will be read once, in {groups}, {size} of files"
+        else:
+            how = f"{counted(self.num_rows, 'sequence')} {of} from {counted(len(self._documents), 'document')} in {files}"
+        return f"Dataset({source_text(urls)}: {how}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
+
+
+class _Documents:
+    """Locates documents of several datasets, numbered one dataset after the other."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._datasets = datasets
+
+    def __call__(self, number: int) -> Location:
+        for dataset in self._datasets:
+            if number < len(dataset):
+                return dataset.locate(number)
+            number -= len(dataset)
+        raise IndexError(number)
+
+
+def _digest(person: str, *content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=person.encode()).hexdigest()
+
+
+def packing_of(
+    documents: Dataset, length: Any, column: Any, also: Any, *, split: Any, pad: Any, cu_seqlens: Any
+) -> Packing:
+    """Return how documents are packed. See `Dataset.pack`.
+
+    Raises:
+        ConfigError: An argument cannot work.
+    """
+    length = whole_number("length", length, least=1)
+    if isinstance(also, str) or not all(isinstance(name, str) for name in also):
+        raise ConfigError(f"also={also!r} must be a list of names of columns")
+    names = (column, *also)
+    schema = documents.schema
+    for name in names:
+        if name not in schema.names:
+            hint = did_you_mean(str(name), schema.names, f"there are {few(map(repr, schema.names))}")
+            raise ConfigError(f"pack: column {name!r} is not in the dataset: {hint}")
+        if name in (SEGMENTS, POSITIONS) or names.count(name) > 1:
+            raise ConfigError(f"pack: {name!r} would be two columns of the sequences: leave it out, or rename it")
+    fields = fields_of(pa.schema([schema.field(name) for name in names]))
+    for field in fields:
+        if field.kind != "list" or field.shape:
+            raise ConfigError(
+                f"pack: column {field.name!r} is {schema.field(field.name).type}, and sequences are made of lists of "
+                "numbers: make such a column with map, such as by a tokenizer"
+            )
+    given = dict(pad) if isinstance(pad, Mapping) else {column: pad}
+    if unknown := given.keys() - set(names):
+        raise ConfigError(f"pad= names {min(unknown, key=str)!r}, which is not packed: name {few(map(repr, names))}")
+    pads = tuple(_pad(field, given.get(field.name, 0)) for field in fields)
+    return Packing(length, column, tuple(also), bool(split), pads, bool(cu_seqlens))
+
+
+def _pad(field: Field, value: Any) -> Any:
+    """Return what fills a column, as a number of Python. Raise ConfigError if the column cannot hold it."""
+    dtype = np.dtype(field.dtype)
+    try:
+        held = np.array([value]).astype(dtype)[0].item()
+    except (TypeError, ValueError, OverflowError):
+        held = None
+    if held is None or isinstance(value, str) or not (held == value or (value != value and held != held)):
+        raise ConfigError(f"pad={value!r} is no number of column {field.name!r}, which has {dtype}: choose another one")
+    return held

@@ -1,0 +1,276 @@
+"""Sequences of packed documents: which parts of which documents they have, and their batches.
+
+The documents of a row group stand in a line, in the order of the epoch. Sequence k of the row group is the part
+[k * length, (k + 1) * length) of the line. So a sequence is a list of pieces of documents, and no value is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataload.errors import ConfigError
+from dataload.formats.schema import Field
+from dataload.rows.collate import Batch, Empty, spans
+from dataload.rows.columns import Array, lengths_of
+from dataload.rows.row_block import Records
+from dataload.runtime.cached_property import cached_property
+
+SEGMENTS, POSITIONS = "segment_ids", "position_ids"
+BOUNDS, LONGEST = "cu_seqlens", "max_seqlen"
+OF_BATCHES = frozenset((BOUNDS, LONGEST))
+"""What batches of sequences have, and single sequences do not."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become sequences.
+
+    Args:
+        length: Values of a sequence.
+        column: The column of the documents' values.
+        also: Columns with as many values, which are packed alike.
+        split: Whether documents are cut at the end of a sequence. Otherwise only those longer than one are.
+        pads: What fills the rest of a sequence, for each column.
+        cu_seqlens: Whether batches have the bounds of their segments.
+    """
+
+    length: int
+    column: str
+    also: tuple[str, ...] = ()
+    split: bool = True
+    pads: tuple[Any, ...] = (0,)
+    cu_seqlens: bool = False
+
+    @property
+    def key(self) -> list[Any]:
+        """What decides the sequences, as JSON-able values."""
+        return [self.length, self.column, self.split]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are packed."""
+        return (self.column, *self.also)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of a batch."""
+        added = (BOUNDS, LONGEST) if self.cu_seqlens else ()
+        return (*self.columns, SEGMENTS, POSITIONS, *added)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The documents of a row group in a line, in the order of an epoch.
+
+    Args:
+        begins: Where each piece of a document begins in the line, ascending: int64 [pieces].
+        documents: The document of each piece, by its number in the row group: int64 [pieces].
+        skipped: Values of the document before the piece; None: a piece is a whole document.
+        firsts: The first piece that each sequence has a part of: int64 [sequences].
+        stops: One more than the last such piece: int64 [sequences].
+    """
+
+    begins: Array
+    documents: Array
+    skipped: Array | None
+    firsts: Array
+    stops: Array
+
+    @classmethod
+    def of(cls, begins: Array, sizes: Array, documents: Array, skipped: Array | None, count: int, length: int) -> Line:
+        """Return the line of these pieces, none of them empty, in `count` sequences."""
+        borders = np.arange(count + 1) * length
+        firsts = np.searchsorted(begins + sizes, borders[:-1], "right")
+        return cls(begins, documents, skipped, firsts, np.searchsorted(begins, borders[1:], "left"))
+
+
+def sequences_of(lengths: Array, packing: Packing) -> int:
+    """Return how many sequences documents of these lengths make, int64 [documents]."""
+    return -(-int(lengths.sum()) // packing.length)
+
+
+def split_line(lengths: Array, order: Array, count: int, length: int) -> Line:
+    """Return the documents one after the other.
+
+    Args:
+        lengths: Values of each document, int64 [documents].
+        order: Numbers of the documents in the order of the epoch, int64 [documents].
+        count: Number of sequences.
+        length: Values of a sequence.
+    """
+    sizes = lengths[order]
+    if not sizes.all():
+        order, sizes = order[sizes > 0], sizes[sizes > 0]
+    return Line.of(np.cumsum(sizes) - sizes, sizes, order, None, count, length)
+
+
+def ranges(firsts: Array, counts: Array) -> Array:
+    """Return the numbers firsts[0], firsts[0] + 1, …: counts[0] of them, then those from firsts[1] on, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(firsts - ends + counts, counts)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A batch of n sequences, whose values are still where the documents are.
+
+    Args:
+        packing: How they are packed.
+        documents: The document of each piece, [pieces]: those of the first sequence, then those of the second, …
+        starts: Values of the document before the piece: int64 [pieces].
+        lengths: Values of the piece: int64 [pieces].
+        firsts: The first piece of each sequence, then the number of pieces: int64 [n + 1].
+        numbers: The numbers of the documents in their dataset: int64 [pieces].
+    """
+
+    packing: Packing
+    documents: Records
+    starts: Array
+    lengths: Array
+    firsts: Array
+    numbers: Array
+
+    @classmethod
+    def none(cls, packing: Packing, documents: Records) -> Sequences:
+        """Return an empty batch. documents: an empty batch of documents."""
+        nothing = np.empty(0, np.int64)
+        return cls(packing, documents, nothing, nothing, np.zeros(1, np.int64), nothing)
+
+    @property
+    def place(self) -> str:
+        """Names the files that hold the values, see `reading`."""
+        return self.documents.place
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def __getitem__(self, part: slice) -> Sequences:
+        start, stop, _ = part.indices(len(self))
+        firsts = self.firsts[start : max(start, stop) + 1]
+        pieces = slice(int(firsts[0]), int(firsts[-1]))
+        return replace(
+            self,
+            documents=self.documents[pieces],
+            starts=self.starts[pieces],
+            lengths=self.lengths[pieces],
+            firsts=firsts - firsts[0],
+            numbers=self.numbers[pieces],
+        )
+
+    @cached_property
+    def filled(self) -> Array:
+        """Values of each sequence that are no padding: int64 [n]."""
+        return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.firsts])
+
+    def columns(
+        self,
+        *,
+        ragged: str = "list",  # noqa: ARG002 (no column is)
+        group: Mapping[str, Sequence[str]] | None = None,
+        empty: Empty | None = None,
+    ) -> Batch:
+        """Return the columns, each a Tensor [n, length], as `columns_of` does.
+
+        Args:
+            ragged: As in `to_batch`.
+            group: As in `to_batch`.
+            empty: As in `to_batch`.
+
+        Raises:
+            ConfigError: `group` is not empty.
+        """
+        if group:
+            raise ConfigError(f"group={dict(group)!r} joins single numbers to one tensor, and sequences have none")
+        fields = {field.name: field for field in self.documents.layout.fields}
+        batch = {}
+        for name, pad in zip(self.packing.columns, self.packing.pads, strict=True):
+            batch[name] = self._tensor(self._values(fields[name], pad), empty)
+        batch[SEGMENTS] = self._tensor(self._segments(), empty)
+        batch[POSITIONS] = self._tensor(self._positions(), empty)
+        return batch
+
+    def with_bounds(self, batches: Iterator[Batch], sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch]:
+        """Add the bounds of the segments to the batches of these sequences, if they are wanted. sizes: of each batch."""
+        if not self.packing.cu_seqlens:
+            return batches
+        return (
+            {**batch, **self[span]._bounds(empty)}  # noqa: SLF001 (of this class)
+            for batch, span in zip(batches, spans(sizes), strict=True)
+        )
+
+    def _bounds(self, empty: Empty | None) -> Batch:
+        lengths = self._placed[1]
+        bounds = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)
+        return {BOUNDS: _tensor(bounds, bounds.shape, empty), LONGEST: int(lengths.max(initial=0))}
+
+    @cached_property
+    def _placed(self) -> tuple[Array, Array, Array]:
+        """The pieces and, after those of a sequence, its padding: blob, length, and number in the sequence from 1.
+
+        The padding has the number 0, and the blob after all others.
+        """
+        counts = np.diff(self.firsts)
+        numbers = ranges(np.ones(len(self), np.int64), counts)
+        which, lengths = self.documents.which, self.lengths
+        rest = self.packing.length - self.filled
+        short = np.flatnonzero(rest)
+        if len(short):
+            ends = self.firsts[short + 1]
+            which = np.insert(which, ends, len(self.documents.blobs))
+            lengths, numbers = np.insert(lengths, ends, rest[short]), np.insert(numbers, ends, 0)
+        return which, lengths, numbers
+
+    def _values(self, field: Field, pad: Any) -> Array:
+        """Return the values of a column, those of all sequences one after the other."""
+        which, lengths, numbers = self._placed
+        heaps = [blob.heap(field) for blob in self.documents.blobs]
+        heaps.append(memoryview(np.full(self.packing.length, pad, field.dtype)).cast("B"))
+        firsts = np.zeros(len(which), np.int64)
+        firsts[numbers > 0] = self.documents.spans(field)[:, 0] + self.starts
+        size = field.element_bytes
+        firsts *= size
+        places = zip(which.tolist(), firsts.tolist(), (firsts + lengths * size).tolist(), strict=True)
+        # The slices of a memoryview, joined: the fastest way to copy many short pieces without compiled code.
+        return np.frombuffer(bytearray().join([heaps[blob][start:stop] for blob, start, stop in places]), field.dtype)
+
+    def _segments(self) -> Array:
+        """Return the number of each value's segment in its sequence, from 1; 0 is padding."""
+        _, lengths, numbers = self._placed
+        return np.repeat(numbers.astype(np.int32), lengths)
+
+    def _positions(self) -> Array:
+        """Return the place of each value in its segment, from 0."""
+        _, lengths, numbers = self._placed
+        counting = memoryview(np.arange(self.packing.length, dtype=np.int32)).cast("B")
+        nothing = memoryview(bytes(len(counting)))
+        sources = [nothing, counting]
+        places = zip((numbers > 0).tolist(), (lengths * 4).tolist(), strict=True)
+        return np.frombuffer(bytearray().join([sources[source][:stop] for source, stop in places]), np.int32)
+
+    def _tensor(self, values: Array, empty: Empty | None) -> torch.Tensor:
+        return _tensor(values, (len(self), self.packing.length), empty)
+
+
+def _tensor(values: Array, shape: tuple[int, ...], empty: Empty | None) -> torch.Tensor:
+    tensor = torch.from_numpy(values.reshape(shape))
+    if empty is None:
+        return tensor
+    copy = empty(shape, tensor.dtype)
+    copy.numpy()[...] = tensor.numpy()
+    return copy
+
+
+def lengths_in(documents: Records, packing: Packing) -> tuple[Array, tuple[int, str] | None]:
+    """Return the values of each document, int64 [n]; and the first one whose columns differ in them, and how."""
+    fields = {field.name: field for field in documents.layout.fields}
+    lengths, *others = (lengths_of(documents.spans(fields[name]))[0] for name in packing.columns)
+    for name, other in zip(packing.also, others, strict=True):
+        if not np.array_equal(lengths, other):
+            row = int(np.flatnonzero(lengths != other)[0])
+            return lengths, (row, f"column {packing.column!r} has {lengths[row]:,} values, and {name!r} {other[row]:,}")
+    return lengths, None
