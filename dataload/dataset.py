@@ -256,16 +256,15 @@ class Dataset(MapStyle):
         selected = None if self.stored_selection is None else partial(SelectedRows, self.stored_selection)
         self.rowstore = self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
 
-    def store_of(self, datasets: Sequence[Dataset], row_groups: RowGroups, *how: Any, **by_use: bool) -> RowStore:  # noqa: ARG002 (those of sequences)
-        """Return the rows of several datasets like this one.
+    def store_of(self, datasets: Sequence[Dataset], *how: Any, by_use: bool = False) -> RowStore:  # noqa: ARG002
+        """Return the rows of several datasets that are like this one.
 
         Args:
             datasets: The datasets.
-            row_groups: Their row groups.
-            *how: Other arguments of `RowStore`.
-            **by_use: As for `RowStore`.
+            *how: Arguments of `RowStore`.
+            by_use: As for `RowStore`.
         """
-        return RowStore(row_groups, *how, **by_use)
+        return RowStore(*how, by_use=by_use)
 
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
@@ -559,9 +558,9 @@ class Dataset(MapStyle):
         each epoch the documents of a row group stand in another order, so each meets other neighbours. No value is
         stored a second time: a batch copies its values from the decoded documents.
 
-        A batch has the column and each of `also`, `segment_ids`, which number the documents of a sequence 1, 2, … and
-        are 0 in the padding, and `position_ids`, which count the values of each segment from 0: int32 Tensor[B, length].
-        The part of a document that was cut off is a segment of the next sequence.
+        A batch has the column and each of `also` as Tensor[B, length]. It also has `segment_ids`, which number the
+        documents of a sequence 1, 2, … and are 0 in the padding, and `position_ids`, which count the values of each
+        segment from 0: int32 Tensor[B, length]. What was cut off a document is a segment of the next sequence.
 
         Args:
             length: Values of a sequence.

@@ -19,19 +19,18 @@ from dataload.catalog.list_values import values_of
 from dataload.catalog.locations import Location
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError, DataError
+from dataload.errors import ConfigError
 from dataload.formats.schema import Field, fields_of
 from dataload.mapping.counting import LengthMaker, counted_once, each_counted
 from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, RowStore
-from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.sequence_store import SequenceStore
 from dataload.rows.sequences import POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
-from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.window_size import default_window
 
 VERSION = 1
@@ -55,8 +54,8 @@ class Piece(NamedTuple):
 class SequenceLocation(Location):
     """The place of a sequence: `row` is its number among the sequences of the row group. See `documents`."""
 
-    _dataset: PackedDataset
-    _number: int
+    dataset: PackedDataset
+    number: int
 
     @property
     def text(self) -> str:
@@ -74,7 +73,7 @@ class SequenceLocation(Location):
             OriginError: The origin failed.
             DataError: The row group cannot be decoded.
         """
-        return self._dataset.pieces(self._number, None if epoch is None else (seed, epoch))
+        return self.dataset.pieces(self.number, None if epoch is None else (seed, epoch))
 
 
 class PackedDataset(Dataset):
@@ -138,7 +137,7 @@ class PackedDataset(Dataset):
         return values_of(self.manifest, self.blocks, self.packing.column) if self.packing.split and is_whole else None
 
     @cached_property
-    def block_lengths(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+    def block_lengths(self) -> npt.NDArray[np.int64]:
         """Sequences of each row group, int64 [row groups]."""
         sequences: npt.NDArray[np.int64] = self._counts[0]
         if not sequences.any():
@@ -151,12 +150,12 @@ class PackedDataset(Dataset):
         return int(self.block_lengths.sum())
 
     @cached_property
-    def window(self) -> int:  # type: ignore[override]
+    def window(self) -> int:
         """Default number of row groups that a loader shuffles together."""
         return default_window(self.block_lengths, [group.bytes for group in self.manifest.row_groups])
 
     @cached_property
-    def rowstore(self) -> RowStore:  # type: ignore[override]
+    def rowstore(self) -> RowStore:
         """The sequences."""
         selection = self.stored_selection
         selected = None if selection is None else partial(SelectedRows, selection)
@@ -166,12 +165,12 @@ class PackedDataset(Dataset):
         """Return the row groups of the documents in the cache, with the columns that are packed."""
         return self._documents.cached_row_groups(self.packing.columns)
 
-    def store_of(self, datasets: Sequence[Any], row_groups: RowGroups, *how: Any, **by_use: bool) -> RowStore:
+    def store_of(self, datasets: Sequence[Any], *how: Any, by_use: bool = False) -> RowStore:
         """Return the sequences of several datasets that are packed as this one. See `Dataset.store_of`."""
         documents = np.concatenate([each.manifest.block_lengths for each in datasets])
         sequences = np.concatenate([each.block_lengths for each in datasets])
         locate = _Documents([each._documents for each in datasets])  # noqa: SLF001 (of this class)
-        return SequenceStore(row_groups, *how, self.packing, documents, sequences, locate, **by_use)
+        return SequenceStore(self.packing, documents, sequences, locate, *how, by_use=by_use)
 
     @property
     def fingerprint(self) -> str:
@@ -203,11 +202,11 @@ class PackedDataset(Dataset):
     def _located(self, rows: npt.NDArray[np.int64]) -> list[Location]:
         starts = np.concatenate(([0], np.cumsum(self.block_lengths)))
         groups = np.searchsorted(starts, rows, "right") - 1
-        found = []
+        found: list[Location] = []
         for number, group, within in zip(rows.tolist(), groups.tolist(), (rows - starts[groups]).tolist(), strict=True):
             of = self.manifest.row_groups[group]
             place = SequenceLocation(self.blocks.origin.url_of(of.file.path), of.number, within)
-            place._dataset, place._number = self, number
+            place.dataset, place.number = self, number
             found.append(place)
         return found
 
@@ -231,16 +230,17 @@ class PackedDataset(Dataset):
         return None if "_counts" in vars(self) or self._by_footers is not None else self._documents
 
     def __repr__(self) -> str:
-        urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.manifest.row_groups})
-        groups, packing = counted(len(self.manifest.row_groups), "row group"), self.packing
-        of = f"of {packing.length:,} values of {packing.column!r}"
-        files = f"{groups} of {counted(len(urls), 'file')}"
-        if (documents := self.uncounted) is not None:
-            size = decimal(sum(group.bytes for group in documents.row_groups))
-            how = f"sequences {of}, not counted yet: each of {counted(len(documents), 'document')} will be read once, in {groups}, {size} of files"
+        groups = self.manifest.row_groups
+        urls = sorted({self.blocks.origin.url_of(group.file.path) for group in groups})
+        of = f"of {self.packing.length:,} values of {self.packing.column!r}"
+        files = f"{counted(len(groups), 'row group')} of {counted(len(urls), 'file')}"
+        documents = counted(self.manifest.num_rows, "document")
+        if self.uncounted is None:
+            what = f"{counted(self.num_rows, 'sequence')} {of} from {documents} in {files}"
         else:
-            how = f"{counted(self.num_rows, 'sequence')} {of} from {counted(len(self._documents), 'document')} in {files}"
-        return f"Dataset({source_text(urls)}: {how}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
+            size = decimal(sum(group.bytes for group in groups))
+            what = f"sequences {of}, not counted yet: {documents} in {files}, {size}, will be read once for that"
+        return f"Dataset({source_text(urls)}: {what}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
 
 class _Documents:
@@ -301,6 +301,6 @@ def _pad(field: Field, value: Any) -> Any:
         held = np.array([value]).astype(dtype)[0].item()
     except (TypeError, ValueError, OverflowError):
         held = None
-    if held is None or isinstance(value, str) or not (held == value or (value != value and held != held)):
+    if held is None or not np.array_equal([held], [value], equal_nan=isinstance(held, float)):
         raise ConfigError(f"pad={value!r} is no number of column {field.name!r}, which has {dtype}: choose another one")
     return held

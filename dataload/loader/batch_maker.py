@@ -30,8 +30,8 @@ from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.rows.row_errors import is_of_a_row
-from dataload.rows.sequences import Sequences
 from dataload.rows.row_store import EPOCH_0, Draw, Loads
+from dataload.rows.sequences import Sequences
 from dataload.runtime.redact import redacted
 from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline, doing

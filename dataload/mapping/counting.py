@@ -111,7 +111,11 @@ def each_counted(maker: CountMaker, numbers: Sequence[int], what: str) -> Iterat
     def count(number: int) -> Array:
         if ended.is_set():
             return np.empty(0, np.int64)
-        [blob] = made(cache, number)
+        try:
+            [blob] = made(cache, number)
+        except BaseException:
+            ended.set()  # This thread would begin with another one before the caller knows.
+            raise
         column = Blob(blob, 1, cache.plan.layout).column(field)
         assert isinstance(column, Ragged)
         return column.values.astype(np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,13 @@ class NumberedRows(list[dict[str, Any]]):
         return list(rows) if numbers is None else super().__new__(cls)
 
     def __init__(
-        self, records: Records | Sequences, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
+        self,
+        records: Records | Sequences,
+        numbers: Array,
+        locate: Locate,
+        *,
+        computed: Computed | None = None,
+        **shape: Any,
     ) -> None:
         super().__init__([None] * len(numbers))  # type: ignore[list-item]
         self._records = records
@@ -125,8 +131,9 @@ class NumberedRows(list[dict[str, Any]]):
 
         The other Python objects of a batch are made when it is taken.
         """
-        make = columns_of if isinstance(self._records, Records) else Sequences.columns
-        batch = reading(self._records.place, make, self._records, **self._shape, empty=empty)
+        records = self._records
+        make: Callable[..., Batch] = records.columns if isinstance(records, Sequences) else partial(columns_of, records)
+        batch = reading(records.place, make, **self._shape, empty=empty)
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self.numbers),), torch.int64
@@ -134,7 +141,7 @@ class NumberedRows(list[dict[str, Any]]):
             column.numpy()[...] = values(self.numbers)
             batch[name] = column
         parts = cut(batch, sizes, empty)
-        return parts if isinstance(self._records, Records) else self._records.with_bounds(parts, sizes, empty)
+        return records.with_bounds(parts, sizes, empty) if isinstance(records, Sequences) else parts
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
         """Return the same rows with other computed columns and other arguments of `to_batch`."""

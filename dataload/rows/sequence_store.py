@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from dataload.formats.schema import Field
 from dataload.rows.columns import Array
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import EPOCH_0, Draw, Loads, RowStore, Selected
-from dataload.rows.sequences import Line, Packing, Sequences, lengths_in, ranges, split_line
+from dataload.rows.sequences import Line, Packing, Sequences, lengths_in, line_of, ranges
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
@@ -26,25 +26,25 @@ class SequenceStore(RowStore):
     """The sequences of a packed dataset, or of several with one packing, by number: those of row group 0 come first.
 
     Args:
-        row_groups: The row groups of the documents.
-        capacity: As for `RowStore`.
-        selected: As for `RowStore`.
         packing: How documents become sequences.
         documents: Documents of each row group, int64 [row groups].
         sequences: Sequences of each row group, int64 [row groups].
         locate: Returns the location of a document, given its number.
+        row_groups: The row groups of the documents.
+        capacity: As for `RowStore`.
+        selected: As for `RowStore`.
         by_use: As for `RowStore`.
     """
 
     def __init__(
         self,
-        row_groups: RowGroups,
-        capacity: int,
-        selected: Callable[[int], Selected] | None,
         packing: Packing,
         documents: Array,
         sequences: Array,
         locate: Callable[[int], Location],
+        row_groups: RowGroups,
+        capacity: int,
+        selected: Callable[[int], Selected] | None = None,
         *,
         by_use: bool = False,
     ) -> None:
@@ -61,8 +61,9 @@ class SequenceStore(RowStore):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(SequenceStore, by_use=self._by_use)
-        how = self._packing, self._documents, self._sequences, self._locate
-        return make, (self.row_groups, self.capacity, self._make_selected, *how), {"_working_set": self._working_set}
+        own = self._packing, self._documents, self._sequences, self._locate
+        _, how, state = super().__reduce__()
+        return make, (*own, *how), state
 
     def serve(self, loader: object, working_set: int, ahead: int, transient_ahead: int = 0) -> tuple[int, int]:
         served = super().serve(loader, working_set, ahead, transient_ahead)
@@ -137,13 +138,12 @@ class SequenceStore(RowStore):
             raise DataError(f"{self._locate(first + row).text}: {how}: packed columns need equal lengths in each row")
         order = np.arange(count)
         if draw is not None:
-            order = KeyedPermutation(count, derive_key("documents", *draw, group))[:]
-        sequences, length = int(self._sequences[group]), self._packing.length
-        line = split_line(lengths, order, sequences, length)
-        if (values := int(lengths.sum())) > sequences * length:
+            _, number = self.row_groups.of(group)  # as in the dataset alone, also in a mixture
+            order = KeyedPermutation(count, derive_key("documents", *draw, number))[:]
+        try:
+            return line_of(lengths, order, int(self._sequences[group]), self._packing)
+        except ValueError as error:
             raise DataError(
-                f"{self._locate(first).text} and those after it have {values:,} values of {self._packing.column!r} in "
-                f"this row group, more than the {sequences:,} sequences that were counted for it hold: its footer is "
-                "damaged, so write the file again"
-            )
-        return line
+                f"{self._locate(first).text} and the rest of its row group have {error}, as were counted before: if a "
+                "function of map made them, it must make the same values each time; else write the file again"
+            ) from error

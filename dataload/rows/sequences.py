@@ -1,7 +1,7 @@
 """Sequences of packed documents: which parts of which documents they have, and their batches.
 
 The documents of a row group stand in a line, in the order of the epoch. Sequence k of the row group is the part
-[k * length, (k + 1) * length) of the line. So a sequence is a list of pieces of documents, and no value is stored twice.
+[k * length, (k + 1) * length) of the line: a list of pieces of documents, whose values stay where they are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from dataload.errors import ConfigError
 from dataload.formats.schema import Field
+from dataload.rows.best_fit import fewest, shuffled
 from dataload.rows.collate import Batch, Empty, spans
 from dataload.rows.columns import Array, lengths_of
 from dataload.rows.row_block import Records
@@ -91,28 +92,62 @@ class Line:
 
 def sequences_of(lengths: Array, packing: Packing) -> int:
     """Return how many sequences documents of these lengths make, int64 [documents]."""
-    return -(-int(lengths.sum()) // packing.length)
+    if packing.split:
+        return -(-int(lengths.sum()) // packing.length)
+    rests = lengths % packing.length
+    return int((lengths // packing.length).sum()) + fewest(rests[rests > 0], packing.length)
 
 
-def split_line(lengths: Array, order: Array, count: int, length: int) -> Line:
-    """Return the documents one after the other.
+def line_of(lengths: Array, order: Array, count: int, packing: Packing) -> Line:
+    """Return the line of the documents of a row group.
 
     Args:
         lengths: Values of each document, int64 [documents].
         order: Numbers of the documents in the order of the epoch, int64 [documents].
         count: Number of sequences.
-        length: Values of a sequence.
+        packing: How they are packed.
+
+    Raises:
+        ValueError: They make another number of sequences.
     """
+    return (_split if packing.split else _whole)(lengths, order, count, packing.length)
+
+
+def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
+    """Return the documents one after the other."""
+    order = order[lengths[order] > 0]
     sizes = lengths[order]
-    if not sizes.all():
-        order, sizes = order[sizes > 0], sizes[sizes > 0]
+    if sizes.sum() > count * length:
+        raise ValueError(f"{sizes.sum():,} values, for which {count:,} sequences are too few")
     return Line.of(np.cumsum(sizes) - sizes, sizes, order, None, count, length)
+
+
+def _whole(lengths: Array, order: Array, count: int, length: int) -> Line:
+    """Return the rest of each document, after the sequences that it fills alone, with those that fit; then these."""
+    rests = lengths[order] % length
+    order, rests = order[rests > 0], rests[rests > 0]
+    bins = shuffled(rests, length)
+    by_bin = np.argsort(bins, kind="stable")
+    order, rests, bins = order[by_bin], rests[by_bin], bins[by_bin]
+    ends = np.cumsum(rests)
+    starts = ends - rests
+    first_of_bin = np.searchsorted(bins, bins)
+    full = lengths // length
+    alone = np.repeat(np.arange(len(lengths)), full)
+    if (needed := int(bins.max(initial=-1)) + 1 + len(alone)) != count:
+        raise ValueError(f"documents for {needed:,} sequences, and not for {count:,}")
+    borders = np.arange(count - len(alone), count) * length
+    begins = np.concatenate((bins * length + starts - starts[first_of_bin], borders))
+    skipped = np.concatenate((lengths[order] - rests, length * ranges(np.zeros(len(full), np.int64), full)))
+    sizes = np.concatenate((rests, np.full(len(alone), length)))
+    return Line.of(begins, sizes, np.concatenate((order, alone)), skipped, count, length)
 
 
 def ranges(firsts: Array, counts: Array) -> Array:
     """Return the numbers firsts[0], firsts[0] + 1, …: counts[0] of them, then those from firsts[1] on, and so on."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(firsts - ends + counts, counts)
+    numbers: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(firsts - ends + counts, counts)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -195,7 +230,7 @@ class Sequences:
         return batch
 
     def with_bounds(self, batches: Iterator[Batch], sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch]:
-        """Add the bounds of the segments to the batches of these sequences, if they are wanted. sizes: of each batch."""
+        """Add the bounds of the segments to batches of these sizes, if they are wanted."""
         if not self.packing.cu_seqlens:
             return batches
         return (
@@ -229,7 +264,7 @@ class Sequences:
         """Return the values of a column, those of all sequences one after the other."""
         which, lengths, numbers = self._placed
         heaps = [blob.heap(field) for blob in self.documents.blobs]
-        heaps.append(memoryview(np.full(self.packing.length, pad, field.dtype)).cast("B"))
+        heaps.append(memoryview(np.full(self.packing.length, pad, field.dtype).tobytes()))
         firsts = np.zeros(len(which), np.int64)
         firsts[numbers > 0] = self.documents.spans(field)[:, 0] + self.starts
         size = field.element_bytes
@@ -246,7 +281,7 @@ class Sequences:
     def _positions(self) -> Array:
         """Return the place of each value in its segment, from 0."""
         _, lengths, numbers = self._placed
-        counting = memoryview(np.arange(self.packing.length, dtype=np.int32)).cast("B")
+        counting = memoryview(np.arange(self.packing.length, dtype=np.int32).tobytes())
         nothing = memoryview(bytes(len(counting)))
         sources = [nothing, counting]
         places = zip((numbers > 0).tolist(), (lengths * 4).tolist(), strict=True)

@@ -1,0 +1,311 @@
+"""`Dataset.pack`: which values come where, in each epoch, by brute force; what it works with; and errors."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import documents
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyarrow import feather
+from torch.utils.data import Subset
+
+from dataload import CacheConfig, make_dataset, make_loader, mix
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError, DataError
+
+LENGTH = 16
+PADS = {"tokens": documents.PAD, "labels": documents.LABEL_PAD}
+
+
+def _packed(dataset: Dataset, length: int, **how: Any) -> Dataset:
+    return dataset.pack(length, also=["labels"], pad=PADS, **how)
+
+
+def _epoch(dataset: Any, length: int, epoch: int = 0, batch_size: int = 3, **how: Any) -> list[Any]:
+    loader = make_loader(dataset, batch_size, **how)
+    loader.set_epoch(epoch)
+    return [sequence for batch in loader for sequence in documents.segments_of(batch, length)]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
+def test_each_value_comes_once_in_an_epoch(tmp_path: Path, suffix: str, split: bool, seed: int) -> None:
+    for number in range(10):
+        rng = np.random.default_rng(10 * seed + number)
+        length, count, group = int(rng.integers(1, 40)), int(rng.integers(1, 60)), int(rng.integers(1, 25))
+        lengths = documents.lengths_around(length, count, rng)
+        file = documents.write(tmp_path / f"{number}{suffix}", lengths, group)
+        packed = _packed(make_dataset(file, cache=False), length, split=split)
+        for epoch in range(2):
+            found = _epoch(packed, length, epoch, shuffle=["block", "full", False][number % 3])
+            assert len(found) == len(packed)
+            documents.check_epoch(found, lengths, length, split=split)
+
+
+@pytest.fixture
+def lengths() -> list[int | None]:
+    return documents.lengths_around(LENGTH, 90, np.random.default_rng(0))
+
+
+@pytest.fixture
+def file(tmp_path: Path, lengths: list[int | None]) -> Path:
+    return documents.write(tmp_path / "documents.parquet", lengths, 15)
+
+
+@pytest.fixture
+def dataset(file: Path, cache: CacheConfig) -> Dataset:
+    return make_dataset(file, cache=cache)
+
+
+def test_documents_meet_others_in_each_epoch(dataset: Dataset) -> None:
+    for split in (True, False):
+        packed = _packed(dataset, LENGTH, split=split)
+        first, again, second, other_seed = (
+            sorted(_epoch(packed, LENGTH, epoch, seed=seed)) for epoch, seed in [(0, 0), (0, 0), (1, 0), (0, 1)]
+        )
+        assert first == again
+        assert first != second != other_seed != first
+        assert len(first) == len(second) == len(other_seed)
+
+
+def test_without_a_shuffle_documents_stand_in_file_order(dataset: Dataset, lengths: list[int | None]) -> None:
+    found = _epoch(_packed(dataset, LENGTH), LENGTH, epoch=1, shuffle=False)
+    pieces = [piece for sequence in found for piece in sequence]
+    assert pieces == sorted(pieces)
+    documents.check_epoch(found, lengths, LENGTH, split=True)
+
+
+def test_rows_by_number_are_those_of_epoch_0(dataset: Dataset) -> None:
+    packed = _packed(dataset, LENGTH)
+    for batch in make_loader(packed, 4, row_ids=True):
+        for row, number in enumerate(batch["row_id"].tolist()):
+            own = packed[number]
+            assert own.keys() == {"tokens", "labels", "segment_ids", "position_ids"}
+            assert all((batch[name][row] == own[name]).all() for name in own)
+    several = packed.__getitems__([3, 0])
+    assert (several[1]["tokens"] == packed[0]["tokens"]).all()
+    assert (several.columns["labels"][0] == packed[3]["labels"]).all()
+    assert packed["segment_ids"].shape == (len(packed), LENGTH)
+    assert (packed["tokens"][2] == packed[2]["tokens"].numpy()).all()
+
+
+def test_locate_tells_the_documents(dataset: Dataset) -> None:
+    packed = _packed(dataset, LENGTH)
+    loader = make_loader(packed, 4, row_ids=True, seed=3)
+    loader.set_epoch(2)
+    for batch in loader:
+        for number, pieces in zip(batch["row_id"].tolist(), documents.segments_of(batch, LENGTH), strict=True):
+            place = packed.locate(number)
+            assert place.text.endswith(f"row group {place.row_group}, sequence {place.row} of those packed of it")
+            told = place.documents(epoch=2, seed=3)
+            assert [(15 * each.document.row_group + each.document.row, *each[1:]) for each in told] == pieces
+            assert {each.document.row_group for each in told} <= {place.row_group}
+
+
+def test_cu_seqlens_are_the_bounds_of_segments(dataset: Dataset) -> None:
+    whole = make_loader(_packed(dataset, LENGTH, cu_seqlens=True), 4)
+    for batch, same in zip(whole, make_loader(_packed(dataset, LENGTH), 4), strict=True):
+        ids = batch["segment_ids"]
+        rows = torch.arange(len(ids))[:, None].expand(-1, LENGTH)
+        borders = [0, *((ids.ravel().diff() != 0) | (rows.ravel().diff() != 0)).nonzero().ravel().add(1).tolist()]
+        assert batch["cu_seqlens"].dtype == torch.int32
+        assert batch["cu_seqlens"].tolist() == [*borders, ids.numel()]
+        assert batch["max_seqlen"] == batch["cu_seqlens"].diff().max().item()
+        assert (batch["tokens"] == same["tokens"]).all()
+
+
+def same(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": batch["tokens"], "labels": batch["labels"]}
+
+
+def halves(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return two documents for each."""
+    parts: dict[str, list[Any]] = {"tokens": [], "labels": []}
+    for name, values in parts.items():
+        for each in batch[name]:
+            own = [] if each is None else each.tolist()
+            values += [own[: len(own) // 2], own[len(own) // 2 :]]
+    return parts
+
+
+def failing(batch: dict[str, Any]) -> dict[str, Any]:
+    if 7 in batch["id"]:
+        raise LookupError("no row 7")
+    return same(batch)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_filtered_selected_and_mapped_documents_are_packed(
+    dataset: Dataset, lengths: list[int | None], split: bool
+) -> None:
+    chosen = dataset.filter([("id", "<", 70)]).select(range(3, 60))
+    kept = [size if 3 <= row < 60 else None for row, size in enumerate(lengths)]
+    for documents_of in (chosen, chosen.map(same), dataset.map(same, ["tokens", "labels"]).select(range(3, 60))):
+        packed = _packed(documents_of, LENGTH, split=split)
+        assert "not counted yet: " in repr(packed)
+        found = _epoch(packed, LENGTH, epoch=1)
+        assert f"{len(found)} sequences of {LENGTH} values of 'tokens' from {len(documents_of)} documents" in repr(
+            packed
+        )
+        documents.check_epoch(found, kept, LENGTH, split=split)
+
+
+def test_documents_of_flat_map_are_packed(dataset: Dataset, lengths: list[int | None]) -> None:
+    flat = dataset.flat_map(halves)
+    packed = _packed(flat, LENGTH)
+    assert flat.uncounted is not None  # Neither call has counted anything.
+    pieces = [piece for sequence in _epoch(packed, LENGTH) for piece in sequence]
+    assert (
+        sum(stop - start for _, start, stop in pieces)
+        == len({(document, place) for document, start, stop in pieces for place in range(start, stop)})
+        == sum(size or 0 for size in lengths)
+    )
+
+
+def test_splits_pack_all_documents(dataset: Dataset, lengths: list[int | None]) -> None:
+    parts = _packed(dataset, LENGTH).split([0.6, 0.4])
+    found = [sequence for part in parts for sequence in _epoch(part, LENGTH)]
+    documents.check_epoch(found, lengths, LENGTH, split=True)
+    assert len({part.fingerprint for part in parts}) == 2
+
+
+def test_documents_that_map_fails_with_are_left_out(dataset: Dataset, lengths: list[int | None]) -> None:
+    packed = _packed(dataset.map(failing), LENGTH)
+    with pytest.raises(DataError, match=r"row group 0 row 7: map .*failing: .*no row 7"):
+        make_loader(packed, 4)
+    found = _epoch(packed, LENGTH, on_error="skip")
+    documents.check_epoch(found, [None if row == 7 else size for row, size in enumerate(lengths)], LENGTH, split=True)
+
+
+def test_a_transform_that_fails_with_a_sequence_skips_it(dataset: Dataset) -> None:
+    def refuse(batch: dict[str, Any]) -> dict[str, Any]:
+        if 3 in batch["row_id"]:
+            raise ValueError("no sequence 3")
+        return batch
+
+    packed = _packed(dataset, LENGTH)
+    with pytest.raises(ValueError, match="no sequence 3") as caught:
+        list(make_loader(packed, 4, transform=refuse, row_ids=True))
+    assert any("sequence 3 of those packed of it" in note for note in caught.value.__notes__)
+    loader = make_loader(packed, 4, transform=refuse, row_ids=True, on_error="skip")
+    loader.set_epoch(1)
+    rows = [row for batch in loader for row in batch["row_id"].tolist()]
+    assert len(rows) == len(packed)
+    assert loader.stats().skipped_row_ids == [3]
+
+
+def test_fingerprints_and_orders_tell_packings_apart(dataset: Dataset) -> None:
+    packed = [
+        _packed(dataset, LENGTH),
+        _packed(dataset, LENGTH + 1),
+        _packed(dataset, LENGTH, split=False),
+        dataset.pack(LENGTH, "labels"),
+    ]
+    assert (
+        len({each.fingerprint for each in [*packed, dataset]})
+        == len({each.order_key for each in [*packed, dataset]})
+        == 5
+    )
+    state = make_loader(packed[0], 4).state_dict()
+    for other in (dataset, *packed[1:]):
+        with pytest.raises(ConfigError, match="the state is of another dataset"):
+            make_loader(other, 4).load_state_dict(state)
+
+
+def test_workers_and_pickled_copies_make_the_same_batches(dataset: Dataset) -> None:
+    packed = _packed(dataset, LENGTH, split=False)
+    expected = _epoch(packed, LENGTH, epoch=1)
+    assert _epoch(packed, LENGTH, epoch=1, num_workers=2, transform=dict) == expected
+    assert _epoch(packed, LENGTH, epoch=1, num_threads=2, transform=dict) == expected
+    copy = pickle.loads(pickle.dumps(packed))
+    assert copy.uncounted is None
+    assert _epoch(copy, LENGTH, epoch=1) == expected
+
+
+def test_a_packed_dataset_has_no_rows_to_choose(dataset: Dataset) -> None:
+    packed = _packed(dataset, LENGTH)
+    for call in (
+        lambda: packed.filter([("id", "<", 3)]),
+        lambda: packed.select([1]),
+        lambda: packed.map(same),
+        lambda: packed.flat_map(same),
+        lambda: packed.pack(3),
+        lambda: make_loader(Subset(packed, [1]), 1),
+    ):
+        with pytest.raises(ConfigError, match="before pack"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1"),
+        ({"length": "8"}, "length='8' must be a whole number"),
+        ({"column": "token"}, "pack: column 'token' is not in the dataset: did you mean 'tokens'?"),
+        (
+            {"column": "id"},
+            "pack: column 'id' is int64, and sequences are made of lists of numbers: make",
+        ),
+        ({"also": "labels"}, "also='labels' must be a list of names of columns"),
+        ({"also": ["tokens"]}, "pack: 'tokens' would be two columns of the sequences"),
+        ({"pad": {"label": 1}}, "pad= names 'label', which is not packed: name 'tokens'"),
+        ({"pad": 0.5}, "pad=0.5 is no number of column 'tokens', which has int64"),
+        ({"pad": "x"}, "pad='x' is no number of column 'tokens'"),
+    ],
+)
+def test_wrong_arguments_are_named(dataset: Dataset, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataset.pack(**{"length": 8, **how})
+    assert message in str(caught.value)
+
+
+def test_wrong_arguments_of_loaders_and_columns_are_named(dataset: Dataset) -> None:
+    packed = _packed(dataset, LENGTH)
+    with pytest.raises(ConfigError, match=r"group=.* joins single numbers"):
+        make_loader(packed, 2, group={"both": ["tokens", "labels"]})
+    with pytest.raises(ConfigError, match=r"column 'id' is not in the dataset: there are 'tokens', 'labels'"):
+        packed["id"]
+
+
+def test_columns_of_unequal_lengths_are_named(tmp_path: Path) -> None:
+    table = pa.table({"tokens": [[1, 2], [3], [4, 5, 6]], "mask": [[1, 1], [1], [0, 1]]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    packed = make_dataset(tmp_path / "a.parquet", cache=False).pack(2, also=["mask"])
+    with pytest.raises(DataError, match=r"a\.parquet row group 1 row 0: column 'tokens' has 3 values, and 'mask' 2"):
+        list(make_loader(packed, 1))
+
+
+def test_documents_without_values_cannot_be_packed(tmp_path: Path) -> None:
+    feather.write_feather(pa.table({"tokens": pa.array([[], None], pa.list_(pa.int8()))}), tmp_path / "a.arrow")
+    with pytest.raises(ConfigError, match="column 'tokens' has no value in any document"):
+        len(make_dataset(tmp_path / "a.arrow", cache=False).pack(2))
+
+
+def test_mixtures_pack_all_sources_alike(tmp_path: Path) -> None:
+    sizes = {name: documents.lengths_around(LENGTH, 40, np.random.default_rng(n)) for n, name in enumerate("ab")}
+    files = {name: documents.write(tmp_path / f"{name}.parquet", own, 7) for name, own in sizes.items()}
+    sources = {name: make_dataset(file, cache=False) for name, file in files.items()}
+    chosen = {"a": sources["a"], "b": sources["b"].select(range(0, 40, 2))}
+    packed = {name: _packed(each, LENGTH, split=False) for name, each in chosen.items()}
+    mixture = mix(packed, stop="all_exhausted", name_column="source")
+    loader = make_loader(mixture, 4, row_ids=True)
+    loader.set_epoch(1)
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    for batch in loader:
+        for source, pieces in zip(batch["source"].tolist(), documents.segments_of(batch, LENGTH), strict=True):
+            found[source].append(pieces)
+        place = mixture.locate(int(batch["row_id"][0]))
+        told = [(7 * each.document.row_group + each.document.row, *each[1:]) for each in place.documents(epoch=1)]
+        assert told == documents.segments_of(batch, LENGTH)[0]
+    documents.check_epoch(found[0], sizes["a"], LENGTH, split=False)
+    own = [size if row % 2 == 0 else None for row, size in enumerate(sizes["b"])]
+    documents.check_epoch(found[1], own, LENGTH, split=False)
+    with pytest.raises(ConfigError, match="sources 'a' and 'b' are packed differently"):
+        mix({"a": packed["a"], "b": sources["b"].select(range(9))})
