@@ -38,7 +38,7 @@ from dataload.mapping.places import stored_of
 from dataload.mapping.stage import Stage, fingerprint_of, order_key_of, up_to_flat
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.file_maker import FileMaker
-from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.numbered_rows import NumberedRows, PlacedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore
@@ -90,6 +90,8 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             DataError: The row group cannot be decoded.
         """
         if isinstance(row, str):
+            if row in self.computed:
+                return self.computed[row](np.arange(len(self)))
             return np.concatenate([each.column(row) for each in self.datasets])
         try:
             number = operator.index(row)
@@ -121,7 +123,9 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         numbers = numbers.astype(np.int64, copy=False)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        return NumberedRows(self.rowstore.gather(numbers), numbers, self.locate, computed=self.computed)
+        found = NumberedRows(self.rowstore.gather(numbers), numbers, self.locate, computed=self.computed)
+        found.place = rows.place if isinstance(rows, PlacedRows) else None
+        return found
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -365,7 +369,8 @@ class Dataset(MapStyle):
         """Return the names of the classes of a column, in order: `names[label]` is the name of a label.
 
         Those of a ClassLabel of Hugging Face, also in a list. Of a column with an Arrow dictionary, as pandas writes
-        categories: the values of the dictionaries of one row group of each file. Its batches have the names themselves.
+        categories: the values of its dictionaries. Each row group may have another, so the whole column is read. Its
+        batches have the names themselves.
 
         Raises:
             ConfigError: The dataset has no such column, or the column has no names, or files name them differently. The
@@ -374,7 +379,10 @@ class Dataset(MapStyle):
             DataError: A dictionary cannot be read.
         """
         if not self._is_of_files(self._stored_with(column)):
-            raise ConfigError(f"column {column!r} has no names of classes: a function of map made it")
+            raise ConfigError(
+                f"column {column!r} has no names of classes, because a function of map returned it: ask the dataset "
+                "before map; or name the columns that the function needs by columns=, and the others stay as they are"
+            )
         return class_names(self.manifest, self.blocks, column, self.features, self.errors)
 
     def skipping(self) -> Dataset:

@@ -115,26 +115,32 @@ def _element(feature: Any) -> Any:
 def _categories(
     manifest: Manifest, blocks: Blocks, column: str, features: Mapping[str, Any], errors: TextErrors
 ) -> list[str]:
-    """Return the values of a column's dictionaries, of one row group of each file. Raise ConfigError without one."""
-    stored = {group.file: group for group in reversed(manifest.row_groups) if column not in dict(group.constants)}
+    """Return the values of a column's dictionaries. Raise ConfigError if it is not stored as a dictionary."""
+    stored = [group for group in manifest.row_groups if column not in dict(group.constants)]
     read = partial(_dictionary, blocks=blocks, column=column, errors=errors)
-    every = DaemonExecutor(IN_FLIGHT, "dataload-categories").map(read, [*stored.values()][::-1])
-    found = dict.fromkeys(value for values in every for value in values)
-    if not found:
+    found = list(DaemonExecutor(IN_FLIGHT, "dataload-categories").map(read, stored))
+    names = dict.fromkeys(value for values in found for value in values or ())
+    ways = f"numpy.unique(dataset[{column!r}]) finds its values"
+    if not names:
         labelled = [name for name in features if _labels(features, name) is not None]
         have = f"those with names are {few(map(repr, labelled))}" if labelled else "no column has a ClassLabel"
         raise ConfigError(
-            f"column {column!r} has no names of classes, neither a ClassLabel nor a dictionary: {have}; "
-            f"numpy.unique(dataset[{column!r}]) finds its values"
+            f"column {column!r} has no names of classes, neither a ClassLabel nor a dictionary: {have}; {ways}"
         )
-    return list(found)
+    if None in found:
+        plain = stored[found.index(None)].file.name
+        raise ConfigError(f"column {column!r} has a dictionary in some files, and none in {plain}: {ways}")
+    return list(names)
 
 
-def _dictionary(group: RowGroup, *, blocks: Blocks, column: str, errors: TextErrors) -> list[str]:
-    """Return the dictionary of a column in a row group; nothing if the column has another type."""
+def _dictionary(group: RowGroup, *, blocks: Blocks, column: str, errors: TextErrors) -> list[str] | None:
+    """Return the dictionary of a column in a row group; nothing if the file lacks the column; None: another type."""
     footer = read_footer(group.file, group.footer_at, blocks)
-    if column not in footer.schema.names or not pa.types.is_dictionary(footer.schema.field(column).type):
+    if column not in footer.schema.names:
         return []
+    kind = footer.schema.field(column).type
+    if not pa.types.is_dictionary(kind) or pa.types.is_nested(kind.value_type):
+        return None
 
     def values(reader: RowGroupReader) -> list[str]:
         reader.wait()

@@ -72,9 +72,9 @@ TABLE_FORMATS = {
 }
 # Files beside the data of a repository, such as one of Hugging Face's hub or a dataset of LeRobot
 DOCUMENT = re.compile(
-    r"(^|/)((README|LICEN[CS]E(-\w+)?|NOTICE|COPYING|CITATION)|"
-    r"(?i:[^/]+\.(md|rst|txt|json|ya?ml|toml|cfg|ini|cff|bib|pdf|html?|py|ipynb|sh|"
-    r"png|jpe?g|gif|svg|webp|mp4|mkv|avi|webm|mov)))$"
+    r"(?i)(^|/)((README|LICEN[CS]E([-_]\w+)?|NOTICE|COPYING|CITATION|CHANGELOG|AUTHORS|VERSION|Makefile|\w+SUMS)|"
+    r"[^/]+\.(md|rst|txt|json|ya?ml|toml|cfg|ini|cff|bib|pdf|html?|py|ipynb|sh|md5|sha1|sha256|sha512|"
+    r"png|jpe?g|gif|svg|webp|mp4|mkv|avi|webm|mov))$"
 )
 META_FOLDER, DATA_FOLDER = re.compile(r"(.*?/)meta/"), re.compile(r"(.*?/)data/")  # of LeRobot, side by side
 LOGS = {"a Delta": check_delta, "an Iceberg": check_iceberg}  # by table format: what their metadata says of files
@@ -86,6 +86,7 @@ AMAZON_OVER_HTTP = re.compile(
 IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
 PREFIX = re.compile(r"(?<=[^/])/[0-9A-Za-z]{2}$")  # a folder that Delta draws for files of a table with column mapping
 FOLDERS_PER_LEVEL = 4  # below the fixed parts of globs, in which to look for a table; each takes a few requests
+WAYS = "use a URL, a path, or a list of them"
 SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d])")
 
@@ -104,8 +105,9 @@ def source_paths(source: Source) -> list[str]:
     paths = []
     for path in [source] if isinstance(source, (str, os.PathLike)) else source:
         if not isinstance(path, (str, os.PathLike)):
-            kind = type(path).__name__
-            raise ConfigError(f"the source has an item of type {kind}: use a URL, a path, or a list of them")
+            kind, way = type(path).__name__, WAYS
+            way = "mix([…]) reads several datasets" if hasattr(path, "rowstore") else way
+            raise ConfigError(f"the source has an item of type {kind}: {way}")
         paths.append(os.fspath(path))
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
@@ -114,18 +116,23 @@ def source_paths(source: Source) -> list[str]:
 
 def _way(source: object) -> str:
     """Return what to pass instead of an object that is no path."""
-    if isinstance(source, Mapping):
-        return "pass one of its values, or mix(source) for several by name"
-    if type(source).__name__ == "Subset":
-        return "pass it to make_loader, or use dataset.select(subset.indices)"
-    if is_of_hugging_face(source):
-        return "pass it to make_loader, or write it by to_parquet(path), and pass that path"
-    for method in ("to_parquet", "write_parquet", "sink_parquet"):  # of pandas, polars, and others
-        if hasattr(source, method):
-            return f"write it by {method}(path), and pass that path"
-    if type(source).__module__.startswith("pyarrow."):
-        return "write it by pyarrow.parquet.write_table(table, path), and pass that path"
-    return "use a URL, a path, or a list of them"
+    name = type(source).__name__
+    ways = [
+        (isinstance(source, Mapping), "pass one of its values, or mix(source) for several by name"),
+        (name == "Subset", "pass it to make_loader, or use dataset.select(subset.indices)"),
+        (name == "ConcatDataset", "pass mix(source.datasets)"),
+        (hasattr(source, "dataset"), "pass its .dataset"),
+        (is_of_hugging_face(source), "pass it to make_loader, or write it by to_parquet(path), and pass that path"),
+        *(
+            (hasattr(source, method), f"write it by {method}(path), and pass that path")
+            for method in ("to_parquet", "write_parquet", "sink_parquet")  # of pandas, polars, and others
+        ),
+        (
+            type(source).__module__.startswith("pyarrow."),
+            "write it by pyarrow.parquet.write_table(table, path), and pass that path",
+        ),
+    ]
+    return next((way for is_one, way in ways if is_one), WAYS)
 
 
 def is_of_hugging_face(source: object) -> bool:

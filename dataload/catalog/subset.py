@@ -44,7 +44,7 @@ def _mask(rows: npt.NDArray[Any], total: int) -> Mask:
     mask = np.zeros(total, np.bool_)
     mask[rows.astype(np.int64, copy=False)] = True  # Negative numbers count from the end.
     if np.count_nonzero(mask) < len(rows):
-        raise ConfigError("a row number comes twice: a dataset has each row once, so name each once")
+        raise ConfigError("a row number comes twice: a dataset has each row once, and mix repeats rows by weights")
     return mask
 
 

@@ -34,10 +34,12 @@ class _Batch(threading.local):
     Attributes:
         seed: Seeds the generators of the batch for which it calls user code; None: it is in no such call.
         generators: Those that have been needed, by attribute.
+        own: Those of pipelines that the user's code has seeded in this call, by object and attribute.
     """
 
     seed: int | None = None
     generators: Mapping[str, Any] = MappingProxyType({})
+    own: Mapping[tuple[int, str], tuple[Any, Any]] = MappingProxyType({})
 
 
 _batch = _Batch()
@@ -57,12 +59,13 @@ def seeded(seed: int) -> Iterator[None]:
     was_used = is_used()
     if was_used:
         _watch()
-    before = _batch.seed, _batch.generators
-    _batch.seed, _batch.generators = seed, {}
+    before = dict(vars(_batch))
+    _batch.seed, _batch.generators, _batch.own = seed, {}, {}
     try:
         yield
     finally:
-        _batch.seed, _batch.generators = before
+        vars(_batch).clear()
+        vars(_batch).update(before)
     if is_used() and not was_used:
         _tell_of_import()
 
@@ -101,7 +104,8 @@ class _OfBatch:
         if pipeline is None:
             return self
         if _batch.seed is not None:
-            return _generator(self._name)
+            _, seeded = _batch.own.get((id(pipeline), self._name), (None, None))
+            return _generator(self._name) if seeded is None else seeded
         try:
             return vars(pipeline)[self._name]
         except KeyError:
@@ -109,6 +113,9 @@ class _OfBatch:
 
     def __set__(self, pipeline: Any, generator: Any) -> None:
         vars(pipeline)[self._name] = generator
+        if _batch.seed is not None and vars(pipeline).get("seed") is not None:  # by set_random_seed
+            # The pipeline is kept, so that no other has its id.
+            _batch.own = {**_batch.own, (id(pipeline), self._name): (pipeline, generator)}
 
 
 def _watch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -122,7 +123,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def around(self, cursor: int, *, in_threads: bool) -> Around:
         """Return the surroundings of the user's code for a loop in this thread that begins at `cursor`."""
-        return InThreads(cursor, self._draws) if in_threads else in_loop
+        beside_the_loop = in_threads or threading.current_thread() is not threading.main_thread()
+        return InThreads(cursor, self._draws) if beside_the_loop else in_loop
 
     def handed_out(self, answers: list[Answer], making: Timeline) -> Iterator[Answer]:
         """Yield answers in order, and take them out of their list. Make the strings of each as it is handed out.
@@ -193,15 +195,18 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         A DataLoader that is no loader calls this, see `dataload.loader.trainer_batches`.
 
         Raises:
-            ConfigError: The transform takes `rng`, which only the loader has.
+            ConfigError: The transform takes `rng`, and the batch has no place in an epoch, which that depends on.
         """
-        if self._transform.wants_rng:
+        [by_source] = self._dataset.rows_by_source(rows.numbers, [len(rows.numbers)])
+        make: Callable[[NumberedRows, Batch | None], Any] = self._batch
+        if rows.place is not None:
+            around = in_loop if torch.utils.data.get_worker_info() is None else in_worker
+            make = partial(self._batch, place=rows.place, around=partial(around, *rows.place))
+        elif self._transform.wants_rng:
             raise ConfigError(
-                "transform(batch, rng) needs the loader itself: skip batches by its load_state_dict, not by "
-                "skip_first_batches (which a Hugging Face Trainer calls unless ignore_data_skip=True)"
+                "transform(batch, rng) needs the loader's own batches: iterate the loader, or pass its batch_sampler"
             )
-        [by_source] = self._dataset.rows_by_source(rows.numbers, [len(rows)])
-        batch, skipped = self._skipping_bad_rows(rows.shaped(**self._shape), None, self._batch, "this batch")
+        batch, skipped = self._skipping_bad_rows(rows.shaped(**self._shape), None, make, "this batch")
         return batch, by_source, skipped
 
     def _numbered(self, records: Records | Sequences, numbers: Array) -> NumberedRows:

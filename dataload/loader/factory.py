@@ -97,8 +97,9 @@ def make_loader(
         transform: Called as transform(batch), or as transform(batch, rng) with a numpy Generator if it has a parameter
             `rng`, or a second positional parameter without a default. The signature of a torch Module is that of its
             `forward`. The same batch always gets the same generator, with any number of workers or threads and after a
-            resume. What torch draws is the same for it, too, and moves no generator of the loop. NumPy's and Python's
-            global generators are shared with the loop in threads: a warning says so if the first batch draws from them.
+            resume. What torch's functions of random tensors draw is the same for it, too, and moves no generator of the
+            loop. Other draws of torch, such as dropout and torch.manual_seed, and NumPy's and Python's global
+            generators are shared with the loop in threads: a warning says so if the first batch needs them.
         collate_fn: Makes the batch from a list of row dicts (see `Dataset.__getitems__`), whose `.columns` is the
             default batch: a collator of transformers or TRL as it is. One of timm gets the values of each row, so
             choose columns=["image", "label"].

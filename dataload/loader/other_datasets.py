@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -83,9 +84,9 @@ def _of_hugging_face(source: Any, options: dict[str, Any], numbers: Array | None
         shuffled: Whether the loader shuffles.
     """
     kind = type(source).__name__
-    if kind.endswith("DatasetDict"):
+    if isinstance(source, Mapping):
         raise ConfigError(f"the source is a {kind}: pass one of its splits, such as source[{next(iter(source), '')!r}]")
-    if kind != "Dataset":
+    if not hasattr(source, "data"):
         raise ConfigError(f"the source is an {kind}, without files of its own: name the URL of its files")
     if source.format["type"] == "custom":
         raise ConfigError(
@@ -146,8 +147,7 @@ def _selected(dataset: Dataset, numbers: Array, *, shuffled: bool) -> Dataset:
     try:
         selected = dataset.select(numbers)
     except (ConfigError, IndexError) as error:
-        way = "; mix repeats rows by weights" if "twice" in str(error) else ""
-        raise ConfigError(f"the rows that the source selects: {error}{way}") from error
+        raise ConfigError(f"the rows that the source selects: {error}") from error
     if not shuffled and np.any(np.diff(numbers % len(dataset)) < 0):
         log.warning("the source selects rows in an order of its own, and they come in that of the files")
     return selected

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, get_worker_info
 from dataload.errors import ConfigError
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerEpochs
-from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.numbered_rows import NumberedRows, PlacedRows
 from dataload.telemetry.loader_stats import LoaderStats
 
 
@@ -109,11 +109,13 @@ class TrainerBatches(BatchSampler):
     def sampler(self, sampler: TrainerEpochs) -> None:
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[PlacedRows]:
         """Yield the row numbers of each batch of the epoch."""
         sampler = self._sampler
         self._begin(LoaderStats(sampler.epoch, rank=sampler.rank, world_size=sampler.num_replicas))
-        yield from super().__iter__()
+        stream, step = (sampler.seed, sampler.epoch, sampler.rank), sampler.global_batch_size
+        for number, rows in enumerate(super().__iter__()):
+            yield PlacedRows(rows, (stream, number * step))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. The Hugging Face Trainer does so here if it has skipped batches."""

@@ -18,8 +18,8 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -78,9 +78,9 @@ class Draws:
         if names and not self._told:
             self._told = True
             log.warning(
-                "transform or collate_fn draws from the global generator of %s, which threads share with the training "
-                "loop: batches, and the loop's own draws, differ between runs. Draw from rng, as in "
-                "transform(batch, rng), or pass num_workers=1 or num_threads=0",
+                "transform or collate_fn (or another thread of the program) draws from the global generator of %s, or "
+                "seeds it. Threads share it with the training loop, so batches, and the loop's own draws, differ "
+                "between runs: draw from rng, as in transform(batch, rng), or pass num_workers=1 or num_threads=0",
                 " and ".join(names),
             )
 
@@ -113,7 +113,7 @@ class InThreads:
     Make one in the thread of the loop, whose modes of torch the calls get.
 
     Args:
-        cursor: Where the loop begins. It waits for this batch, so only the user's code moves the generators meanwhile.
+        cursor: Where the loop begins. It waits for this batch, so it doesn't move the generators meanwhile.
         draws: Tells of draws from generators that the loop has, too, in the first batch.
     """
 
@@ -127,7 +127,8 @@ class InThreads:
         """Surround the calls for a batch. See `Around`."""
         before = {name: each.state() for name, each in _GLOBAL.items()} if cursor == self._first else {}
         seed = _seed_of(stream, cursor)
-        with self._in_modes() if self._modes else nullcontext(), albumentations_draws.seeded(seed), _Drawing(seed):
+        drawing = _Drawing(seed, self._draws)
+        with self._in_modes() if self._modes else nullcontext(), albumentations_draws.seeded(seed), drawing:
             yield
         self._draws.tell(_moved(before))
 
@@ -145,8 +146,10 @@ def _moved(before: dict[str, Any]) -> list[str]:
 
 
 def modes_here() -> list[Callable[[], AbstractContextManager[object]]]:
-    """Return what enters torch's modes of this thread in another one: no_grad, inference_mode and autocast."""
+    """Return what enters torch's modes of this thread in another one: no_grad, inference_mode, autocast, device."""
     modes: list[Callable[[], AbstractContextManager[object]]] = []
+    if (device := torch.get_default_device()).type != "cpu":
+        modes.append(partial(torch.device, device))
     if torch.is_inference_mode_enabled():
         modes.append(torch.inference_mode)
     if not torch.is_grad_enabled():
@@ -162,25 +165,41 @@ def modes_here() -> list[Callable[[], AbstractContextManager[object]]]:
 _DRAWING: frozenset[Any] = frozenset(
     [
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial),
-        *(torch.rand_like, torch.randn_like, torch.randint_like, torch.poisson, torch.binomial),
+        *(torch.poisson, torch.binomial),
         *(torch._standard_gamma, torch._sample_dirichlet),  # noqa: SLF001 (of torch.distributions)
         *(torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.exponential_),
         *(torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_, torch.Tensor.bernoulli_),
         *(torch.Tensor.bernoulli, torch.Tensor.multinomial),
     ]
 )
+_LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
+
+
+@cache
+def _drawing() -> frozenset[Any]:
+    """Return the functions of torch that draw from the `generator` they are given. Those of `_LIKE` take one lately."""
+    with suppress(TypeError):
+        torch.rand_like(torch.empty(0), generator=torch.Generator())
+        return _DRAWING.union(_LIKE)
+    return _DRAWING
 
 
 class _Drawing(TorchFunctionMode):
     """Makes the functions of torch that this thread calls draw from a generator of their own, if they draw on the CPU.
 
+    If the user's code gives the generator of the process another seed, it draws from that one: nothing would tell a
+    second seeding with the same seed.
+
     Args:
         seed: Seeds the generator.
+        draws: Tells of a seeding.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, draws: Draws) -> None:
         super().__init__()
         self._seed = seed
+        self._draws = draws
+        self._process_seed = torch.initial_seed()
 
     @cached_property
     def _generator(self) -> torch.Generator:
@@ -190,9 +209,17 @@ class _Drawing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWING and kwargs.get("generator") is None and _is_on_cpu(args, kwargs):
-            kwargs = {**kwargs, "generator": self._generator}
+        if func in _drawing() and _has_no_generator(args, kwargs) and _is_on_cpu(args, kwargs):
+            if torch.initial_seed() == self._process_seed:
+                kwargs = {**kwargs, "generator": self._generator}
+            else:
+                self._draws.tell(["torch"])
         return func(*args, **kwargs)
+
+
+def _has_no_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("generator")
+    return given in (None, torch.default_generator) and not any(isinstance(each, torch.Generator) for each in args)
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

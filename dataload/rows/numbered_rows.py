@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -31,6 +31,18 @@ ROW_IDS: Computed = {ROW_ID: np.asarray}
 """The column of row numbers."""
 
 
+class PlacedRows(list[int]):
+    """The row numbers of a loader's batch.
+
+    Attributes:
+        place: (stream, cursor) of the batch, see `Request`, which decide its random numbers.
+    """
+
+    def __init__(self, rows: Iterable[int], place: tuple[tuple[int, ...], int]) -> None:
+        super().__init__(rows)
+        self.place = place
+
+
 class NumberedRows(list[dict[str, Any]]):
     """A batch as a list of row dicts, with the numbers of the rows. The dicts are made at the first look at the list.
 
@@ -46,7 +58,10 @@ class NumberedRows(list[dict[str, Any]]):
 
     Attributes:
         numbers: As above.
+        place: That of `PlacedRows`; None: the rows are no batch of a loader.
     """
+
+    place: tuple[tuple[int, ...], int] | None = None
 
     def __new__(cls, rows: Any, numbers: Array | None = None, *_: Any, **__: Any) -> Any:
         """Return a plain list of rows if only these are given: trainers rebuild lists by `type(rows)(others)`."""

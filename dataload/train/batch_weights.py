@@ -23,13 +23,6 @@ def check_loss_weight(loss_weight: Any) -> None:
         )
 
 
-def name_of(loss_weight: LossWeight | None) -> str:
-    """Return a name of what batches are weighed by, by which a checkpoint tells one from another."""
-    if loss_weight is None or loss_weight == "tokens":
-        return loss_weight or "rows"
-    return f"{getattr(loss_weight, '__qualname__', type(loss_weight).__qualname__)}(batch)"
-
-
 def weight_of(loss_weight: LossWeight, batch: Any) -> float:
     """Return what a batch weighs.
 
@@ -59,7 +52,7 @@ def _counted_labels(batch: Any) -> int:
     labels = batch["labels"]
     while isinstance(labels, Flat):
         labels = labels.values
-    rows = labels if isinstance(labels, list) else [labels]
+    rows = labels if isinstance(labels, (list, tuple)) else [labels]
     try:
         return sum(int((torch.as_tensor(row) != IGNORED).sum()) for row in rows)
     except (TypeError, ValueError, RuntimeError) as error:

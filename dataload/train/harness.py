@@ -19,7 +19,7 @@ from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
-from dataload.train.batch_weights import LossWeight, check_loss_weight, name_of, weight_of
+from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
@@ -147,7 +147,7 @@ def fit(
             `lambda batch: (batch["labels"][:, 1:] != -100).sum()`. The number is read on the host in each step, and the
             ranks exchange it. Batches that weigh 0 train nothing: an optimizer step of only such batches is left out,
             with that of the scheduler. In a sharded model, the gradient of their loss must be 0, as that of torch's
-            losses is. An epoch that is resumed with another `loss_weight` has the means after the resume.
+            losses is. Resume an epoch with the same `loss_weight`: its means add up.
 
     Returns:
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
@@ -205,7 +205,6 @@ def fit(
                 mesh=mesh,
                 stats_dir=stats_dir,
                 weigh=None if loss_weight is None else partial(weight_of, loss_weight),
-                weighed_by=name_of(loss_weight),
             )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, traces):

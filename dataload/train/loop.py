@@ -101,7 +101,6 @@ class TrainingLoop:
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
         stats_dir: Where the loader writes its statistics, see `batches_on`.
         weigh: As for `feed`.
-        weighed_by: The name of `weigh`.
     """
 
     model: nn.Module
@@ -120,7 +119,6 @@ class TrainingLoop:
     mesh: DeviceMesh | None = None
     stats_dir: Path | None = None
     weigh: Callable[[Any], float] | None = None
-    weighed_by: str = "rows"
 
     def __post_init__(self) -> None:
         self._rows = 0  # of all ranks, in the pending optimizer step
@@ -148,7 +146,6 @@ class TrainingLoop:
         if path is None:
             return Resumed()
         self.history, self.step, processes = load(path, self._parts, Progress.read)
-        self._leave_out_other_means([process for _, process in processes])
         ranks = first_of_each(processes)
         self.steps.usual_weight = ranks[0].get("usual weight", 0.0)
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
@@ -166,21 +163,6 @@ class TrainingLoop:
                 metrics["counts"][name] *= self.world.world_size / len(ranks)
             return Resumed(metrics)
         return Resumed()
-
-    def _leave_out_other_means(self, processes: list[dict[str, Any]]) -> None:
-        """Leave out the sums of the unfinished epoch if they are over other weights than this run's."""
-        before = processes[0].get("weighed by", self.weighed_by)
-        if before == self.weighed_by or not processes[0]["so far"]:
-            return
-        for process in processes:
-            process["so far"] |= {"sums": {}, "rows": {}}
-        if self.world.rank == 0:
-            log.warning(
-                "the checkpoint's epoch was weighed by %s, and now is by %s: its loss and logged scalars are those "
-                "after the resume",
-                before,
-                self.weighed_by,
-            )
 
     def _resume_loader(self, path: Path, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
@@ -349,7 +331,7 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             own = {"generators": rng_state(self._generators), "so far": metrics, "loader": loader_state}
-            own |= {"weighed by": self.weighed_by, "usual weight": self.steps.usual_weight}
+            own["usual weight"] = self.steps.usual_weight
             progress = Progress(self.history, self.step, gather((self.world.rank, own)))
             self.checkpoints.save(self._states(), progress._asdict())
 

@@ -124,7 +124,7 @@ class OptimizerStep:
             The loss, and the scalars that `loss_fn` logs.
         """
         if not self.pending:
-            self._nominal = self.accumulate * (self.usual_weight or all_weight or 1)
+            self._nominal = self.accumulate * (max(self.usual_weight, all_weight) or 1)
         self.pending += 1
         self._total += all_weight
         full = last or self.pending == self.accumulate

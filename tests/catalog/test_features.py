@@ -83,7 +83,7 @@ CATEGORIES = pa.table({"label": TABLE["text"].dictionary_encode(), "text": TABLE
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (of_map, "column 'label' has no names of classes: a function of map made it"),
+        (of_map, "column 'label' has no names of classes, because a function of map returned it: ask the dataset "),
         (of_flat_map, "column 'label' is not in the dataset: there are 'text'"),
     ],
 )
@@ -168,6 +168,22 @@ def test_categories_are_class_names_in_their_order(tmp_path: Path, name: str) ->
     assert dataset.class_names("size") == ["small", "large", "huge", "giant"]
     assert dataset.features == {"size": {"pandas_type": "categorical", "num_categories": 3, "ordered": True}}
     assert dataset["size"].tolist() == ["huge", None, "large", "small"]
+
+
+def test_each_row_group_may_have_other_categories(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    schema = pa.schema([("c", pa.dictionary(pa.int32(), pa.string()))])
+    with pq.ParquetWriter(path, schema) as writer:
+        for part in (["a", "b"], ["b", "c"], ["d"]):
+            writer.write_table(pa.table([pa.array(part).dictionary_encode()], schema=schema))
+    assert make_dataset(path, cache=False).class_names("c") == ["a", "b", "c", "d"]
+
+
+def test_categories_in_some_files_only_are_no_class_names(tmp_path: Path) -> None:
+    write(pa.table({"c": pa.array(["a", "b"]).dictionary_encode()}), tmp_path / "a.parquet")
+    write(pa.table({"c": ["a", "c"]}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match=r"a dictionary in some files, and none in \S+b.parquet: numpy.unique"):
+        make_dataset(tmp_path, cache=False).class_names("c")
 
 
 def test_metadata_of_arrow_fields(tmp_path: Path) -> None:

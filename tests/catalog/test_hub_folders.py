@@ -25,6 +25,7 @@ def write(folder: Path, *names: str) -> None:
 
 
 HUB = ["README.md", ".gitattributes", "LICENSE", "LICENSE-MIT", "dataset_infos.json", "croissant.JSON", "loader.py"]
+HUB += ["license", "LICENSE_CODE", "CHANGELOG", "SHA256SUMS", "0.parquet.sha256", "Makefile"]
 LEROBOT = ["meta/info.json", "meta/stats.json", "meta/episodes/chunk-000/file-000.parquet", "meta/tasks.parquet"]
 LEROBOT += ["videos/top/chunk-000/file-000.mp4", "images/0.png", "README.md"]
 

@@ -111,6 +111,31 @@ def test_a_resumed_epoch_is_augmented_as_if_it_had_not_stopped(dataset: Dataset,
     assert head + their_losses == losses
 
 
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_pipeline_that_the_transform_seeds_draws_from_that_seed(dataset: Dataset, options: Any) -> None:
+    """Two images of a row, such as those of a stereo pair, are cut alike."""
+    a = imported("albumentations")
+    augment = a.Compose([a.RandomCrop(8, 8), a.HorizontalFlip(p=0.5)])
+
+    def pairs(batch: dict[str, Any]) -> dict[str, Any]:
+        images, found = batch["image"].reshape(-1, SIDE, SIDE, 3).numpy(), []
+        for row, image in zip(batch["x"].tolist(), images, strict=True):
+            for _ in range(2):
+                augment.set_random_seed(row)
+                found.append(augment(image=image)["image"])
+        crop = a.Compose([a.RandomCrop(8, 8)], seed=137)
+        return {"y": torch.from_numpy(np.stack(found)), "z": torch.from_numpy(crop(image=images[0])["image"].copy())}
+
+    image = np.arange(SIDE * SIDE * 3, dtype=np.uint8).reshape(SIDE, SIDE, 3)
+    expected = pairs({"x": torch.zeros(1, dtype=torch.int64), "image": torch.from_numpy(image)})["z"]
+    for batch in make_loader(dataset, BATCH, transform=pairs, **options):
+        assert torch.equal(batch["y"][::2], batch["y"][1::2])
+    [again] = make_loader(
+        dataset.select([0]), 1, transform=lambda b: pairs({**b, "image": torch.from_numpy(image)}), **options
+    )
+    assert torch.equal(again["z"], expected)
+
+
 def test_a_pipeline_has_its_own_draws_outside_of_the_loader(dataset: Dataset) -> None:
     a = imported("albumentations")
     image = np.arange(SIDE * SIDE * 3, dtype=np.uint8).reshape(SIDE, SIDE, 3)

@@ -154,6 +154,8 @@ def test_accelerate_has_each_row_of_a_mixture_once_and_resumes_with_its_next_wei
 def test_skip_first_batches(accelerated: Seen) -> None:
     for rank in accelerated:
         assert rank["skipped"] == rank["unskipped"][3:]
+        [(_, unskipped), *_] = rank["drawn"]
+        assert rank["drawn"] == [[unskipped[3:], unskipped]] * 2
 
 
 def test_statistics_of_an_epoch_whose_first_batches_are_skipped(accelerated: Seen, epochs_of: Any) -> None:
@@ -320,7 +322,7 @@ def test_a_loader_made_for_more_ranks_than_the_process_group_has(folder: Path, m
 
 def test_a_plain_dataloader_cannot_pass_the_transform_its_generator(folder: Path) -> None:
     loader = make_loader(make_dataset(str(folder), cache=False), 16, transform=lambda batch, rng: batch)
-    with pytest.raises(ConfigError, match="load_state_dict"):
+    with pytest.raises(ConfigError, match="pass its batch_sampler"):
         loader.collate_fn(loader.dataset.__getitems__([1, 2]))
 
 

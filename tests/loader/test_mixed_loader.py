@@ -134,6 +134,7 @@ def test_rows_are_whole(sources: Sources) -> None:
         assert torch.equal(batch["vector"], (batch["row_id"][:, None] + torch.arange(3)).float())
         assert batch["text"] == [f"row {row}" for row in batch["row_id"]]
         assert batch["source"].dtype == torch.int64
+    assert mixture["source"].tolist() == [row["source"].item() for row in mixture.__getitems__(range(len(mixture)))]
 
 
 def test_each_prefix_has_its_quotas_and_each_row_comes_once_before_any_comes_twice(sources: Sources) -> None:
@@ -784,7 +785,7 @@ def test_wrong_sources(sources: Sources) -> None:
         ("s3://x", "a mapping"),
         ({1: one}, "a string"),
         ({"x": mix([one]), "y": one}, "source 'x' is a mixture"),
-        ([make_loader(one, 4), one], "the source is of type Loader: use a URL"),
+        ([make_loader(one, 4), one], "the source is of type Loader: pass its .dataset"),
         ([None, one], "the source is of type NoneType: use a URL"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import Subset, random_split
+from torch.utils.data import ConcatDataset, Subset, random_split
 
 from dataload import make_dataset, make_loader, mix
 from dataload.errors import ConfigError
@@ -50,7 +50,7 @@ def test_a_subset_of_a_dataset_selects_its_rows(path: Path) -> None:
     assert rows(Subset(subset, [2, 0])) == [17, 30]
     train, test = random_split(dataset, [0.8, 0.2])  # type: ignore[arg-type]
     assert sorted(rows(train) + rows(test, shuffle=True)) == [*range(N)]
-    with pytest.raises(ConfigError, match=r"selects: a row number comes twice: .*; mix repeats rows by weights"):
+    with pytest.raises(ConfigError, match=r"selects: a row number comes twice: .*, and mix repeats rows by weights"):
         make_loader(Subset(dataset, [5, 5]), 2)
     with pytest.raises(ConfigError, match="columns cannot be combined with a dataset"):
         make_loader(subset, 2, columns=["x"])
@@ -179,8 +179,9 @@ def test_files_in_another_order_than_their_paths(datasets: Any, tmp_path: Path) 
         (lambda hf, whole: hf.DatasetDict({"train": whole}), r"pass one of its splits, such as source\['train'\]"),
         (lambda hf, whole: whole.to_iterable_dataset(), "an IterableDataset, without files of its own"),
         (lambda hf, whole: whole.with_transform(dict), "set_transform, which no loader calls: pass transform="),
+        (lambda hf, whole: type("Mine", (hf.Dataset,), {})(whole.data), "in memory, or with other columns than its"),
     ],
-    ids=["memory", "dict", "iterable", "transform"],
+    ids=["memory", "dict", "iterable", "transform", "derived"],
 )
 def test_what_has_no_files_says_what_to_write(datasets: Any, change: Any, says: str) -> None:
     whole = datasets.Dataset.from_dict({"x": [1, 2]})
@@ -204,6 +205,17 @@ def test_other_objects_say_what_to_write(source: Any, says: str) -> None:
     for make in (make_dataset, lambda source: make_loader(source, 2)):
         with pytest.raises(ConfigError, match=says):
             make(source)
+
+
+def test_several_datasets_and_loaders_say_what_to_pass(path: Path) -> None:
+    dataset = make_dataset(path, cache=False)
+    for source, says in (
+        (ConcatDataset([dataset, dataset]), r"of type ConcatDataset: pass mix\(source.datasets\)"),
+        ([dataset, dataset], r"an item of type Dataset: mix\(\[…\]\) reads several datasets"),
+        (make_loader(dataset, 2), "of type Loader: pass its .dataset"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            make_loader(source, 2)  # type: ignore[arg-type]
 
 
 def test_a_subset_as_the_source_of_a_dataset_names_select(path: Path) -> None:

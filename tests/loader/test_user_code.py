@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Mixed(torch.nn.Module):
             torch.multinomial(torch.ones(4), len(x), replacement=True),
             torch.distributions.Beta(2.0, 3.0).sample(x.shape),
             torch.distributions.Normal(0.0, 1.0).sample(x.shape),
+            torch.rand(len(x), generator=torch.default_generator),
+            torch.poisson(x, torch.Generator().manual_seed(3)),
         ]
         return {"x": x, "y": torch.stack([x, *parts])[:, torch.randperm(len(x))]}
 
@@ -174,6 +177,52 @@ def test_draws_that_threads_share_with_the_loop_are_told_once(
     [record] = caplog.records
     assert f"of {names}, " in record.getMessage()
     assert "transform(batch, rng)" in record.getMessage()
+
+
+def seeded_by_row(batch: dict[str, Any]) -> dict[str, Any]:
+    """Two views of each row with the same draws, which are its own in each epoch."""
+    views = []
+    for row in batch["x"].tolist():
+        for _ in range(2):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1000 + int(row))
+                views.append(torch.rand(3))
+    return {"x": batch["x"], "y": torch.stack(views).view(-1, 2, 3)}
+
+
+@pytest.mark.parametrize("options", WAYS[:3], ids=str)
+def test_code_that_seeds_torch_has_the_draws_of_its_seed(
+    dataset: Dataset, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = seeded_by_row({"x": torch.from_numpy(dataset["x"])})["y"]
+    for batch in make_loader(dataset, BATCH, transform=seeded_by_row, prefetch=1, **options):
+        assert torch.equal(batch["y"], expected[batch["x"].long()])
+    assert len(caplog.records) == (options.get("num_threads") != 0)  # The loop's own draws are disturbed.
+
+
+def test_a_loop_in_another_thread_leaves_the_generators_of_the_program(dataset: Dataset) -> None:
+    seed_loop()
+    expected = [torch.rand(1).item() for _ in range(50)]
+    loader, batches, found = make_loader(dataset, BATCH, transform=Mixed(), num_threads=0), [], []
+    seed_loop()
+
+    def run() -> None:
+        for batch in loader:
+            batches.append(batch["y"])
+            found.append(torch.rand(1).item())  # as the program does meanwhile
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == expected[: len(found)]
+    assert same(batches, trained(make_loader(dataset, BATCH, transform=Mixed()))[0])
+
+
+def test_a_transform_in_threads_makes_tensors_on_the_default_device(dataset: Dataset) -> None:
+    for options in WAYS[:3]:
+        loader = make_loader(dataset, BATCH, transform=lambda _: torch.empty(1).device.type, **options)
+        with torch.device("meta"):
+            assert {*loader} == {"meta"}
 
 
 def test_a_collate_function_draws_for_its_batch(dataset: Dataset) -> None:

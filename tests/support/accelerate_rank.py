@@ -140,6 +140,18 @@ seen["skipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in skip_fi
 loader.set_epoch(0)
 seen["unskipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in loader]
 
+
+def drawn(batch, rng):
+    return {"x": (torch.rand(2).tolist(), rng.random())}
+
+
+seen["drawn"] = []
+for workers in (0, 2):
+    loader = make_loader(dataset, 16, transform=drawn, num_workers=workers)
+    skipped = [batch["x"] for batch in skip_first_batches(loader, 3)]
+    loader.set_epoch(0)
+    seen["drawn"].append([skipped, [batch["x"] for batch in loader]])
+
 # Batches go to accelerate's device by default. The meta device exists on every machine.
 from accelerate.state import PartialState  # noqa: E402
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dataload.train.checkpoint.state import check_rng_state
 
 PROCESS = {"generators": dict, "so far": dict, "loader": object}
-NEWER = {"weighed by": str, "usual weight": Real}  # Older checkpoints lack these.
+NEWER = {"usual weight": Real}  # Older checkpoints lack these.
 GENERATORS = {"torch": Tensor, "cuda": Tensor | None, "python": tuple, "numpy": dict, "more": list}
 SO_FAR = ("sums", "rows", "counts")
 
@@ -24,7 +24,7 @@ class Progress(NamedTuple):
         step: Optimizer steps so far.
         processes: For each process its data-parallel rank, and a dict: "generators" has the state of `rng_state`,
             "so far" the `EpochMetrics.state` of the unfinished epoch ({} between epochs), "loader" the loader's state,
-            "weighed by" the name of the weights behind the sums in "so far", "usual weight" that of `OptimizerStep`.
+            "usual weight" that of `OptimizerStep`.
     """
 
     history: list[dict[str, Any]]
