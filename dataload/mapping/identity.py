@@ -15,27 +15,32 @@ import operator
 import pathlib
 import re
 import sys
+import threading
 import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
-from dataload.mapping.known_objects import is_device, is_plain_tensor, state_of
+from dataload.mapping.known_objects import MOST_BYTES, is_device, is_plain_tensor, state_of
 from dataload.mapping.large_values import flat_digest
-from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, defaults_of, is_made, parts_of
+from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, fields_of, is_made, parts_of
 from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
 
-VERSION = 4
-MOST_BYTES = 16 << 20  # of an array; a larger one takes long to hash
+VERSION = 5
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
 _SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
+_READERS = {"__import__", "eval", "exec", "globals"}
+_DISPATCHER: Any = functools.singledispatch(len)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -43,10 +48,17 @@ def name_of(function: Callable[..., Any]) -> str:
 
     A `functools.partial` has the name of its function, unless it has one of its own.
     """
-    while isinstance(function, functools.partial) and not hasattr(function, "__qualname__"):
+    while isinstance(function, functools.partial) and _named(function) is not function:
         function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
+    named = _named(function)
     return f"{module_of(named)}.{named.__qualname__}"
+
+
+def _named(value: Any) -> Any:
+    """Return a function or a class, and the class of any other object."""
+    with suppress(Exception):  # A proxy may raise anything.
+        return value if isinstance(value.__qualname__, str) else type(value)
+    return type(value)
 
 
 def identity(function: Callable[..., Any], version: Any = None, sources: Sources | None = None) -> str:
@@ -69,7 +81,8 @@ def identity(function: Callable[..., Any], version: Any = None, sources: Sources
     name, sources = name_of(function), sources or Sources()
     if version is not None:
         find_code(function, sources)
-        described = _LenientWalk(sources, sources.assigned).describe(function, name)
+        assigned = sources.assigned(name.rpartition(".")[2])
+        described = _LenientWalk(sources, assigned).describe(function, name)
         content: Any = ["version", name, repr(version), described]
     else:
         try:
@@ -143,6 +156,9 @@ class _Walk:
             return ["object", self.describe(type(value), where), shown, self._state(value, where)]
         if (name := installed_name(value)) is not None:
             return name
+        if isinstance(value, types.FunctionType):  # of another name, or without one
+            own = [package_of(value.__module__), self._named(_cells_of(value), where)]
+            return [*self._given(value, "installed"), *own]
         if all(base is object or package_of(base.__module__) is None for base in type(value).__mro__):
             return ["object", self.describe(type(value), where), self._state(value, where)]
         return self._known_object(value, where)
@@ -186,26 +202,28 @@ class _Walk:
         """Return whether the value of an attribute or of a variable counts."""
         return True
 
-    def _source(self, code: CodeType) -> str:
+    def _source(self, code: CodeType) -> Any:
         return self._sources.of_function(code)
 
     def _function(self, function: types.FunctionType) -> Any:
         code, where = function.__code__, f"{function.__module__}.{function.__qualname__}"
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        return [
-            *("function", module_of(function), function.__qualname__, self._source(code)),
-            self.describe(function.__defaults__, f"a default of {where}"),
-            self.describe(function.__kwdefaults__, f"a default of {where}"),
-            self._named(vars(function), where),
-            self._references(code, {name: cell for name, cell in cells if _is_set(cell)}, function.__globals__, where),
-        ]
+        if code is _DISPATCHER.__code__:  # Its other variables are caches.
+            return ["dispatcher", self.unordered(vars(function)["registry"].items(), where)]
+        references = self._references(code, _cells_of(function), function.__globals__, where)
+        return [*self._given(function, "function"), self._source(code), references]
 
-    def _references(
-        self, code: CodeType, cells: Mapping[str, types.CellType], scope: Mapping[str, Any], where: str
-    ) -> list[Any]:
+    def _given(self, function: types.FunctionType, kind: str) -> list[Any]:
+        """Return descriptions of the name of a function, its default values, and its attributes."""
+        where = f"{function.__module__}.{function.__qualname__}"
+        defaults = [function.__defaults__, function.__kwdefaults__]
+        given = [*self.items(defaults, f"a default of {where}"), self._named(vars(function), where)]
+        return [kind, module_of(function), function.__qualname__, *given]
+
+    def _references(self, code: CodeType, cells: Mapping[str, Any], scope: Mapping[str, Any], where: str) -> list[Any]:
         """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
         names, passed_on = frozenset(names_in(code)), frozenset(passed_on_in(code))
-        values = [({name}, name, cell.cell_contents) for name, cell in sorted(cells.items())]
+        self._check_reads(names, globals_in(code) - scope.keys(), where)
+        values = [({name}, name, value) for name, value in sorted(cells.items())]
         values += [({name}, name, scope[name]) for name in sorted(globals_in(code) & scope.keys())]
         described: list[Any] = []
         for variables, name in imported_in(code, scope):
@@ -215,7 +233,7 @@ class _Walk:
                 values.append((variables, name, module))
         for variables, name, value in values:
             # Another function gets the module, and may use any member.
-            known = None if variables & passed_on else names
+            known = None if variables & passed_on or "__dict__" in names else names
             if self._counts(name, value):
                 described.append([name, self._variable(value, known, passed_on, f"{name!r} of {where}")])
         return described
@@ -247,6 +265,11 @@ class _Walk:
                 inner.append([name, self._variable(vars(value)[name], known, passed_on, f"{where}.{name}")])
         return ["module", value.__name__, inner]
 
+    def _check_reads(self, names: AbstractSet[str], built_in: AbstractSet[str], where: str) -> None:
+        """Raise ConfigError if a function uses names that its code does not show."""
+        for name in sorted(names & {"import_module"} | built_in & _READERS):
+            raise ConfigError(f"{where} calls {name}, which may read anything")
+
     def _class(self, kind: type) -> Any:
         where = f"{kind.__module__}.{kind.__qualname__}"
         members = []
@@ -258,14 +281,17 @@ class _Walk:
                 if is_generated(part) if is_function else part is member and is_made(kind, name, part):
                     continue
                 members.append([name, self.describe(part, f"{where}.{name}")])
-        members += [[name, self.describe(default, f"{where}.{name}")] for name, default in defaults_of(kind)]
+        members += [[name, self.describe(part, f"{where}.{name}")] for name, part in fields_of(kind)]
         if isinstance(kind, enum.EnumMeta):
             named: Mapping[str, enum.Enum] = kind.__members__  # A member may have several names.
             members += [[name, self.describe(each.value, where)] for name, each in named.items()]
         if package_of(type(kind).__module__) is None:
             members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
-        return ["class", module_of(kind), kind.__qualname__, self._sources.of_class(kind), bases, members]
+        source = ""
+        with suppress(ConfigError):  # of one that `type` or `namedtuple` made
+            source = self._sources.of_class(kind)
+        return ["class", module_of(kind), kind.__qualname__, source, bases, members]
 
 
 class _LenientWalk(_Walk):
@@ -292,17 +318,22 @@ class _LenientWalk(_Walk):
         try:
             return super()._object(value, where)
         except Exception:  # noqa: BLE001
-            named = value if hasattr(value, "__qualname__") else type(value)
+            named = _named(value)
             return ["any", named.__module__, named.__qualname__, package_of(named.__module__)]
 
     def _counts(self, name: str, value: Any) -> bool:
         return name not in self._assigned or isinstance(value, (type, types.FunctionType, types.ModuleType))
 
-    def _source(self, code: CodeType) -> str:
+    def _source(self, code: CodeType) -> Any:
         try:
             return super()._source(code)
-        except ConfigError:  # It may refer to functions that have a source.
-            return ""
+        except ConfigError:
+            inner = [self._source(each) for each in code.co_consts if isinstance(each, CodeType)]
+            constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
+            return [code.co_code.hex(), code.co_names, self.items(constants, ""), inner]
+
+    def _check_reads(self, names: AbstractSet[str], built_in: AbstractSet[str], where: str) -> None:
+        """Do nothing: the version stands for what such a function reads."""
 
 
 def find_code(function: Callable[..., Any], sources: Sources) -> None:
@@ -310,12 +341,13 @@ def find_code(function: Callable[..., Any], sources: Sources) -> None:
     _LenientWalk(sources).describe(function, name_of(function))
 
 
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # The variable has no value yet.
-        return False
-    return True
+def _cells_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables around a function that have a value."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # The variable has no value yet.
+            found[name] = cell.cell_contents
+    return found
 
 
 def _names(slots: Any) -> Iterable[str]:
@@ -347,7 +379,18 @@ def _describer_of(value: Any) -> Callable[[_Walk, Any, str], Any] | None:
         return _Walk.array
     if is_plain_tensor(value):
         return _tensor
+    if typing.get_origin(value) is not None:
+        return _alias
     return next((describe for kinds, describe in _KINDS if isinstance(value, kinds)), None)
+
+
+def _alias(walk: _Walk, value: Any, where: str) -> Any:
+    return [walk.describe(typing.get_origin(value), where), walk.items(typing.get_args(value), where)]
+
+
+def _arrow(_: _Walk, value: Any, __: str) -> Any:
+    field = value if isinstance(value, pa.Field) else pa.field("", value)
+    return pa.schema([field]).serialize().to_pybytes().hex()
 
 
 def _partial(walk: _Walk, value: Any, where: str) -> Any:
@@ -370,7 +413,7 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
     (re.Pattern, lambda walk, value, where: [walk.describe(value.pattern, where), value.flags]),
     (slice, lambda walk, value, where: walk.items((value.start, value.stop, value.step), where)),
     (bytearray, lambda _, value, __: repr(bytes(value))),
-    (functools.partial, _partial),
+    ((functools.partial, functools.partialmethod), _partial),
     (types.MethodType, _method),
     (types.BuiltinFunctionType, _module_function),
     (functools._lru_cache_wrapper, lambda walk, value, where: walk.describe(value.__wrapped__, where)),  # noqa: SLF001
@@ -379,4 +422,8 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
         lambda walk, value, where: walk.describe(value.__reduce__(), where),
     ),
     (logging.Logger, lambda _, value, __: value.name),
+    (collections.deque, lambda walk, value, where: [value.maxlen, walk.items(value, where)]),
+    ((type(threading.Lock()), type(threading.RLock())), lambda *_: "lock"),
+    ((pa.DataType, pa.Field), _arrow),
+    (pa.Schema, lambda _, value, __: value.serialize().to_pybytes().hex()),
 ]

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from contextlib import suppress
 from typing import Any
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xpu)(:\d+)?")
@@ -20,7 +20,11 @@ _NOT_COUNTED = frozenset(
     }
 )
 _SET_BY_CALLS = {"truncation", "padding"}
-_SHORT = 100  # members of a dict that is compared each time
+_SHORT = 100  # members of a collection that is compared each time
+MOST_BYTES = 16 << 20  # of an array or a tensor; a larger one takes long to hash
+_SPREAD = 256  # parts of a large object that are compared each time
+_GRAD_MODE, _GRAD_MODES = "torch.autograd.grad_mode", ("no_grad", "enable_grad", "set_grad_enabled", "inference_mode")
+_BY_ATTRIBUTES = ("torchvision.", "transformers.")
 
 
 def is_device(value: Any) -> bool:
@@ -42,7 +46,7 @@ def state_of(value: Any) -> dict[str, Any] | None:
             return state(value)
     kind = type(value)
     is_data = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or hasattr(kind, "__pydantic_fields__")
-    if is_data or f"{kind.__module__}.".startswith("torchvision."):
+    if is_data or f"{kind.__module__}.".startswith(_BY_ATTRIBUTES):
         return _attributes_of(value)
     return None
 
@@ -50,27 +54,44 @@ def state_of(value: Any) -> dict[str, Any] | None:
 def stamp_of(value: Any) -> bytes | None:
     """Return what changes in this process with an object whose state takes long to read; None for other objects.
 
-    Identities are compared each time that a blob is cached.
+    Identities are compared each time that a blob is cached. Of a large object, a sample is compared.
     """
-    if is_plain_tensor(value) and not value.is_inference() and not value.is_sparse:
-        return repr((value.data_ptr(), value._version, value.dtype, value.shape)).encode()  # noqa: SLF001 (autograd's)
+    if is_plain_tensor(value):
+        return _stamp_of_tensor(value)
     if _is_a(value, "tokenizers", "Tokenizer"):
         return repr((_parts_of(value), value.padding, value.truncation)).encode()
-    if _is_a(value, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase"):
+    if (backend := _backend_of(value)) is not None:
         state = {name: each for name, each in vars(value).items() if name not in _NOT_COUNTED and _is_short(each)}
-        backend = getattr(value, "backend_tokenizer", None)
-        return repr((state, len(value), None if backend is None else _parts_of(backend))).encode()
+        return repr((state, len(value), _parts_of(backend))).encode()
     return None
 
 
+def _stamp_of_tensor(tensor: Any) -> bytes | None:
+    with suppress(RuntimeError):  # such as of a sparse one
+        if tensor.nbytes > MOST_BYTES and not tensor.is_inference():
+            some = tensor.detach().reshape(-1)[:: tensor.numel() // _SPREAD].tolist()
+            return repr((tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, some)).encode()  # noqa: SLF001
+    return None
+
+
+def _backend_of(value: Any) -> Any:
+    """Return the tokenizer in Rust of a fast tokenizer of transformers; None for other objects."""
+    is_tokenizer = _is_a(value, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
+    return getattr(value, "backend_tokenizer", None) if is_tokenizer else None
+
+
 def _parts_of(tokenizer: Any) -> list[Any]:
-    """Return the parts of a fast tokenizer besides its model, and the size of its vocabulary."""
+    """Return the parts of a fast tokenizer, of its model the settings and a sample of the vocabulary."""
     parts = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder
-    return [*(part and part.__getstate__() for part in parts), tokenizer.get_vocab_size()]
+    model, size = tokenizer.model, tokenizer.get_vocab_size()
+    settings = {name: getattr(model, name) for name in dir(model) if not name.startswith("_")}
+    shown = {name: each for name, each in settings.items() if not callable(each)}
+    words = [tokenizer.id_to_token(number) for number in range(0, size, max(1, size // _SPREAD))]
+    return [*(part and part.__getstate__() for part in parts), type(model), shown, size, words]
 
 
 def _is_short(value: Any) -> bool:
-    return isinstance(value, (type(None), bool, int, float, str)) or (isinstance(value, dict) and len(value) < _SHORT)
+    return not isinstance(value, Sized) or isinstance(value, str) or len(value) < _SHORT
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
@@ -86,18 +107,19 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return found | getattr(value, "__dict__", {})
 
 
+def _slots_of(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in type(value).__slots__ if not name.startswith("_")}
+
+
 def _state_of_tokenizer(value: Any) -> dict[str, Any]:
     """Return vocabulary and settings. Calls of a fast tokenizer set truncation and padding anew, whatever they were."""
-    plain = (type(None), bool, int, float, str, tuple, list, dict)
-    state = {name: each for name, each in vars(value).items() if name not in _NOT_COUNTED}
-    shown = {name: repr(each) for name, each in state.items() if isinstance(each, plain)}
-    shown |= {"added tokens": repr(value.added_tokens_decoder)}
-    if (backend := getattr(value, "backend_tokenizer", None)) is not None:
+    backend = _backend_of(value)
+    state = {name: each for name, each in vars(value).items() if name not in _NOT_COUNTED and each is not backend}
+    state["added tokens"] = repr(value.added_tokens_decoder)
+    if backend is not None:
         content = json.loads(backend.to_str())
-        counting = {name: content[name] for name in content.keys() - _SET_BY_CALLS}
-        return {**shown, "json": json.dumps(counting, sort_keys=True)}
-    pieces = [each for each in state.values() if _is_a(each, "sentencepiece", "SentencePieceProcessor")]
-    return {**shown, "vocabulary": repr(sorted(value.get_vocab().items())), "pieces": pieces}
+        state["json"] = json.dumps({name: content[name] for name in content.keys() - _SET_BY_CALLS}, sort_keys=True)
+    return state
 
 
 def _state_of_module(value: Any) -> dict[str, Any]:
@@ -106,14 +128,25 @@ def _state_of_module(value: Any) -> dict[str, Any]:
 
     usual = vars(torch.nn.Module())
     state = {name: each for name, each in vars(value).items() if name not in usual or each != usual[name]}
-    # The keys of hooks count up in a process.
-    return {name: [*each.values()] if isinstance(each, OrderedDict) else each for name, each in state.items()}
+    hooks = {name: each for name, each in state.items() if name in usual and "hooks" in name}
+    keys = sorted(key for each in hooks.values() for key in each)  # They count up in a process.
+    return state | {name: {keys.index(key): hook for key, hook in each.items()} for name, each in hooks.items()}
 
 
 _KINDS: list[tuple[str, str, Callable[[Any], dict[str, Any]]]] = [
     ("tokenizers", "Tokenizer", lambda value: {"json": value.to_str()}),
+    ("tokenizers", "AddedToken", lambda value: {"shown": repr(value)}),
+    ("regex", "Pattern", lambda value: {"pattern": value.pattern, "flags": value.flags, "lists": value.named_lists}),
     ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", _state_of_tokenizer),
     ("sentencepiece", "SentencePieceProcessor", lambda value: {"model": value.serialized_model_proto()}),
     ("torch", "device", lambda value: {"device": str(value)}),
+    *((_GRAD_MODE, name, lambda value: {"mode": getattr(value, "mode", None)}) for name in _GRAD_MODES),
+    ("argparse", "Namespace", vars),
+    ("string", "Template", vars),
+    ("types", "SimpleNamespace", vars),
+    *(("attr", name, _slots_of) for name in ("Attribute", "Converter", "Factory")),
+    ("typing", "ForwardRef", lambda value: {"name": value.__forward_arg__}),
+    ("typing", "NewType", lambda value: {"name": value.__name__, "type": value.__supertype__}),
+    ("typing", "TypeVar", lambda value: {"name": value.__name__}),
     ("torch.nn", "Module", _state_of_module),
 ]

@@ -38,7 +38,7 @@ def installed_name(value: Any) -> Any:
         found: Any = sys.modules.get(module)
         for part in name.split(".") if isinstance(name, str) else ():
             found = getattr(found, part, None)
-        if name and found is value:
+        if name and (found is value or (module == "builtins" and isinstance(value, type))):  # such as NoneType
             return ["installed", module, name, package]
     shown = repr(value)  # such as torch.float32
     found = sys.modules.get(module)

@@ -19,6 +19,8 @@ _Cached = type(functools.cache(str))
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions with a cache, too. cloudpickle names them, but the main program has no name elsewhere.
 
+    A cached property of Python 3.11 has a lock, which no pickle has.
+
     Code keeps the name of its file, which cloudpickle drops since 3.1.3 and tracebacks show.
     """
 
@@ -28,6 +30,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _code, (obj.co_filename, make, parts)
         if isinstance(obj, _Cached) and obj.__module__ in MAIN_PROGRAMS:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if type(obj) is functools.cached_property:
+            return _cached_property, (obj.func, obj.attrname)
         return super().reducer_override(obj)
 
 
@@ -51,3 +55,9 @@ def _code(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> C
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
     cached: Callable[..., Any] = functools.lru_cache(**parameters)(function)
     return cached
+
+
+def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made

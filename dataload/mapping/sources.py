@@ -15,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from dataload.errors import ConfigError
+from dataload.mapping.bytecode import names_in
 from dataload.mapping.large_values import LargeValues
 from dataload.mapping.packages import MAIN_PROGRAMS, package_of
 
@@ -77,14 +78,19 @@ class Sources:
             found.setdefault(f"class {kind.__module__}.{kind.__qualname__}", set()).add(text)
         return found
 
-    @property
-    def assigned(self) -> set[str]:
-        """The names of variables and attributes that the functions which were looked up assign, or fill.
+    def assigned(self, name: str) -> set[str]:
+        """Return the names of variables and attributes that a call of a function with this name assigns, or fills.
 
-        What `__init__` assigns belongs to an object from its start.
+        Code that was looked up counts if the name of its function is special, or is in code that counts. What
+        `__init__` assigns belongs to an object from its start.
         """
-        texts = {*self._functions.values(), *(text for _, text in self._classes.values())}
-        return set().union(*(_assigned_in(tree, _locals_of(tree)) for tree in map(ast.parse, texts)))
+        left, names, found = {code: text for (_, code), text in self._functions.items()}, {name}, set[str]()
+        while reached := [code for code in left if code.co_name in names or _is_special(code.co_name)]:
+            for code in reached:
+                tree = ast.parse(left.pop(code))
+                names |= {*names_in(code), *code.co_freevars}
+                found.update(_assigned_in(tree, _locals_of(tree)))
+        return found
 
     def of_function(self, code: CodeType) -> str:
         """Return the source of a function in a normal form: other comments and docstrings do not change it.
@@ -204,6 +210,10 @@ def _extent(code: CodeType) -> tuple[_Place, _Place]:
     return min(starts, default=(0, 0)), max(ends, default=(0, 0))
 
 
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
 def _locals_of(tree: ast.AST) -> set[str]:
     """Return the names of the arguments and variables of functions."""
     nodes = [*ast.walk(tree)]
@@ -249,14 +259,15 @@ def _code_of(member: Any, kind: type) -> CodeType | None:
 
 
 def is_generated(function: FunctionType) -> bool:
-    """Return whether `dataclass` made a function. Others of `exec` do not follow from the source of their class.
+    """Return whether `dataclass` or attrs made a function of the fields of a class. Others of `exec` are unknown.
 
     An installed package, such as `dataclasses` itself, may have wrapped it.
     """
     if package_of(function.__globals__.get("__name__")) is not None:
         function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)  # An extension's function has none.
-    return code is not None and code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__.")
+    file, name = ("", "") if code is None else (code.co_filename, code.co_qualname)
+    return file.startswith("<attrs generated ") or (file == "<string>" and name.startswith("__create_fn__."))
 
 
 def _class_of(node: ast.AST, names: list[str]) -> ast.AST | None:

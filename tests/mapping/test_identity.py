@@ -10,7 +10,6 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -241,7 +240,6 @@ def executed() -> Any:
         pytest.param(eval("lambda batch: batch"), id="lambda without source"),
         pytest.param(executed(), id="function without a module"),
         pytest.param(functools.partial(np.take, np.random.default_rng(0)), id="generator"),
-        pytest.param(functools.partial(np.take, threading.Lock()), id="lock"),
         pytest.param(np.random.default_rng(0).random, id="method of an extension"),
         pytest.param(functools.partial(np.take, iter([1])), id="iterator"),
     ],

@@ -123,6 +123,93 @@ OBJECTS = {
     "other name of a member of an enum": (
         "import enum\nS = $\nclass M(enum.Enum):\n    A = 1\n    C = 2\n    B = S\ndef f(b): return M.B"
     ),
+    "validator in an annotation of a model": (
+        "import pydantic, typing\ndef h(v): return $\nclass C(pydantic.BaseModel):\n"
+        "    k: typing.Annotated[int, pydantic.AfterValidator(h)] = 1\ndef f(b): return C(k=b).k"
+    ),
+    "validator deep in an annotation of a model": (
+        "import pydantic, typing\ndef h(v): return $\nclass C(pydantic.BaseModel):\n"
+        "    k: dict[str, typing.Annotated[int, pydantic.AfterValidator(h)] | None]\ndef f(b): return C(k=b).k"
+    ),
+    "bound of a field of a model": (
+        "import pydantic\nS = $\nclass C(pydantic.BaseModel):\n    k: int = pydantic.Field(1, ge=S)\n"
+        "def f(b): return C(k=b).k"
+    ),
+    "model in a model": (
+        "import pydantic\nclass I(pydantic.BaseModel):\n    z: int = $\nclass C(pydantic.BaseModel):\n    i: I\n"
+        "def f(b): return C(**b).i.z"
+    ),
+    "model in a model that is defined later": (
+        "import pydantic\nclass C(pydantic.BaseModel):\n    i: 'I'\nclass I(pydantic.BaseModel):\n    z: int = $\n"
+        "def f(b): return C(**b).i.z"
+    ),
+    "enum in a model": (
+        "import enum, pydantic\nS = $\nclass E(enum.Enum):\n    A = S\nclass C(pydantic.BaseModel):\n    e: E\n"
+        "def f(b): return C(e=b).e"
+    ),
+    "type of a field of a dataclass": (
+        "import dataclasses\nclass I:\n    z = $\n@dataclasses.dataclass\nclass C:\n    i: I\n"
+        "def f(b): return dataclasses.fields(C)[0].type().z"
+    ),
+    "metadata of a field of a dataclass": (
+        "import dataclasses\nM = {'a': $}\n@dataclasses.dataclass\nclass C:\n"
+        "    k: int = dataclasses.field(metadata=M)\ndef f(b): return dataclasses.fields(C)[0].metadata"
+    ),
+    "metadata of an annotation": (
+        "import dataclasses, typing\nM = $\n@dataclasses.dataclass\nclass C:\n    k: typing.Annotated[int, M]\n"
+        "def f(b): return typing.get_type_hints(C, include_extras=True)"
+    ),
+    "default of attrs": "import attrs\nS = $\n@attrs.define\nclass C:\n    k: int = S\ndef f(b): return C().k",
+    "factory of attrs": (
+        "import attrs\ndef g(): return $\n@attrs.frozen\nclass C:\n    k: int = attrs.field(factory=g)\n"
+        "def f(b): return C().k"
+    ),
+    "converter of attrs": (
+        "import attrs\ndef g(v): return $\n@attrs.define\nclass C:\n    k: int = attrs.field(converter=g)\n"
+        "def f(b): return C(b).k"
+    ),
+    "validator of attrs": (
+        "import attrs\ndef g(c, a, v): assert v > $\n@attrs.define\nclass C:\n    k: int = attrs.field(validator=g)\n"
+        "def f(b): return C(b).k"
+    ),
+    "object of attrs": "import attrs\n@attrs.define\nclass C:\n    k: int\nc = C($)\ndef f(b): return c.k",
+    "text of an enum": "import enum\nS = '$'\nclass M(enum.StrEnum):\n    A = S\ndef f(b): return M(b)",
+    "member of a protocol": (
+        "import typing\nclass P(typing.Protocol):\n    def g(s): return $\nclass C(P): pass\ndef f(b): return C().g()"
+    ),
+    "named tuple that a call makes": (
+        "import collections\nC = collections.namedtuple('C', 'k l'.split()[::3 - 2 * $])\ndef f(b): return C(*b)"
+    ),
+    "value of a named tuple": (
+        "import collections\nC = collections.namedtuple('C', 'k')\nc = C($)\ndef f(b): return c.k"
+    ),
+    "enum that a call makes": "import enum\nM = enum.Enum('M', {'A': $})\ndef f(b): return M.A.value",
+    "class that a call makes": "C = type('C', (), {'k': $})\ndef f(b): return C.k",
+    "function for a type": (
+        "import functools\n@functools.singledispatch\ndef g(x): return 0\n@g.register\ndef _(x: int): return $\n"
+        "def f(b): return g(b)"
+    ),
+    "partial as a method": (
+        "import functools\nclass C:\n    def g(s, k): return k\n    h = functools.partialmethod(g, $)\n"
+        "def f(b): return C().h()"
+    ),
+    "arguments of a program": "import argparse\nA = argparse.Namespace(k=$)\ndef f(b): return A.k",
+    "simple namespace": "import types\nA = types.SimpleNamespace(k=$)\ndef f(b): return A.k",
+    "queue": "import collections\nQ = collections.deque([$])\ndef f(b): return Q[0]",
+    "length of a queue": "import collections\nQ = collections.deque(maxlen=$)\ndef f(b): return Q.maxlen",
+    "type of Arrow": "import pyarrow as pa\nT = pa.list_(pa.int64(), $)\ndef f(b): return pa.array(b, T)",
+    "metadata of a type of Arrow": (
+        "import pyarrow as pa\nT = pa.struct([pa.field('a', pa.int64(), metadata={'k': '$'})])\n"
+        "def f(b): return T.field(0).metadata"
+    ),
+    "schema of Arrow": "import pyarrow as pa\nT = pa.schema([], {'k': '$'})\ndef f(b): return T.metadata",
+    "type with arguments": "import typing\nT = list[typing.Literal[$] | int]\ndef f(b): return typing.get_args(T)",
+    "function without gradients": "import torch\n@torch.no_grad()\ndef f(b): return $",
+    "function in inference mode": "import torch\n@torch.inference_mode(bool($ - 1))\ndef f(b): return b",
+    "function that locks": "import threading\nL = threading.Lock()\ndef f(b):\n    with L: return $",
+    "callable that has any attribute": (
+        "class D(dict):\n    def __getattr__(s, name): return s[name]\n    def __call__(s, b): return s.k\nf = D(k=$)"
+    ),
     "function that its wrapper finds by an attribute": (
         "import functools\ndef twice(g):\n    @functools.wraps(g)\n    def w(b): return 2 * w.__wrapped__(b)\n"
         "    return w\n@twice\ndef f(b): return $"
@@ -130,6 +217,7 @@ OBJECTS = {
 }
 MEMBERS = {
     "version of a module": ("__version__ = $", "helpers.__version__"),
+    "members by their names": ("scale = $", "helpers.__dict__['scale']"),
     "version of a module that is passed on": ("__version__ = $", "vars(helpers)['__version__']"),
     "members of any name": ("def __getattr__(name): return $", "helpers.scale"),
     "a helper of members of any name": ("def k(): return $\ndef __getattr__(name): return k()", "helpers.scale"),
@@ -162,17 +250,36 @@ def _no_project():
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_change_of_an_object_is_noticed(tmp_path: Path, name: str) -> None:
-    if "pydantic" in OBJECTS[name]:
-        pytest.importorskip("pydantic")
+    for library in ("attrs", "pydantic"):
+        if f"import {library}" in OBJECTS[name]:
+            pytest.importorskip(library)
     first, same, other = (identity(module(tmp_path, OBJECTS[name].replace("$", value)).f) for value in "112")
     assert first == same != other
 
 
-@pytest.mark.parametrize("name", ["factory of a dataclass", "default of a dataclass with slots", "default of a model"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "factory of a dataclass",
+        "default of a dataclass with slots",
+        "default of a model",
+        "type of a field of a dataclass",
+        "validator deep in an annotation of a model",
+        "model in a model that is defined later",
+        "converter of attrs",
+        "member of a protocol",
+        "text of an enum",
+        "enum that a call makes",
+        "value of a named tuple",
+        "type with arguments",
+        "function without gradients",
+    ],
+)
 def test_a_class_of_a_script_has_the_same_identity_after_its_journey(tmp_path: Path, name: str) -> None:
     """Its fields without a default have another object as a mark there."""
-    if "pydantic" in OBJECTS[name]:
-        pytest.importorskip("pydantic")
+    for library in ("attrs", "pydantic"):
+        if f"import {library}" in OBJECTS[name]:
+            pytest.importorskip(library)
     script = module(tmp_path, OBJECTS[name].replace("$", "1"))
     cloudpickle.register_pickle_by_value(script)
     try:
@@ -219,6 +326,28 @@ def test_code_of_the_project_without_a_source_needs_a_version(
     monkeypatch.setattr(math.cbrt, "__module__", "an_extension_of_the_project")
     with pytest.raises(ConfigError, match=f"{problem}.* Pass version="):
         identity(module(tmp_path, WITHOUT_SOURCE[problem]).f)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "globals()['b']",
+        "eval('b')",
+        "exec('b')",
+        "__import__('helpers').k",
+        "importlib.import_module('helpers').k",
+        "(lambda: eval('b'))()",
+    ],
+)
+def test_a_function_that_may_read_anything_needs_a_version(tmp_path: Path, text: str) -> None:
+    made = module(tmp_path, f"import importlib\ndef g(b): return {text}\ndef f(b): return g(b)")
+    with pytest.raises(ConfigError, match=r"project\.g calls \w+, which may read anything\. Pass version="):
+        identity(made.f)
+    assert identity(made.f, "1")
+
+
+def test_a_function_of_the_project_may_have_the_name_of_a_reader(tmp_path: Path) -> None:
+    assert identity(module(tmp_path, "def eval(b): return b\ndef f(b): return eval(b), b.exec()").f)
 
 
 IMPORTS = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,34 @@ def buffer(word: str) -> Any:
     return made
 
 
+def settings_of_a_module(word: str) -> Any:
+    made = Model("same")
+    made.table = OrderedDict([(word, 0), ("text", 1)])
+    return made
+
+
+def helpers_of_a_tokenizer(word: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("[PAD]\n[UNK]\n[SEP]\n[X_SEP]\n[CLS]\n[MASK]\n")
+        file.flush()
+        made = transformers.ProphetNetTokenizer(vocab_file=file.name)
+    made.basic_tokenizer.never_split.add(word)
+    return made
+
+
+def hooked(word: str) -> Any:
+    made = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(made.weight)
+    torch.nn.init.zeros_(made.bias)
+    for text in ("hello", "goodbye"):
+        made.register_forward_hook(hook, with_kwargs=text == word)
+    return made
+
+
+def hook(*given: Any) -> None: ...
+
+
 def of_pydantic(word: str) -> Any:
     pydantic = pytest.importorskip("pydantic")
 
@@ -81,7 +111,8 @@ def of_attrs(word: str) -> Any:
     return pytest.importorskip("attrs").validators.in_([word])
 
 
-KNOWN = [tokenizer, fast, slow, Model, weights, buffer, of_pydantic, of_attrs, torch.device]
+KNOWN = [tokenizer, fast, slow, helpers_of_a_tokenizer, Model, weights, buffer, settings_of_a_module, hooked]
+KNOWN += [of_pydantic, of_attrs, torch.device]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -145,10 +176,48 @@ def test_weights_that_change_after_map_are_an_error(rows: Path) -> None:
         dataset[11]
 
 
+def test_a_tensor_that_changes_behind_the_back_of_autograd_is_an_error(rows: Path) -> None:
+    array = np.ones(3, np.float32)
+    parameter, of_array, large = torch.ones(3), torch.from_numpy(array), torch.ones(6 << 20)
+
+    def apply(batch: Any) -> Any:
+        return {"y": batch["x"] * parameter[0] * of_array[0] * large[0]}
+
+    def change_parameter() -> None:
+        parameter.data.mul_(5)
+
+    def change_array() -> None:
+        array[1] = 7
+
+    for change in (change_parameter, change_array, lambda: large.data.mul_(5)):
+        dataset = make_dataset(rows, cache=False).map(apply)
+        assert dataset[0]["y"] == 0
+        change()
+        with pytest.raises(ConfigError, match="has changed since map"):
+            dataset[11]
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_vocabulary_that_changes_after_map_is_an_error(rows: Path, is_fast: bool) -> None:
+    made = fast("hello") if is_fast else tokenizer("hello")
+    backend = made.backend_tokenizer if is_fast else made
+
+    def tokenize(batch: Any) -> Any:
+        return {"id": np.full(len(batch["x"]), backend.encode("hello").ids[0]), "name": [str(made)] * len(batch["x"])}
+
+    dataset = make_dataset(rows, cache=False).map(tokenize)
+    assert dataset[0]["id"] == 2
+    backend.model = tokenizer("goodbye").model
+    with pytest.raises(ConfigError, match="has changed since map"):
+        dataset[11]
+
+
 EDITS = {
     "the function": ("def f(b): return {'x': b['x'] + $}", "f"),
     "a function that it calls": ("def g(b): return $\ndef f(b): return g(b)", "f"),
     "a constant": ("C = $\ndef f(b): return C", "f"),
+    "code without a source": ("names = {}\nexec('def f(b): return lambda: {$}', names)\nf = names['f']", "f"),
+    "a class that a call makes": ("F = type('F', (), {'__call__': lambda self, b: $})\nf = F()", "f"),
     "a method": ("class F:\n    def __call__(self, b): return $\nf = F()", "f"),
     "a function beside an object of any state": (
         "import threading\nLOCK = threading.Lock()\ndef g(): return $\ndef f(b):\n    with LOCK: return g()",
@@ -187,6 +256,22 @@ def test_what_a_function_loads_at_its_first_call_does_not_count_with_a_version(t
     before = identity(function, "1")
     function({"x": 1})
     assert identity(function, "1") == before
+
+
+def test_what_is_filled_before_the_call_counts_with_a_version(tmp_path: Path) -> None:
+    """Neither a method that the call does not name, nor what that one calls, runs in the call."""
+    text = (
+        "def add(words, to): to.vocab[words] = len(to.vocab)\nclass F:\n    def __init__(self): self.vocab = {}\n"
+        "    def fit(self, words):\n        for word in words:\n            self.vocab[word] = len(self.vocab)\n"
+        "            add(word * 2, self)\n"
+        "    def __call__(self, b): return self.encode(b)\n    def encode(self, b): return self.vocab[b]\nf = F()"
+    )
+    found = []
+    for words in ("ab", "ba", "ab"):
+        function = made(tmp_path, text)
+        function.fit(words)
+        found.append(identity(function, "1"))
+    assert found[0] == found[2] != found[1]
 
 
 def test_ranks_that_use_other_devices_share_rows_with_a_version() -> None:

@@ -22,8 +22,14 @@ from dataload.mapping.pickling import dumps
 def factor():
     return 3
 
+class Settings:
+    @functools.cached_property
+    def one(self):
+        return len([self])
+
 def times(batch):
-    return {"x": batch["x"] * factor()}
+    settings = Settings()
+    return {"x": batch["x"] * factor() * settings.one * vars(settings)["one"]}
 
 def write():
     sys.stdout.buffer.write(dumps(times, identity(times)))
@@ -106,7 +112,7 @@ def test_functions_reach_processes_whatever_file_cloudpickle_gives_their_code(
     run_script(tmp_path, start, processes, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_a_function_of_the_main_program_that_calls_a_cached_one(tmp_path: Path) -> None:
+def test_a_function_of_the_main_program_that_uses_cached_ones(tmp_path: Path) -> None:
     """In a process that multiprocessing has spawned, the main program has another name."""
     found = set()
     for start in STARTS.values():
