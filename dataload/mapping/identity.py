@@ -288,10 +288,7 @@ class _Walk:
         if package_of(type(kind).__module__) is None:
             members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
-        source = ""
-        with suppress(ConfigError):  # of one that `type` or `namedtuple` made
-            source = self._sources.of_class(kind)
-        return ["class", module_of(kind), kind.__qualname__, source, bases, members]
+        return ["class", module_of(kind), kind.__qualname__, self._sources.of_class(kind), bases, members]
 
 
 class _LenientWalk(_Walk):

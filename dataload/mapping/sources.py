@@ -9,6 +9,7 @@ import linecache
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import reduce
 from operator import or_
 from types import CodeType, FunctionType
@@ -113,28 +114,23 @@ class Sources:
         return found
 
     def of_class(self, kind: type) -> str:
-        """Return the source of a class in the same form.
-
-        Raises:
-            ConfigError: There is no source.
-        """
+        """Return the source of a class in the same form; "" if a call made it, such as of `type` or `namedtuple`."""
         if id(kind) not in self._classes:
-            self._classes[id(kind)] = kind, self._of_class(kind)
+            text = ""
+            with suppress(ConfigError, OSError, TypeError, SyntaxError):
+                text = self._of_class(kind)
+            self._classes[id(kind)] = kind, text
         return self._classes[id(kind)][1]
 
     def _of_class(self, kind: type) -> str:
         members = [*vars(kind).values()]  # A copy: reading one may complete a pydantic model, which adds more.
         code = next((code for member in members if (code := _code_of(member, kind)) is not None), None)
         if code is None:
-            try:
-                node: ast.AST = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-            except (OSError, TypeError, SyntaxError) as error:
-                raise ConfigError(f"class {kind.__qualname__} has no source: {error}") from error
-            return _normal(node)
+            return _normal(ast.parse(textwrap.dedent(inspect.getsource(kind))))
         tree, _ = self._parsed(code)
         found = _class_of(tree, kind.__qualname__.replace(".<locals>", "").split("."))
         if found is None:
-            raise ConfigError(f"class {kind.__qualname__} is not found in {code.co_filename}")
+            return ""
         self._keep(code, tree, found)
         return _normal(found)
 
