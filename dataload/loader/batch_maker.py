@@ -164,12 +164,13 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
-            answer = Answer(cursor, size, columns, row_groups, by_source=next(by_source), loading=loading)
+            part = slice(start, start + size)
+            filled = rows.filled(part)
+            answer = Answer(cursor, size, columns, row_groups, next(by_source), loading, **filled)
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
-                part = rows.part(slice(start, start + size))
-                yield partial(self._answered, request, answer, part, around, memory, stop)
+                yield partial(self._answered, request, answer, rows.part(part), around, memory, stop)
             cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
 
     def _answered(

@@ -54,7 +54,7 @@ class EpochRecorder:
             stats.seconds = now - self._started
             if answer is None:
                 return
-            stats.count(answer.rows, answer.by_source, answer.skipped)
+            stats.count(answer.rows, answer.by_source, answer.skipped, answer.tokens, answer.padding)
             stats.waited_for(loading, answer.loading)
             yield answer
 

@@ -61,6 +61,8 @@ class Answer:
         loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
         making: The activities of the worker, if one made the batch.
         skipped: The rows that raised and were replaced.
+        tokens: Values of packed documents in it.
+        padding: Places of padding beside them.
     """
 
     cursor: int
@@ -71,6 +73,8 @@ class Answer:
     loading: Mapping[str, float]
     making: Timeline | None = None
     skipped: tuple[int, ...] = ()
+    tokens: int = 0
+    padding: int = 0
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""

@@ -53,14 +53,14 @@ def fewest(sizes: Array, room: int) -> int:
     return best_fit(np.sort(sizes)[::-1].tolist(), room)[1]
 
 
-def shuffled(sizes: Array, room: int) -> Array:
-    """Return the bin of each size, int64 [n], in as many bins as `fewest` takes.
+def shuffled(sizes: Array, room: int, count: int) -> Array:
+    """Return the bin of each size, int64 [n], in as many bins as `fewest` takes: `count`.
 
     The order of the sizes is that of a shuffle, and decides which ones share a bin. So neighbours differ from epoch to
     epoch, also where no two sizes are equal: each size is taken as a larger one by chance, as long as that needs no
     more bins.
     """
-    count, order = fewest(sizes, room), np.arange(len(sizes))
+    order = np.arange(len(sizes))
     for shift in (*SHIFTS, None):
         # In integers, so that each machine finds the same bins.
         keys = sizes if shift is None else sizes * ((len(sizes) << shift) + order)

@@ -162,6 +162,14 @@ class NumberedRows(list[dict[str, Any]]):
         """Return the same rows with other computed columns and other arguments of `to_batch`."""
         return NumberedRows(self._records, self.numbers, self._locate, computed=computed, **shape)
 
+    def filled(self, span: slice) -> dict[str, int]:
+        """Return how many `tokens` and how much `padding` some of the rows have, if they are packed sequences."""
+        if isinstance(self._records, Records):
+            return {}
+        filled = self._records.filled[span]
+        tokens = int(filled.sum())
+        return {"tokens": tokens, "padding": len(filled) * self._records.packing.length - tokens}
+
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""
         some, numbers = self._records[span], self.numbers[span]

@@ -126,13 +126,13 @@ def _whole(lengths: Array, order: Array, count: int, length: int) -> Line:
     """Return the rest of each document, after the sequences that it fills alone, with those that fit; then these."""
     rests = lengths[order] % length
     order, rests = order[rests > 0], rests[rests > 0]
-    bins = shuffled(rests, length)
+    full = lengths // length
+    bins = shuffled(rests, length, count - int(full.sum()))
     by_bin = np.argsort(bins, kind="stable")
     order, rests, bins = order[by_bin], rests[by_bin], bins[by_bin]
     ends = np.cumsum(rests)
     starts = ends - rests
     first_of_bin = np.searchsorted(bins, bins)
-    full = lengths // length
     alone = np.repeat(np.arange(len(lengths)), full)
     if (needed := int(bins.max(initial=-1)) + 1 + len(alone)) != count:
         raise ValueError(f"documents for {needed:,} sequences, and not for {count:,}")
@@ -224,7 +224,7 @@ class Sequences:
         fields = {field.name: field for field in self.documents.layout.fields}
         batch = {}
         for name, pad in zip(self.packing.columns, self.packing.pads, strict=True):
-            batch[name] = self._tensor(self._values(fields[name], pad), empty)
+            batch[name] = self._copied(fields[name], pad, empty)
         batch[SEGMENTS] = self._tensor(self._segments(), empty)
         batch[POSITIONS] = self._tensor(self._positions(), empty)
         return batch
@@ -260,18 +260,23 @@ class Sequences:
             lengths, numbers = np.insert(lengths, ends, rest[short]), np.insert(numbers, ends, 0)
         return which, lengths, numbers
 
-    def _values(self, field: Field, pad: Any) -> Array:
-        """Return the values of a column, those of all sequences one after the other."""
+    def _copied(self, field: Field, pad: Any, empty: Empty | None) -> torch.Tensor:
+        """Return the values of a column, Tensor [n, length]."""
         which, lengths, numbers = self._placed
         heaps = [blob.heap(field) for blob in self.documents.blobs]
         heaps.append(memoryview(np.full(self.packing.length, pad, field.dtype).tobytes()))
         firsts = np.zeros(len(which), np.int64)
         firsts[numbers > 0] = self.documents.spans(field)[:, 0] + self.starts
-        size = field.element_bytes
-        firsts *= size
-        places = zip(which.tolist(), firsts.tolist(), (firsts + lengths * size).tolist(), strict=True)
-        # The slices of a memoryview, joined: the fastest way to copy many short pieces without compiled code.
-        return np.frombuffer(bytearray().join([heaps[blob][start:stop] for blob, start, stop in places]), field.dtype)
+        size, shape = field.element_bytes, (len(self), self.packing.length)
+        dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
+        tensor = torch.empty(shape, dtype=dtype, device="cpu") if empty is None else empty(shape, dtype)
+        memory = memoryview(tensor.numpy().reshape(-1).view(np.uint8))
+        ends = np.cumsum(lengths)
+        places = (firsts, firsts + lengths, ends - lengths, ends)
+        # A slice that is copied and dropped at once: a list of them would wake the garbage collector.
+        for blob, start, stop, here, end in zip(which.tolist(), *((each * size).tolist() for each in places), strict=True):
+            memory[here:end] = heaps[blob][start:stop]
+        return tensor
 
     def _segments(self) -> Array:
         """Return the number of each value's segment in its sequence, from 1; 0 is padding."""
@@ -281,11 +286,12 @@ class Sequences:
     def _positions(self) -> Array:
         """Return the place of each value in its segment, from 0."""
         _, lengths, numbers = self._placed
-        counting = memoryview(np.arange(self.packing.length, dtype=np.int32).tobytes())
-        nothing = memoryview(bytes(len(counting)))
-        sources = [nothing, counting]
-        places = zip((numbers > 0).tolist(), (lengths * 4).tolist(), strict=True)
-        return np.frombuffer(bytearray().join([sources[source][:stop] for source, stop in places]), np.int32)
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+        positions -= np.repeat((ends - lengths).astype(np.int32), lengths)
+        if not numbers.all():
+            positions[np.repeat(numbers == 0, lengths)] = 0
+        return positions
 
     def _tensor(self, values: Array, empty: Empty | None) -> torch.Tensor:
         return _tensor(values, (len(self), self.packing.length), empty)

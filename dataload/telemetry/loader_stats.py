@@ -82,6 +82,8 @@ class LoaderStats:
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
         skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
         skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
+        tokens: Values of packed documents, without padding (`Dataset.pack`).
+        padding_tokens: Places of padding in the same sequences.
         rows_by_source: `rows` by source of a mixture, by name. A replaced row counts for its own source.
         waits_by_source: The part of `wait_seconds` for the row groups of each source, by name.
         bytes_by_source: `bytes_cluster` and `bytes_origin` by source, by name.
@@ -108,6 +110,8 @@ class LoaderStats:
     memory_bytes: int = 0
     skipped_rows: int = 0
     skipped_row_ids: list[int] = field(default_factory=list)
+    tokens: int = 0
+    padding_tokens: int = 0
     rows_by_source: dict[str, int] = field(default_factory=dict)
     waits_by_source: dict[str, float] = field(default_factory=dict)
     bytes_by_source: dict[str, int] = field(default_factory=dict)
@@ -143,14 +147,20 @@ class LoaderStats:
             if part:
                 self.waits_by_source[name] = self.waits_by_source.get(name, 0.0) + seconds * part / total
 
-    def count(self, rows: int, by_source: Mapping[str, int], skipped: Sequence[int]) -> None:
+    def count(
+        self, rows: int, by_source: Mapping[str, int], skipped: Sequence[int], tokens: int = 0, padding: int = 0
+    ) -> None:
         """Count a batch.
 
         Args:
             rows: Rows of the batch.
             by_source: Its rows by source of a mixture, always of all sources.
             skipped: Numbers of the rows that were replaced.
+            tokens: Its values of packed documents.
+            padding: Places of padding beside them.
         """
+        self.tokens += tokens
+        self.padding_tokens += padding
         self.rows += rows
         self.batches += 1
         if by_source:  # without a loop in Python: a mixture may have hundreds of sources
@@ -175,6 +185,16 @@ class LoaderStats:
         return self.rows / self.seconds if self.seconds else 0.0
 
     @property
+    def tokens_per_second(self) -> float:
+        """Throughput of the epoch so far in values of packed documents, without padding."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def padding_share(self) -> float:
+        """Fraction of padding in the packed sequences, in [0, 1]."""
+        return self.padding_tokens / (self.tokens + self.padding_tokens) if self.padding_tokens else 0.0
+
+    @property
     def hit_rate(self) -> float:
         """Fraction of hits among the row groups, in [0, 1]. It is 1 if no row group was used."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
@@ -183,9 +203,10 @@ class LoaderStats:
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
         skipped = f"{self.skipped_rows:,} rows that raised are replaced; " if self.skipped_rows else ""
         where = f"epoch {self.epoch}" + (f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else "")
+        tokens = f", {self.tokens_per_second:,.0f} tokens/s, {self.padding_share:.2%} padding" if self.tokens else ""
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
-            f"{where}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
+            f"{where}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s{tokens}), "
             f"{self.stall_fraction:.0%} of it waiting{self._advice()}; {skipped}"
             f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin{self._sources()}"
         )

@@ -24,7 +24,8 @@ from dataload.telemetry.wait_timeline import CAUSES
 EVERY = 1.0
 FINENESS = 1000
 CLOCKS = 2.0  # most seconds of skew between hosts' clocks
-COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows")  # of each peer, not of all together
+TOKENS = ("tokens", "padding_tokens")
+COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows", *TOKENS)  # of each peer, not of all together
 MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
 
 log = logging.getLogger(__name__)
@@ -225,13 +226,13 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process`, `settings` and the figures by source.
+    """Parse a line. Old lines lack `world_size`, `process`, `settings`, tokens, and the figures by source.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
     names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *PLACE, *BY_SOURCE}
-    counts = {name: _number(line[name]) for name in names}
+    counts = {name: _number(line.get(name, 0) if name in TOKENS else line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
     by_source: dict[str, Any] = {

@@ -30,7 +30,7 @@ AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 OF_SECONDS = {"waits", "waits_by_source"}
 
 # Fields of counts of rows: processes with the same rank count the same rows.
-OF_ROWS = {"skipped_rows", "rows_by_source"}
+OF_ROWS = {"skipped_rows", "rows_by_source", "tokens", "padding_tokens"}
 
 FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # fields of each epoch's dict
 

@@ -309,3 +309,16 @@ def test_mixtures_pack_all_sources_alike(tmp_path: Path) -> None:
     documents.check_epoch(found[1], own, LENGTH, split=False)
     with pytest.raises(ConfigError, match="sources 'a' and 'b' are packed differently"):
         mix({"a": packed["a"], "b": sources["b"].select(range(9))})
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 1, "transform": dict}])
+def test_stats_count_tokens_and_padding(dataset: Dataset, lengths: list[int | None], how: dict[str, Any]) -> None:
+    loader = make_loader(_packed(dataset, LENGTH), 4, **how)
+    padding = sum(int((batch["segment_ids"] == 0).sum()) for batch in loader)
+    stats = loader.stats()
+    assert stats.tokens == sum(size or 0 for size in lengths)
+    assert stats.padding_tokens == padding
+    assert stats.padding_share == padding / (padding + stats.tokens)
+    assert f" tokens/s, {stats.padding_share:.2%} padding)" in str(stats)
+    assert stats.tokens_per_second == stats.tokens / stats.seconds
+    assert "tokens" not in str(make_loader(dataset, 4).stats())
