@@ -41,7 +41,7 @@ from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.numbered_rows import NumberedRows, PlacedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
-from dataload.rows.row_store import RowStore
+from dataload.rows.row_store import EPOCH_0, RowStore
 from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
@@ -123,8 +123,10 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         numbers = numbers.astype(np.int64, copy=False)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        found = NumberedRows(self.rowstore.gather(numbers), numbers, self.locate, computed=self.computed)
-        found.place = rows.place if isinstance(rows, PlacedRows) else None
+        place, draw = (rows.place, rows.draw) if isinstance(rows, PlacedRows) else (None, EPOCH_0)
+        records = self.rowstore.gather(numbers, draw=draw)
+        found = NumberedRows(records, numbers, self.locate, computed=self.computed)
+        found.place, found.draw = place, draw
         return found
 
     @property

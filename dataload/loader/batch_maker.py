@@ -165,8 +165,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
             part = slice(start, start + size)
-            filled = rows.filled(part)
-            answer = Answer(cursor, size, columns, row_groups, next(by_source), loading, **filled)
+            tokens, padding = rows.filled(part)
+            answer = Answer(cursor, size, columns, row_groups, next(by_source), loading, tokens=tokens, padding=padding)
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
@@ -207,7 +207,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             raise ConfigError(
                 "transform(batch, rng) needs the loader's own batches: iterate the loader, or pass its batch_sampler"
             )
-        batch, skipped = self._skipping_bad_rows(rows.shaped(**self._shape), None, make, "this batch")
+        batch, skipped = self._skipping_bad_rows(rows.shaped(**self._shape), None, make, "this batch", draw=rows.draw)
         return batch, by_source, skipped
 
     def _numbered(self, records: Records | Sequences, numbers: Array) -> NumberedRows:

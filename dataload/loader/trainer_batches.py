@@ -114,8 +114,9 @@ class TrainerBatches(BatchSampler):
         sampler = self._sampler
         self._begin(LoaderStats(sampler.epoch, rank=sampler.rank, world_size=sampler.num_replicas))
         stream, step = (sampler.seed, sampler.epoch, sampler.rank), sampler.global_batch_size
+        draw = (sampler.seed, sampler.epoch) if sampler.shuffle else None
         for number, rows in enumerate(super().__iter__()):
-            yield PlacedRows(rows, (stream, number * step))
+            yield PlacedRows(rows, (stream, number * step), draw)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. The Hugging Face Trainer does so here if it has skipped batches."""

@@ -14,6 +14,7 @@ from dataload.errors import ConfigError, DataError, RowError
 from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, with_lists, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
+from dataload.rows.row_store import EPOCH_0, Draw
 from dataload.rows.sequences import OF_BATCHES, Sequences
 from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
@@ -36,11 +37,12 @@ class PlacedRows(list[int]):
 
     Attributes:
         place: (stream, cursor) of the batch, see `Request`, which decide its random numbers.
+        draw: The order of its epoch, see `Request`.
     """
 
-    def __init__(self, rows: Iterable[int], place: tuple[tuple[int, ...], int]) -> None:
+    def __init__(self, rows: Iterable[int], place: tuple[tuple[int, ...], int], draw: Draw) -> None:
         super().__init__(rows)
-        self.place = place
+        self.place, self.draw = place, draw
 
 
 class NumberedRows(list[dict[str, Any]]):
@@ -59,9 +61,11 @@ class NumberedRows(list[dict[str, Any]]):
     Attributes:
         numbers: As above.
         place: That of `PlacedRows`; None: the rows are no batch of a loader.
+        draw: That of `PlacedRows`, or of epoch 0.
     """
 
     place: tuple[tuple[int, ...], int] | None = None
+    draw: Draw = EPOCH_0
 
     def __new__(cls, rows: Any, numbers: Array | None = None, *_: Any, **__: Any) -> Any:
         """Return a plain list of rows if only these are given: trainers rebuild lists by `type(rows)(others)`."""
@@ -162,13 +166,13 @@ class NumberedRows(list[dict[str, Any]]):
         """Return the same rows with other computed columns and other arguments of `to_batch`."""
         return NumberedRows(self._records, self.numbers, self._locate, computed=computed, **shape)
 
-    def filled(self, span: slice) -> dict[str, int]:
-        """Return how many `tokens` and how much `padding` some of the rows have, if they are packed sequences."""
+    def filled(self, span: slice) -> tuple[int, int]:
+        """Return the tokens and the places of padding in some of the rows; none if they are no packed sequences."""
         if isinstance(self._records, Records):
-            return {}
+            return 0, 0
         filled = self._records.filled[span]
         tokens = int(filled.sum())
-        return {"tokens": tokens, "padding": len(filled) * self._records.packing.length - tokens}
+        return tokens, len(filled) * self._records.packing.length - tokens
 
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""

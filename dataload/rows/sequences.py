@@ -270,11 +270,11 @@ class Sequences:
         size, shape = field.element_bytes, (len(self), self.packing.length)
         dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
         tensor = torch.empty(shape, dtype=dtype, device="cpu") if empty is None else empty(shape, dtype)
-        memory = memoryview(tensor.numpy().reshape(-1).view(np.uint8))
+        memory = tensor.numpy().reshape(-1).view(np.uint8).data
         ends = np.cumsum(lengths)
-        places = (firsts, firsts + lengths, ends - lengths, ends)
+        places = np.stack((firsts, firsts + lengths, ends - lengths, ends), axis=1) * size
         # A slice that is copied and dropped at once: a list of them would wake the garbage collector.
-        for blob, start, stop, here, end in zip(which.tolist(), *((each * size).tolist() for each in places), strict=True):
+        for blob, (start, stop, here, end) in zip(which.tolist(), places.tolist(), strict=True):
             memory[here:end] = heaps[blob][start:stop]
         return tensor
 

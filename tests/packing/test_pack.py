@@ -322,3 +322,13 @@ def test_stats_count_tokens_and_padding(dataset: Dataset, lengths: list[int | No
     assert f" tokens/s, {stats.padding_share:.2%} padding)" in str(stats)
     assert stats.tokens_per_second == stats.tokens / stats.seconds
     assert "tokens" not in str(make_loader(dataset, 4).stats())
+
+
+def test_batches_that_accelerate_skips_are_those_of_the_epoch(dataset: Dataset) -> None:
+    """A Hugging Face Trainer reads the rest of a resumed epoch by `skip_first_batches`."""
+    accelerate = pytest.importorskip("accelerate")
+    loader = make_loader(_packed(dataset, LENGTH), 4)
+    whole = _epoch(_packed(dataset, LENGTH), LENGTH, epoch=1, batch_size=4)
+    loader.set_epoch(1)
+    skipping = accelerate.skip_first_batches(loader, 3)
+    assert [each for batch in skipping for each in documents.segments_of(batch, LENGTH)] == whole[12:]

@@ -1,0 +1,177 @@
+"""The lengths of documents: read once for each host or cluster, where footers do not tell the sequences."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiers
+from clusters import Server, running_server  # noqa: F401
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.dataset import Dataset
+from dataload.errors import DataError
+from dataload.mapping import counting
+
+ROWS, GROUP, LENGTH = 120, 10, 8
+SAMPLED = 4 * GROUP  # rows of four row groups, which have fewer than 32 rows
+LENGTHS = np.random.default_rng(0).integers(0, 3 * LENGTH, ROWS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> Iterator[None]:
+    with tiers.fork_server(__name__):
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    columns = {"id": range(ROWS), "text": [f"row {n}" for n in range(ROWS)]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=GROUP)
+    return tmp_path / "rows.parquet"
+
+
+class Tokenize:
+    """A function of `map` that notes in a file which rows it got.
+
+    Args:
+        told: The file.
+        killed_at: The row with which it kills its process, until the file "<told>.go" exists.
+        more: Values of each document besides those in `LENGTHS`.
+    """
+
+    def __init__(self, told: Path, killed_at: int = -1, more: int = 0) -> None:
+        self.told, self.killed_at, self.more = str(told), killed_at, more
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        ids = batch["id"].tolist()
+        if self.killed_at in ids and not Path(f"{self.told}.go").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        with Path(self.told).open("a") as file:
+            file.write("".join(f"{n}\n" for n in ids))
+        return {"tokens": [[n] * (int(LENGTHS[n]) + self.more) for n in ids]}
+
+    @property
+    def calls(self) -> list[int]:
+        return [*map(int, Path(self.told).read_text().split())]
+
+
+def tokens_of(packed: Dataset) -> Counter[int]:
+    batches = make_loader(packed, 4)
+    return Counter(token for batch in batches for token in batch["tokens"][batch["segment_ids"] > 0].tolist())
+
+
+EXPECTED = Counter({n: int(size) for n, size in enumerate(LENGTHS) if size})
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_documents_are_tokenized_once(file: Path, cache: CacheConfig, tmp_path: Path, split: bool) -> None:
+    tokenize = Tokenize(tmp_path / "told")
+    mapped = make_dataset(file, cache=cache).map(tokenize, version="1")
+    packed = mapped.pack(LENGTH, split=split)
+    assert len(tokenize.calls) == SAMPLED
+    assert tokens_of(packed) == EXPECTED
+    assert Counter(tokenize.calls[SAMPLED:]) == Counter(range(ROWS))  # The first epoch finds what the count has made.
+    again = make_dataset(file, cache=cache).map(tokenize, version="1")
+    for length in (LENGTH, 3 * LENGTH):  # The lengths are known, whatever the length of a sequence.
+        assert tokens_of(again.pack(length, split=split)) == EXPECTED
+    assert len(tokenize.calls) == SAMPLED + ROWS
+
+
+def test_lengths_are_kept_if_the_rows_are_not(file: Path, cache: CacheConfig, tmp_path: Path) -> None:
+    tokenize = Tokenize(tmp_path / "told")
+    packed = make_dataset(file, cache=cache).map(tokenize, version="1").pack(LENGTH)
+    count = len(packed)
+    [blobs] = packed.rowstore.row_groups.caches
+    for number in range(ROWS // GROUP):
+        blobs.tier.retract(blobs.keys(number))
+    again = make_dataset(file, cache=cache).map(tokenize, version="1").pack(2 * LENGTH)
+    assert 0 < len(again) < count
+    assert len(tokenize.calls) == SAMPLED + ROWS
+
+
+def _counted(file: Path, cache: CacheConfig, function: Tokenize, out: Any) -> None:
+    counting.IN_FLIGHT = 1
+    packed = make_dataset(file, cache=cache).map(function, version="1").pack(LENGTH, split=False)
+    out.put((len(packed), tokens_of(packed)))
+
+
+def _started(*arguments: Any) -> Any:
+    process = tiers.FORKSERVER.Process(target=_counted, args=arguments)
+    process.start()
+    return process
+
+
+def test_a_killed_count_goes_on_where_it_was(file: Path, cache: CacheConfig, tmp_path: Path) -> None:
+    function, out = Tokenize(tmp_path / "told", killed_at=57), tiers.FORKSERVER.SimpleQueue()
+    process = _started(file, cache, function, out)
+    process.join(tiers.PATIENCE)
+    assert process.exitcode == -signal.SIGKILL
+    assert function.calls[SAMPLED:] == list(range(50))
+    Path(f"{function.told}.go").touch()
+    process = _started(file, cache, function, out)
+    assert out.get()[1] == EXPECTED
+    process.join(tiers.PATIENCE)
+    assert Counter(function.calls[SAMPLED:]) == Counter(range(ROWS))
+
+
+def test_ranks_of_a_host_count_lengths_once(file: Path, cache: CacheConfig, tmp_path: Path) -> None:
+    function, out = Tokenize(tmp_path / "told"), tiers.FORKSERVER.SimpleQueue()
+    ranks = [_started(file, cache, function, out) for _ in range(2)]
+    assert out.get() == out.get()
+    for rank in ranks:
+        rank.join(tiers.PATIENCE)
+        assert rank.exitcode == 0
+    assert len(function.calls) == SAMPLED + ROWS
+
+
+def test_another_host_of_a_cluster_counts_nothing(
+    file: Path, cache: CacheConfig, tmp_path: Path, cluster_server: Server
+) -> None:
+    url, function = cluster_server.url, Tokenize(tmp_path / "told")
+    first = make_dataset(file, cache=replace(cache, cluster=url)).map(function, version="1").pack(LENGTH)
+    count = len(first)
+    other = CacheConfig(str(tmp_path / "other"), "1GB", cluster=url)
+    packed = make_dataset(file, cache=other).map(function, version="1").pack(LENGTH)
+    assert len(packed) == count
+    assert tokens_of(packed) == EXPECTED
+    assert len(function.calls) == SAMPLED + ROWS
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_other_documents_than_were_counted_are_an_error(
+    file: Path, cache: CacheConfig, tmp_path: Path, split: bool
+) -> None:
+    function = Tokenize(tmp_path / "told")
+    packed = make_dataset(file, cache=cache).map(function, version="1").pack(LENGTH, split=split)
+    count = len(packed)
+    [blobs] = packed.rowstore.row_groups.caches
+    blobs.tier.retract(blobs.keys(0))
+    function.more = LENGTH
+    with pytest.raises(DataError, match=r"row group 0 row 0 and the rest of its row group have .* as were counted"):
+        packed[0]
+    assert packed[count - 1]["tokens"].shape == (LENGTH,)
+
+
+def test_footers_tell_without_reading_a_document(tmp_path: Path, bucket: Any) -> None:
+    table = pa.table({"tokens": [[n] * int(size) for n, size in enumerate(LENGTHS)]})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=GROUP)
+    bucket.put("rows.parquet", sink.getvalue().to_pybytes())
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    dataset = make_dataset(bucket.url("rows.parquet"), storage_options=bucket.options, cache=cache)
+    bucket.server.reset()
+    packed = dataset.pack(LENGTH)
+    values = [np.maximum(LENGTHS[first : first + GROUP], 1).sum() for first in range(0, ROWS, GROUP)]
+    assert packed.block_lengths.tolist() == [-(-size // LENGTH) for size in values]
+    assert not bucket.server.requests
+    assert tokens_of(packed) == EXPECTED

@@ -1,0 +1,122 @@
+"""Packed datasets and mixtures that go on after a resume: the same sequences, on other ranks and after a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import documents
+import numpy as np
+import pytest
+
+from dataload import World, make_dataset, make_loader, mix
+
+LENGTH, GLOBAL = 16, 12  # of a sequence; sequences of a global batch
+PADS = {"tokens": documents.PAD, "labels": documents.LABEL_PAD}
+SIZES = {name: documents.lengths_around(LENGTH, 150, np.random.default_rng(n)) for n, name in enumerate("ab")}
+
+Pieces = list[tuple[int, int, int]]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    return {name: documents.write(tmp_path / f"{name}.parquet", sizes, 9) for name, sizes in SIZES.items()}
+
+
+def _data(files: dict[str, Path], *, mixed: bool, split: bool) -> Any:
+    packed = {
+        name: make_dataset(file, cache=False).pack(LENGTH, also=["labels"], pad=PADS, split=split)
+        for name, file in files.items()
+    }
+    return mix(packed, [2, 1], stop="all_exhausted") if mixed else packed["a"]
+
+
+def _global_batches(data: Any, ranks: int, state: Any, batches: int, **how: Any) -> tuple[list[list[Pieces]], Any]:
+    """Return the sequences of the next global batches of epoch 1, and the state after them, which all ranks share."""
+    loaders = [make_loader(data, GLOBAL // ranks, world=World(rank, ranks), **how) for rank in range(ranks)]
+    for loader in loaders:
+        if state is None:
+            loader.set_epoch(1)
+        else:
+            loader.load_state_dict(state)
+    steps = [iter(loader) for loader in loaders]
+    found: list[list[Pieces]] = []
+    for _ in range(batches):
+        parts = [next(each, None) for each in steps]
+        if parts[0] is None:
+            break
+        found.append([pieces for part in parts for pieces in documents.segments_of(part, LENGTH)])
+    states = {json.dumps(loader.state_dict()) for loader in loaders}
+    [text] = states
+    assert len(text) < 4096
+    for each in steps:
+        each.close()
+    return found, json.loads(text)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shuffle", ["block", pytest.param("full", marks=pytest.mark.slow)])
+def test_other_ranks_continue_with_the_same_sequences(
+    files: dict[str, Path], mixed: bool, split: bool, shuffle: str
+) -> None:
+    whole, _ = _global_batches(_data(files, mixed=mixed, split=split), 1, None, 10**6, shuffle=shuffle)
+    found: list[list[Pieces]] = []
+    state = None
+    for ranks, batches, window in [(4, 3, None), (3, 2, 5), (1, 1, 2), (4, 10**6, 3)]:
+        data = _data(files, mixed=mixed, split=split)
+        more, state = _global_batches(data, ranks, state, batches, shuffle=shuffle, window=window)
+        found += more
+    assert found[:-1] == whole[:-1]
+    assert [*map(sorted, found[-1][: len(whole[-1])])] == [*map(sorted, whole[-1])]  # On 4 ranks, others are repeated.
+    if not mixed:
+        documents.check_epoch([each for batch in whole for each in batch], SIZES["a"], LENGTH, split=split)
+
+
+def test_a_state_of_a_packed_dataset_has_a_number_and_no_tokens(files: dict[str, Path]) -> None:
+    data = _data(files, mixed=False, split=False)
+    _, state = _global_batches(data, 1, None, 3)
+    plain = make_loader(make_dataset(files["a"], cache=False), GLOBAL, world=World(0, 1)).state_dict()
+    assert state.keys() == plain.keys()
+    assert state["cursor"] == 3 * GLOBAL
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from dataload import CacheConfig, World, make_dataset, make_loader
+
+file, state, rows, cache = map(Path, sys.argv[1:5])
+packed = make_dataset(str(file), cache=CacheConfig(str(cache), "1GB")).pack(16, split=sys.argv[6] == "split")
+loader = make_loader(packed, 5, world=World(0, 1))
+if state.exists():
+    loader.load_state_dict(json.loads(state.read_text()))
+else:
+    loader.set_epoch(1)
+with rows.open("a") as out:
+    for batch in loader:
+        rows = zip(batch["tokens"].tolist(), batch["segment_ids"].tolist(), strict=True)
+        out.write("".join(f"{row} {ids}\\n" for row, ids in rows))
+        out.flush()
+        state.write_text(json.dumps(loader.state_dict()))
+        if sys.argv[5] == "kill" and loader.stats().batches == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", ["split", "whole"])
+def test_a_killed_run_continues_with_the_same_tokens(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    def run(rows: str, *, kill: bool) -> int:
+        paths = [str(files["a"]), str(tmp_path / f"{rows}.json"), str(tmp_path / rows), str(tmp_path / "cache")]
+        command = [sys.executable, "-c", KILLED, *paths, "kill" if kill else "go on", kind]
+        return subprocess.run(command, check=False, timeout=200).returncode
+
+    assert run("whole", kill=False) == 0
+    assert run("parts", kill=True) == -signal.SIGKILL
+    assert len((tmp_path / "parts").read_text().splitlines()) == 35
+    assert run("parts", kill=False) == 0
+    assert (tmp_path / "parts").read_text() == (tmp_path / "whole").read_text()
