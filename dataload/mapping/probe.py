@@ -226,10 +226,11 @@ class _Sampler:
         filled = np.flatnonzero(self.manifest.block_lengths).tolist()
         for number in (filled[position] for position in spread(len(filled))):
             yield number, next(self._of(number, SAMPLE_ROWS))[:SAMPLE_ROWS]
-        for number in filled if self.is_flat else ():
-            for records in self._of(number, CHUNK_ROWS):
-                if samples:
-                    return
+        if not self.is_flat:
+            return
+        for number in filled:
+            chunks = self._of(number, CHUNK_ROWS)
+            while not samples and (records := next(chunks, None)) is not None:
                 yield number, records
 
     def _of(self, number: int, rows: int) -> Iterator[Records]:

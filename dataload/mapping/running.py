@@ -25,10 +25,11 @@ from dataload.rows.collate import to_batch
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of
 from dataload.rows.row_block import Blob, Records
 from dataload.rows.row_errors import UnmappedError, is_of_a_row
-from dataload.runtime.bisection import bisected
 from dataload.runtime.executor import DaemonExecutor, awaited
+from dataload.runtime.exhaustion import with_causes
 
 T = TypeVar("T")
+_LATER = (ConnectionError, TimeoutError)
 Function = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
@@ -89,7 +90,8 @@ class Runner:
                 return no_rows(made.columns)
             return made.fitted(found)
 
-        found = with_errors(self._working(fit, records), made.columns) if made.skips else self._located(fit, records)
+        parts = list(self._parts(fit, records, skips=made.skips))
+        found = with_errors(parts, made.columns) if made.skips else parts[0][0] or {}
         return found | {field.name: column_of(records, field) for field in self._kept}
 
     def each(
@@ -128,8 +130,7 @@ class Runner:
                 raise DataError("it returned no column: return at least one")
             return found
 
-        parts = self._working(call, records) if of_working else [(self._located(call, records), None, len(records))]
-        for found, _, rows in parts:
+        for found, _, rows in self._parts(call, records, skips=of_working):
             if found is not None:
                 yield found, rows
 
@@ -156,39 +157,48 @@ class Runner:
                 )
         return found
 
-    def _working(self, call: Callable[[Records], T], records: Records) -> Iterator[tuple[T | None, str | None, int]]:
+    def _parts(
+        self, call: Callable[[Records], T], records: Records, first: int = 0, *, skips: bool
+    ) -> Iterator[tuple[T | None, str | None, int]]:
         """Yield what a call returns for some rows, or why it fails with a row, and the number of rows: in their order.
 
+        Args:
+            call: The call.
+            records: The rows.
+            first: The number of the first one in the chunk.
+            skips: Whether a row with which it fails is yielded. Otherwise it ends the iteration.
+
         Raises:
-            ChunkError: It fails with whatever rows.
+            ChunkError: It fails with a row, or with whatever rows.
         """
-        found, reason = None, None
+        failed: BaseException | None = None
         try:
             found = call(records)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:
-            # What is stored for a row stays, and a service that does not answer now may answer later.
-            if isinstance(error, (ConnectionError, TimeoutError)) or not is_of_a_row(error):
-                raise ChunkError(None, shown(error)) from error
-            text = error.without_row if isinstance(error, RowError) else shown(error)
-            reason = text if isinstance(error, UnmappedError) else f"map {name_of(self._function)}: {text}"
-        if reason is None or len(records) == 1:
-            yield found, reason, len(records)
-        else:
-            middle = len(records) // 2
-            yield from self._working(call, records[:middle])
-            yield from self._working(call, records[middle:])
-
-    def _located(self, call: Callable[[Records], Any], records: Records) -> Any:
-        try:
-            return call(records)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # noqa: BLE001 (also SystemExit, and the panics of libraries in Rust)
-            row, reason = _failing(call, records) or (None, error)
-            text = reason.without_row if row is not None and isinstance(reason, RowError) else shown(reason)
-            raise ChunkError(row, text) from reason
+            failed = error
+        if failed is None:
+            yield found, None, len(records)
+            return
+        if not _is_of_a_row(failed):
+            raise ChunkError(None, shown(failed)) from failed
+        if len(records) > 1:
+            middle = len(records) // 2
+            yield from self._parts(call, records[:middle], first, skips=skips)
+            yield from self._parts(call, records[middle:], first + middle, skips=skips)
+            if not skips:  # Each half works.
+                raise ChunkError(None, shown(failed)) from failed
+            return
+        text = failed.without_row if isinstance(failed, RowError) else shown(failed)
+        if not skips:
+            raise ChunkError(first, text) from failed
+        yield None, text if isinstance(failed, UnmappedError) else f"map {name_of(self._function)}: {text}", 1
+
+
+def _is_of_a_row(error: BaseException) -> bool:
+    """Return whether other rows may work. A service that does not answer now may answer later."""
+    return is_of_a_row(error) and not any(isinstance(each, _LATER) for each in with_causes(error))
 
 
 def rows_in(found: Mapping[str, Returned]) -> int:
@@ -314,23 +324,6 @@ def column_of(records: Records, field: Field) -> Column:
             return Coded(values.values, spans_of(values), inverse.astype(np.int64))
     found: Ragged = records.ragged(field)
     return found
-
-
-def _failing(call: Callable[[Records], Any], records: Records) -> tuple[int, BaseException] | None:
-    """Return the number of a row with which a call fails, by bisection, and its error. None: each half works."""
-    row = bisected(len(records), lambda rows: _error_of(call, records[rows]))
-    error = _error_of(call, records[row : row + 1])
-    return None if error is None else (row, error)
-
-
-def _error_of(call: Callable[[Records], Any], records: Records) -> BaseException | None:
-    try:
-        call(records)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 (the user's function may raise anything)
-        return error
-    return None
 
 
 def shown(error: BaseException) -> str:

@@ -67,7 +67,7 @@ class NumberedRows(list[dict[str, Any]]):
     place: tuple[tuple[int, ...], int] | None = None
     draw: Draw = EPOCH_0
 
-    def __new__(cls, rows: Any, numbers: Array | None = None, *_: Any, **__: Any) -> Any:
+    def __new__(cls, rows: Any = (), numbers: Array | None = None, *_: Any, **__: Any) -> Any:
         """Return a plain list of rows if only these are given: trainers rebuild lists by `type(rows)(others)`."""
         return list(rows) if numbers is None else super().__new__(cls)
 

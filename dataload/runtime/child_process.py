@@ -63,17 +63,20 @@ class ChildProcesses(ForkAware):
         self._threads = DaemonExecutor(self._count, "dataload-call")
 
     def submit(self, request: bytes | bytearray) -> Future[bytes]:
-        """Return a future of the answer. It raises `ProcessDied` if `ATTEMPTS` processes end during the request."""
+        """Return a future of the answer.
+
+        It raises `ProcessDied` if a process exits during the request, or `ATTEMPTS` processes are killed.
+        """
         return self._threads.submit(self._answer, request)
 
     def _answer(self, request: bytes | bytearray) -> bytes:
-        statuses = []
-        for _ in range(ATTEMPTS):
+        statuses: list[int] = []
+        while len(statuses) < ATTEMPTS and all(status < 0 for status in statuses):
             child = self._take()
             try:
                 answer = child.call(request)
             except (EOFError, OSError):
-                statuses.append(str(self._end(child)))
+                statuses.append(self._end(child))
                 continue
             except BaseException:  # Its answer may still be in the connection.
                 self._end(child)
@@ -81,9 +84,9 @@ class ChildProcesses(ForkAware):
             with self._mutex:
                 self._idle.append(child)
             return answer
+        ended = "a process" if len(statuses) == 1 else f"{len(statuses)} processes in a row"
         raise ProcessDied(
-            f"{ATTEMPTS} processes in a row ended during the call (exit status {', '.join(statuses)}): "
-            "see their messages on stderr"
+            f"{ended} ended during the call (exit status {', '.join(map(str, statuses))}): see the messages on stderr"
         )
 
     def _end(self, child: _Server) -> int:

@@ -621,6 +621,7 @@ def test_trainers_rebuild_lists_of_rows_by_their_type(token_rows: Any) -> None:
     [rows] = DataLoader(token_rows, 48, collate_fn=lambda rows: rows)
     moved = type(rows)(dict(row) for row in rows)
     assert type(moved) is list
+    assert type(rows)() == []
     assert moved == rows
 
 

@@ -338,6 +338,19 @@ def test_rows_that_are_left_out(dataset: Dataset) -> None:
         dataset.flat_map(nothing)
 
 
+def test_a_sample_with_rows_reads_no_others(dataset: Dataset) -> None:
+    got: list[int] = []
+
+    def noted(batch: dict[str, Any]) -> dict[str, Any]:
+        got.extend(batch["id"].tolist())
+        return batch
+
+    mapped = dataset.map(noted, version="1")
+    del got[:]
+    mapped.flat_map(quarters)
+    assert len(got) == SAMPLED
+
+
 def nothing(batch: dict[str, Any]) -> dict[str, Any]:
     return {"id": batch["id"][:0]}
 

@@ -803,12 +803,26 @@ def test_several_deaths_of_one_chunk_are_an_error(
 
     def deadly(batch: dict[str, Any]) -> dict[str, Any]:
         if os.getpid() != parent:
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"id": batch["id"]}
 
     mapped = dataset.map(deadly, processes=1)
-    with pytest.raises(DataError, match=rf"{file} row group 0 rows 0 to 19: .*2 processes in a row ended.*status 3, 3"):
+    error = rf"{file} row group 0 rows 0 to 19: .*2 processes in a row ended.*status -9, -9"
+    with pytest.raises(DataError, match=error):
         mapped[0]
+
+
+@pytest.mark.usefixtures("_by_value")
+def test_a_function_that_ends_its_process_is_an_error_at_once(dataset: Dataset, file: Path) -> None:
+    parent = os.getpid()
+
+    def exits(batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != parent:
+            os._exit(3)
+        return {"id": batch["id"]}
+
+    with pytest.raises(DataError, match=rf"{file} row group 0 rows 0 to 19: .*a process ended.*status 3\)"):
+        dataset.map(exits, processes=1)[0]
 
 
 def spoil_results(error: Exception) -> None:

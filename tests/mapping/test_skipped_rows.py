@@ -256,6 +256,28 @@ def test_a_service_that_may_answer_later_makes_no_row_bad_for_good(path: Path, e
         seen(skipping(make_dataset(path, cache=False).map(Raises(error), version="1")))
 
 
+class Unanswered(RuntimeError):
+    """An error of a client."""
+
+
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_service_that_does_not_answer_is_asked_once_and_no_row_is_named(path: Path, is_cause: bool) -> None:
+    calls: list[int] = []
+
+    def asks(batch: dict[str, Any]) -> dict[str, Any]:
+        if LATER not in batch["x"].tolist():
+            return {"x": batch["x"]}
+        calls.append(len(batch["x"]))
+        if is_cause:
+            raise Unanswered("no answer") from TimeoutError()
+        raise TimeoutError("no answer")
+
+    mapped = make_dataset(path, cache=False).map(asks, version="1")
+    with pytest.raises(DataError, match=r"x.parquet row group 2 rows \d+ to \d+: map .*asks: \w+: no answer"):
+        mapped[LATER]
+    assert len(calls) == 1
+
+
 def test_memory_that_runs_out_in_the_sample_is_of_no_row(path: Path) -> None:
     def hungry(batch: dict[str, Any]) -> dict[str, Any]:
         raise MemoryError("no 3 GB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from pathlib import Path
 
@@ -50,6 +51,24 @@ def test_a_child_forked_while_another_thread_computes_it_is_not_held_up() -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     goes_on.set()
     thread.join(200)
+
+
+class Reads:
+    """An attribute that reads a cached value when it is pickled, as another thread may at that moment."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        assert self.holder.value == 7
+        return object, ()
+
+
+def test_a_value_may_be_added_while_the_instance_is_pickled() -> None:
+    holder = Holder()
+    vars(holder).update(first=Reads(holder), second=2)
+    copy = pickle.loads(pickle.dumps(holder))
+    assert (copy.second, copy.value, holder.value) == (2, 7, 7)
 
 
 def test_no_lock_of_functools_is_left() -> None:

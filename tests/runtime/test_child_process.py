@@ -42,6 +42,10 @@ def is_killed(descriptor: int) -> None:
     serve(descriptor, lambda _: lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[arg-type,return-value]
 
 
+def exits(descriptor: int) -> None:
+    serve(descriptor, lambda _: lambda _: os._exit(3))  # type: ignore[arg-type,return-value]
+
+
 def running(program: Callable[[int], None]) -> ChildProcesses:
     return ChildProcesses(1, f"{__name__}:{program.__name__}", b"hello ")
 
@@ -103,13 +107,18 @@ def test_an_error_of_the_program_is_no_end_of_the_connection(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The process ends with a status and a traceback, not as if its parent had closed the connection."""
-    monkeypatch.setattr(child_process, "ATTEMPTS", 1)
     monkeypatch.setattr(child_process, "EXIT_SECONDS", 60)  # A process that is killed has another status.
     processes = running(program)
     with pytest.raises(ProcessDied, match=r"exit status 1\)"):
         processes.submit(b"request").result(200)
     assert f"{error}: " in capfd.readouterr().err
     assert processes.running == []
+
+
+def test_a_process_that_exits_is_not_replaced() -> None:
+    processes = running(exits)
+    with pytest.raises(ProcessDied, match=r"a process ended during the call \(exit status 3\)"):
+        processes.submit(b"request").result(200)
 
 
 def test_a_process_whose_answer_cannot_be_received_ends(monkeypatch: pytest.MonkeyPatch) -> None:
