@@ -36,6 +36,11 @@ class EpochOrder:
         # A batch draws on all streams at once, and each stream may be at a border of two windows.
         self._windows: LRU[int, Window] = LRU(2 * len(placement.cuts) + WINDOWS_AHEAD)
 
+    @property
+    def window_starts(self) -> Int64:
+        """First place of each window, then the number of places: int64 [V + 1]."""
+        return self._window_starts
+
     def rows(self, places: Int64) -> Int64:
         """Return the rows at these places: int64 of the same length. Ascending places are fastest."""
         if (places[1:] < places[:-1]).any():

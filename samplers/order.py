@@ -16,7 +16,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.samplers.epoch import EpochOrder
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
-from dataload.samplers.placement import place_row_groups
+from dataload.samplers.placement import place_row_groups, row_borders
 from dataload.samplers.share import RUN_ROWS
 from dataload.samplers.window_size import default_window
 
@@ -161,6 +161,13 @@ class Order:
         rows = np.empty_like(places)
         rows[by_stream] = self._epoch(epoch).rows(places[by_stream])
         return rows
+
+    def window_starts(self, epoch: int) -> Int64:
+        """Return the first position of each window of an order of one stream, then n: int64 [V + 1].
+
+        Orders without windows have parts of many rows instead.
+        """
+        return self._epoch(epoch).window_starts if self.shuffle == "block" else row_borders(self.n)
 
     def line(self) -> tuple[Int64, Int64]:
         """Return (rows of all streams in a line, without the shuffle, int64 [n]; their cuts, int64 [S + 1]).

@@ -14,6 +14,8 @@ from dataload.samplers.permutation import KeyedPermutation
 
 Int64 = npt.NDArray[np.int64]
 
+FIRST_ROWS, MOST_ROWS = 1 << 10, 1 << 16  # of parts of an epoch, where it has no windows
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -93,3 +95,9 @@ def window_borders(num_pieces: int, width: int | None) -> Int64:
     ramp = 2 ** np.arange((width - 1).bit_length()) - 1
     borders = np.concatenate((ramp, np.arange(2 ** len(ramp) - 1, num_pieces, width)))
     return borders[borders < num_pieces]
+
+
+def row_borders(n: int, most: int = MOST_ROWS) -> Int64:
+    """Return the first row of each part of n rows, then n: parts of 1,024, 2,048, 4,096, … and then `most` rows."""
+    starts = window_borders(-(-n // FIRST_ROWS), max(1, most // FIRST_ROWS)) * FIRST_ROWS
+    return np.append(starts, n)

@@ -103,7 +103,7 @@ class RankSampler(DistributedSampler[int]):
     handed_out: Position | None = None
     entered = False
     restored = False
-    _differences: ClassVar[str] = "other files or filters, or row groups of other sizes"  # between two datasets
+    _differences: ClassVar[str] = "other files or filters, row groups of other sizes, or batches that are cut otherwise"  # between two datasets
 
     def __init__(
         self,
@@ -128,6 +128,7 @@ class RankSampler(DistributedSampler[int]):
         num_nodes = 1 if num_nodes is None else whole_number("num_nodes", num_nodes, least=1)
         if not 0 <= rank < num_replicas:
             raise ConfigError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
+        order = self._cut(order, num_replicas)
         self.order, self._given = order, order.options
         self.position = Position(order.digest, 0, 0, self._given)
         super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(order.shuffle), order.seed, drop_last)
@@ -199,7 +200,7 @@ class RankSampler(DistributedSampler[int]):
 
     def finished_at(self, cursor: int) -> bool:
         """Return whether no batch is left after `cursor` rows of an epoch."""
-        return self._share.num_batches(self.num_rows - _checked(cursor, self.order)) == 0
+        return self._is_over(self.order, self.position.at(_checked(cursor, self.order)))
 
     def padding_from(self, cursor: int) -> int:
         """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on."""
@@ -225,6 +226,23 @@ class RankSampler(DistributedSampler[int]):
         epoch, cursor = self._position(epoch, cursor)
         order, runs = self.order, self._share.runs(cursor, self.num_rows)  # The order may change before the last run.
         return (order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
+
+    def steps(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[Int64, int, int]]:
+        """Yield the rank's batches in growing groups, as `runs` does, and where they are. Arguments are the same.
+
+        Yields:
+            (rows, rows of the epoch before the first batch, rows of each global batch)
+        """
+        epoch, cursor = self._position(epoch, cursor)
+        step = self.global_batch_size
+        for run in self.runs(epoch, cursor):
+            yield run, cursor, step
+            cursor += step * len(run)
+
+    def last_cursor(self, epoch: int) -> Callable[[int], bool]:
+        """Return a function that tells of a number of rows of this epoch whether no batch is left after them."""
+        order, here = self.order, self.position._replace(epoch=epoch)  # The order may change before the last batch.
+        return lambda cursor: self._is_over(order, here.at(min(cursor, order.n)))
 
     def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
         """Yield each row group once, in the order in which this rank's node first needs it.
@@ -261,12 +279,11 @@ class RankSampler(DistributedSampler[int]):
         late = self.handed_out
         here = self.position if late is None else late
         order = self._order_of(here.options)
-        cursor = here.cursor + whole_number("batches", batches) * self.global_batch_size
-        moved = here.at(_checked(min(cursor, order.n), order))
+        moved = here.at(self._advanced(order, here, whole_number("batches", batches)))
         if late is None:
             self.position = moved
         else:
-            self.handed_out = None if self._share.num_batches(order.n - moved.cursor) == 0 else moved
+            self.handed_out = None if self._is_over(order, moved) else moved
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
@@ -332,13 +349,29 @@ class RankSampler(DistributedSampler[int]):
         if self.handed_out is not None and self.handed_out.epoch != epoch:
             self.handed_out = None
         self.entered = self.entered or epoch == self.epoch
-        batches, rows = divmod(skipped, self.batch_size)
-        runs = self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows))
+        runs, rows = self._runs_after(epoch, cursor, skipped)
         yield from islice(chain.from_iterable(run.ravel().tolist() for run in runs), rows, None)
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
             # torch takes the last rows of an epoch before the consumer has had all its batches.
             self.handed_out = None if self.finished_at(self.cursor) else self.position
             self.end_epoch()
+
+    def _runs_after(self, epoch: int, cursor: int, skipped: int) -> tuple[Iterator[Int64], int]:
+        """Return runs from `cursor` on without some of the first batches, and how many of their rows to skip."""
+        batches, rows = divmod(skipped, self.batch_size)
+        return self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows)), rows
+
+    def _cut(self, order: PositionOrder, num_replicas: int) -> PositionOrder:  # noqa: ARG002
+        """Return the order of the rows, batch by batch."""
+        return order
+
+    def _is_over(self, order: PositionOrder, position: Position) -> bool:
+        """Return whether no batch is left after a position of an order."""
+        return self._share.num_batches(order.n - position.cursor) == 0
+
+    def _advanced(self, order: PositionOrder, position: Position, batches: int) -> int:
+        """Return the rows of the epoch up to the end of so many more global batches."""
+        return min(position.cursor + batches * self.global_batch_size, order.n)
 
     def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Return the options of the epoch after one with these options; None: after the current one."""

@@ -23,6 +23,7 @@ from dataload.samplers.mixture.quotas import END, Quotas
 from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import STRETCH, MixtureSource, SourceRows
 from dataload.samplers.mixture.weights import Weights, knots, plain, weights_of
+from dataload.samplers.placement import MOST_ROWS, row_borders
 from dataload.samplers.order import Order, Shuffle, checked
 from dataload.samplers.share import RUN_ROWS
 
@@ -192,6 +193,14 @@ class MixtureOrder:
                 chosen = by_source[first:end]
                 rows[chosen] = self._source_rows[source].rows(epoch, indices[chosen]) + self.first_rows[source]
         return rows
+
+    def window_starts(self, epoch: int) -> Int64:  # noqa: ARG002
+        """Return the first position of parts of the epoch, then n: int64. A part has a window of each source at most."""
+        least = MOST_ROWS
+        for order, rows in zip(self.orders, self.most_rows(MOST_ROWS), strict=True):
+            window = order.n * order.window // max(1, len(order.block_lengths)) if order.shuffle == "block" else order.n
+            least = min(least, window * MOST_ROWS // max(1, rows))
+        return row_borders(self.n, least)
 
     def most_rows(self, rows: int) -> list[int]:
         """Return how many rows of each source may be in `rows` consecutive positions."""

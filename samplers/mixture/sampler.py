@@ -105,7 +105,7 @@ class MixtureSampler(RankSampler):
             num_nodes=num_nodes,
             node_share=node_share,
         )
-        options = {**self.position.options, "next_weights": None}
+        options, order = {**self.position.options, "next_weights": None}, self.order
         if batching != "mixed":  # The size of a global batch is known now.
             order = order.with_options(batching=batching, batch_rows=self.global_batch_size)
         self._begin(0, 0, options, order)
