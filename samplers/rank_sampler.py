@@ -103,7 +103,10 @@ class RankSampler(DistributedSampler[int]):
     handed_out: Position | None = None
     entered = False
     restored = False
-    _differences: ClassVar[str] = "other files or filters, row groups of other sizes, or batches that are cut otherwise"  # between two datasets
+    is_even: ClassVar[bool] = True  # whether all batches but the last have `batch_size` rows
+    _differences: ClassVar[str] = (
+        "other files or filters, row groups of other sizes, or batches that are cut otherwise"  # between two datasets
+    )
 
     def __init__(
         self,
@@ -202,9 +205,39 @@ class RankSampler(DistributedSampler[int]):
         """Return whether no batch is left after `cursor` rows of an epoch."""
         return self._is_over(self.order, self.position.at(_checked(cursor, self.order)))
 
-    def padding_from(self, cursor: int) -> int:
-        """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on."""
+    def padding_from(self, cursor: int, epoch: int | None = None) -> int:  # noqa: ARG002
+        """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on.
+
+        Args:
+            cursor: Rows of the epoch.
+            epoch: Number of the epoch; None: the current one.
+        """
         return self._share.padding(self.num_rows - _checked(cursor, self.order))
+
+    def padding_of_loop(self, cursor: int) -> int | Callable[[], int]:
+        """Return the padding of an iteration from `cursor` on, or a function that finds it."""
+        return self.padding_from(cursor)
+
+    def remainder_from(self, cursor: int) -> int:
+        """Return the rows of the last global batch of an epoch from `cursor` on if it may have padding, else 0."""
+        return 0 if self.drop_last else (self.num_rows - cursor) % self.global_batch_size
+
+    @property
+    def batch_text(self) -> str:
+        """The size of a batch in words."""
+        return f"{self.batch_size:,} rows a batch"
+
+    def num_batches(self, by_rows: Callable[[], int]) -> int:
+        """Return the batches of a full epoch of this rank. by_rows: returns them for batches of `batch_size` rows."""
+        return by_rows()
+
+    def in_batches(self, by_rows: Callable[[], Iterator[list[int]]]) -> Iterator[tuple[list[int], int]]:
+        """Yield the rows of `iter(self)`, which begins with the epoch, in batches, each with its cursor.
+
+        Args:
+            by_rows: Returns batches of `batch_size` rows of it.
+        """
+        return ((rows, number * self.global_batch_size) for number, rows in enumerate(by_rows()))
 
     def batches(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
         """Yield the rank's batches of row numbers without moving the sampler.

@@ -213,7 +213,9 @@ class TokenOrder:
         # Batches that are left over, if there are too few rows for whole groups, come last.
         order = np.lexsort((within, np.append(groups, count // size)[np.arange(count) // size]))
         parts = np.split(rows, ends[:-1])
-        return Plan(np.concatenate([parts[batch] for batch in order.tolist()]), np.cumsum(np.diff(ends, prepend=0)[order]))
+        return Plan(
+            np.concatenate([parts[batch] for batch in order.tolist()]), np.cumsum(np.diff(ends, prepend=0)[order])
+        )
 
 
 def halved(ends: Sequence[int], count: int, start: int = 0) -> list[int]:

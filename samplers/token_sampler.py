@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,8 @@ class TokenSampler(RankSampler):
         order: A `TokenOrder`.
     """
 
-    order: TokenOrder  # type: ignore[assignment]
+    order: Any  # a `TokenOrder`
+    is_even: ClassVar[bool] = False
     _differences: ClassVar[str] = (
         "other files or filters, row groups of other sizes, another length=, or batch_size in place of batch_tokens"
     )
@@ -55,20 +57,41 @@ class TokenSampler(RankSampler):
             yield order.rows(epoch, np.arange(first, end))[None], start, step[-1] - start
             start = step[-1]
 
-    def num_steps(self) -> int:
-        """Return the batches of each rank in the whole epoch. All lengths are read for it, once an epoch."""
-        whole, rest = divmod(self.order.batches(self.epoch), self.num_replicas)
+    @property
+    def batch_text(self) -> str:
+        """The size of a batch in words."""
+        return f"{self.order.batch_tokens:,} tokens a batch"
+
+    def num_batches(self, by_rows: Callable[[], int]) -> int:  # noqa: ARG002
+        """Return the batches of each rank in a whole epoch, for which all of them are planned, once an epoch."""
+        order: TokenOrder = self.order
+        whole, rest = divmod(order.batches(self.epoch), self.num_replicas)
         return whole + (1 if rest and not self.drop_last else 0)
 
-    def padding_from(self, cursor: int) -> int:
+    def in_batches(self, by_rows: Callable[[], Iterator[list[int]]]) -> Iterator[tuple[list[int], int]]:  # noqa: ARG002
+        """Yield the rows of `iter(self)`, which begins with the epoch, in batches, each with its cursor."""
+        rows = iter(self)
+        for batch, cursor, _ in self.steps(self.epoch, 0):
+            yield list(islice(rows, batch.shape[1])), cursor
+        next(rows, None)  # This ends the epoch.
+
+    def remainder_from(self, cursor: int) -> int:  # noqa: ARG002
+        """Return 0: the last batches of the ranks may differ in size, so that nothing can be cut off them together."""
+        return 0
+
+    def padding_of_loop(self, cursor: int) -> int | Callable[[], int]:
+        """Return a function that finds the padding of an iteration: it may have to plan all batches."""
+        return partial(self.padding_from, cursor, self.epoch)
+
+    def padding_from(self, cursor: int, epoch: int | None = None) -> int:
         """Return the number of this rank's rows that repeat others in the rest of an epoch from `cursor` on."""
-        order, start = self.order, cursor
+        order, start, epoch = self.order, cursor, self.epoch if epoch is None else epoch
         if self.drop_last or cursor >= order.n:
             return 0
-        last = order.plan(self.epoch, len(order.borders(self.epoch)) - 2).ends
+        last = order.plan(epoch, len(order.borders(epoch)) - 2).ends
         if last[-1] - (last[-2] if len(last) > 1 else 0) >= self.num_replicas:
             return 0  # The last batch is one of the last step, which needs no more rows.
-        ends, step = order.ends_from(self.epoch, cursor), [cursor]
+        ends, step = order.ends_from(epoch, cursor), [cursor]
         while following := list(islice(ends, self.num_replicas)):
             start, step = step[-1], following
         return int(self.rank >= len(halved(step, self.num_replicas, start)))
@@ -81,7 +104,7 @@ class TokenSampler(RankSampler):
         return step[number - 1] if number else start, step[number]
 
     def _cut(self, order: PositionOrder, num_replicas: int) -> PositionOrder:
-        return TokenOrder(order, self._budget, num_replicas)  # type: ignore[arg-type, return-value]
+        return cast("PositionOrder", TokenOrder(cast("Any", order), self._budget, num_replicas))
 
     def _is_over(self, order: Any, position: Position) -> bool:
         if not self.drop_last:

@@ -39,7 +39,7 @@ OF_FILESYSTEMS = (
 )
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (dataload.make_dataset, f"source, *, {OF_DATASETS}"),
-    (dataload.make_loader, f"source, batch_size, *, {OF_LOADERS}, {OF_DATASETS}, **dataloader_kwargs"),
+    (dataload.make_loader, f"source, batch_size=None, *, {OF_LOADERS}, {OF_DATASETS}, **dataloader_kwargs"),
     (
         dataload.mix,
         "sources, weights=None, *, stop='first_exhausted', batching='mixed', num_rows=None, name_column=None",

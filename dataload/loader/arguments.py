@@ -46,11 +46,19 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         ConfigError: An argument is out of range or unknown, or two of them exclude each other.
     """
     for name, least in (
-        *(("batch_size", 1), ("window", 1), ("num_streams", 1), ("prefetch", 1)),
+        *(
+            ("batch_tokens", 1),
+            ("pad_to_multiple", 1),
+            ("batch_size", 1),
+            ("window", 1),
+            ("num_streams", 1),
+            ("prefetch", 1),
+        ),
         *(("num_workers", 0), ("num_threads", 0), ("seed", None)),
     ):
-        if arguments[name] is not None or name in ("batch_size", "seed"):
+        if arguments[name] is not None or name == "seed":
             whole_number(name, arguments[name], least)
+    _check_batches(arguments)
     for name, allowed in (("ragged", ("list", "flat")), ("on_error", ("raise", "skip")), ("shuffle", tuple(SHUFFLES))):
         if arguments[name] not in allowed:
             raise ConfigError(f"{name}={arguments[name]!r} is unknown: use one of {', '.join(map(repr, allowed))}")
@@ -69,6 +77,29 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     _check_threads(workers, arguments["num_threads"], dataloader_kwargs.get("timeout"))
     _check_places(arguments["device"], arguments["stats_dir"])
     _check_for_torch(workers, dataloader_kwargs, arguments)
+
+
+def _check_batches(arguments: Mapping[str, Any]) -> None:
+    size, tokens, multiple = (arguments[name] for name in ("batch_size", "batch_tokens", "pad_to_multiple"))
+    if (size is None) == (tokens is None):
+        given = "neither is given" if size is None else "both are given"
+        raise ConfigError(f"batch_size or batch_tokens says how many rows a batch has, and {given}: pass one of them")
+    if tokens is None:
+        for name in ("length", "pad_to_multiple"):
+            if arguments[name] is not None:
+                raise ConfigError(f"{name}={arguments[name]!r} belongs to batch_tokens: pass both, or leave it out")
+        return
+    if not isinstance(arguments["length"], str):
+        raise ConfigError(
+            f"length={arguments['length']!r}: batch_tokens needs the name of the column that has the length of each "
+            "row, or lists whose lengths count"
+        )
+    if multiple is not None and tokens < multiple:
+        raise ConfigError(f"batch_tokens={tokens} holds no row padded to pad_to_multiple={multiple}: raise it")
+    if (arguments["num_streams"] or 1) > 1:
+        raise ConfigError(
+            f"num_streams={arguments['num_streams']}: batches of batch_tokens are of all rows of a window: leave it out"
+        )
 
 
 def _check_group(group: Any) -> None:

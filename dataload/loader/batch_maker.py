@@ -164,9 +164,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
-            part = slice(start, start + size)
+            part, end = slice(start, start + size), min(cursor + request.step, request.end)
             tokens, padding = rows.filled(part)
-            answer = Answer(cursor, size, columns, row_groups, next(by_source), loading, tokens=tokens, padding=padding)
+            counts = {"by_source": next(by_source), "loading": loading, "tokens": tokens, "padding": padding}
+            answer = Answer(cursor, end, size, columns, row_groups, **counts)
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
@@ -184,7 +185,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     ) -> Answer:
         """Return the answer with its batch made by the user's code."""
         _, epoch, rank = request.stream
-        name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
+        name = f"rank {rank}, epoch {epoch}, {request.name(answer.cursor)}"
         place = request.stream, answer.cursor
         make = partial(self._batch, place=place, around=partial(around, *place), empty=empty)
         batch, skipped = self._skipping_bad_rows(rows, answer.batch, make, name, stop, request.draw)

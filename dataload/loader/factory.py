@@ -6,7 +6,8 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,11 +23,13 @@ from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
-from dataload.loader.samplers import DatasetSampler, MixedSampler
+from dataload.loader.samplers import DatasetSampler, MixedSampler, TokenDatasetSampler, TokenMixedSampler
 from dataload.mixture import Mixture
+from dataload.row_lengths import budget_of
 from dataload.rows.known_nulls import IN_PYTHON
 from dataload.rows.numbered_rows import ROW_IDS
 from dataload.samplers.order import Shuffle
+from dataload.samplers.token_batches import TokenBudget
 from dataload.world import World
 
 if TYPE_CHECKING:
@@ -40,8 +43,11 @@ log = logging.getLogger(__name__)
 @known_keywords(CacheConfig, others=True)
 def make_loader(
     source: Source | MapStyle | Subset[Any],
-    batch_size: int,
+    batch_size: int | None = None,
     *,
+    batch_tokens: int | None = None,
+    length: str | None = None,
+    pad_to_multiple: int | None = None,
     shuffle: Shuffle | bool = True,
     seed: int = 0,
     drop_last: bool = False,
@@ -78,6 +84,13 @@ def make_loader(
             `Subset` of a dataset, whose rows come in file order without a shuffle, and a `Dataset` of Hugging Face that
             has Arrow files.
         batch_size: Rows per batch on this rank.
+        batch_tokens: Instead of `batch_size`, most tokens of a batch: its rows times the longest of them. Rows of
+            similar length come together, and all ranks have equally many batches.
+        length: With `batch_tokens`, the column that holds the length of each row, or a column of lists, whose lengths
+            count. The first loader on a host reads it once, for all rows.
+        pad_to_multiple: With `batch_tokens`, return each column of lists of numbers as one Tensor[B, longest], padded
+            with zeros up to a multiple of this number, and "<column>.length", int64 Tensor[B]. The budget counts the
+            padding.
         shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside consecutive windows of row
             groups. A batch mixes the row groups of one window only. "full" shuffles all rows, for rows that are sorted
             or partitioned by label; the cache must hold all of them. False keeps file order.
@@ -147,7 +160,6 @@ def make_loader(
     """
     cache_options, for_torch = split_options(dataloader_kwargs)
     check_arguments(locals())
-    batch_size = operator.index(batch_size)  # torch takes no other types
     here = world_of(world, mesh)
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
     options |= {"null_masks": null_masks or None, "cache": cache, **cache_options}
@@ -162,13 +174,27 @@ def make_loader(
         dataset = dataset.skipping()
     elif dataset.known_failure is not None:
         raise DataError(dataset.known_failure)
-    maker = BatchMaker(dataset, _shape(dataset, ragged, group, row_ids=row_ids), collate_fn, transform, on_error)
+    padding = None if collate_fn is not None else pad_to_multiple  # A function gets the lists as they are.
+    shape = _shape(dataset, ragged, group, row_ids=row_ids, pad_to_multiple=padding)
+    maker = BatchMaker(dataset, shape, collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
-    sampler = _sampler(dataset, here, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    order: dict[str, Any] = {"window": window, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    if batch_tokens is None:
+        batch_size = operator.index(cast("int", batch_size))  # torch takes no other types
+        sampler = _sampler(dataset, here, batch_size, num_streams, **order)
+    else:
+        if isinstance(dataset, Mixture) and dataset.order["batching"] == "homogeneous":
+            raise ConfigError('batch_tokens and batching="homogeneous" both say what a batch has: use one of them')
+        budget = budget_of(dataset.datasets, batch_tokens, cast("str", length), pad_to_multiple or 1)
+        batch_size = max(1, int(batch_tokens / max(1.0, budget.mean)))  # about
+        sampler = _sampler(dataset, here, batch_size, 1, budget=budget, **order)
     if sampler.num_rows and sampler.finished_at(0):
+        size, least = f" of {sampler.global_batch_size}", f"batch_size={batch_size}"
+        if batch_tokens is not None:
+            size, least = "", f"batch_tokens={batch_tokens}"
         raise ConfigError(
-            f"drop_last=True drops all {sampler.num_rows} rows, which are less than a global batch of "
-            f"{sampler.global_batch_size}: lower batch_size={batch_size}, or leave out drop_last"
+            f"drop_last=True drops all {sampler.num_rows} rows, which are less than a global batch{size}: lower "
+            f"{least}, or leave out drop_last"
         )
     return Loader(
         dataset,
@@ -189,18 +215,32 @@ def make_loader(
 
 
 def _sampler(
-    dataset: MapStyle, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
+    dataset: MapStyle,
+    world: World,
+    batch_size: int,
+    num_streams: int | None,
+    *,
+    window: int | None,
+    budget: TokenBudget | None = None,
+    **order: Any,
 ) -> DatasetSampler | MixedSampler:
     nodes = 1 if num_streams == 1 else world.num_streams
     streams = num_streams or nodes
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
     order |= {"batch_size": batch_size, "num_streams": streams, "num_nodes": nodes, "node_share": world.node_share}
     windows = [each.window if window is None else window for each in dataset.datasets]
+    ranks = world.world_size, world.rank
+    if budget is not None and world.num_streams > 1 and world.rank == 0:
+        log.warning(
+            "batch_tokens cuts batches from all rows of a window, so each of the %d nodes reads the whole dataset",
+            world.num_streams,
+        )
     if isinstance(dataset, Mixture):
-        return MixedSampler(dataset, world.world_size, world.rank, windows=windows, **order)
+        make_mixed = MixedSampler if budget is None else partial(TokenMixedSampler, budget)
+        return make_mixed(dataset, *ranks, windows=windows, **order)
     [only], [width] = dataset.datasets, windows
-    key = only.order_key.encode()
-    return DatasetSampler(only.block_lengths, world.world_size, world.rank, window=width, dataset_key=key, **order)
+    make = DatasetSampler if budget is None else partial(TokenDatasetSampler, budget)
+    return make(only.block_lengths, *ranks, window=width, dataset_key=only.order_key.encode(), **order)
 
 
 def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch: int | None) -> dict[str, Any]:
@@ -209,11 +249,12 @@ def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch:
     return {**dataloader_kwargs, **factor, "num_workers": num_workers}
 
 
-def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool) -> dict[str, Any]:
+def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool, pad_to_multiple: int | None) -> dict[str, Any]:
     """Return the arguments of `NumberedRows`. Batches may have computed columns, see `MapStyle.computed`."""
     added = ROW_IDS if row_ids else {}
     if taken := dataset.computed.keys() & added.keys():
         raise ConfigError(
             f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column"
         )
-    return {"ragged": ragged, "group": group, "computed": {**dataset.computed, **added}}
+    padded = {} if pad_to_multiple is None else {"pad_to_multiple": pad_to_multiple}
+    return {"ragged": ragged, **padded, "group": group, "computed": {**dataset.computed, **added}}

@@ -36,12 +36,12 @@ class PreparedForAccelerate:
 
 
 @contextmanager
-def accelerate_iteration(remainder: int) -> Iterator[Callable[[], None]]:
+def accelerate_iteration(remainder: Callable[[], int]) -> Iterator[Callable[[], None]]:
     """Report an iteration of a loader to accelerate, if the program uses accelerate.
 
     Args:
-        remainder: Rows of the last global batch without its padding, which `gather_for_metrics` cuts off. 0: it has no
-            padding.
+        remainder: Returns the rows of the last global batch without its padding, which `gather_for_metrics` cuts off.
+            0: it has no padding.
 
     Yields:
         A function to call before the last batch is yielded. accelerate then synchronizes accumulated gradients.
@@ -54,7 +54,7 @@ def accelerate_iteration(remainder: int) -> Iterator[Callable[[], None]]:
 
     progress: Any = type("Progress", (DataLoaderStateMixin,), {"gradient_state": GradientState()})()
     progress.begin()
-    progress.remainder = remainder
+    progress.remainder = remainder()
     try:
         yield partial(setattr, progress, "end_of_dataloader", True)
     finally:

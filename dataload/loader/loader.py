@@ -101,6 +101,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": collate_fn})
         if batch_sampler is None:  # torch has made one, and takes no other besides a sampler.
             vars(self)["batch_sampler"] = TrainerBatches(rank_sampler, batch_size, drop_last, self._latest.begin)
+        if not rank_sampler.is_even:
+            vars(self)["batch_size"] = None  # as torch has it for batches of several sizes
         self.rank_sampler = rank_sampler
         self.maker = maker
         self.device = device
@@ -208,27 +210,24 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._tell_repeats(before, start)
         self.rank_sampler.handed_out = start
         sampler, epoch, cursor = self.rank_sampler, start.epoch, start.cursor
-        rows, step = sampler.num_rows, sampler.global_batch_size
-        tail = (rows - cursor) % step
-        # Without padding, accelerate must not cut anything off the last batch.
-        remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
+        is_over = sampler.last_cursor(epoch)
         device = self.device or device or trainer_device()
         stats = _new_stats(self, epoch, device)
-        self._latest.begin(stats, sampler.padding_from(cursor))
+        self._latest.begin(stats, sampler.padding_of_loop(cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
         with (
             recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
-            accelerate_iteration(remainder) as announce_last,
+            accelerate_iteration(partial(sampler.remainder_from, cursor)) as announce_last,
         ):
             for answer in recorder.timed(answers):
-                used = min(answer.cursor + step, rows)
+                used, last = answer.end, is_over(answer.end)
                 if sampler.epoch == epoch:
                     sampler.handed_out = sampler.position.at(used)
-                if used >= end:
+                if last:
                     announce_last()
-                recorder.hand_out(answer, used, last=used >= end)
+                recorder.hand_out(answer, used, last=last)
                 yield answer.batch
                 check_process(owner)
                 if self.persistent_workers and self._latest.stats is not stats:
@@ -405,7 +404,7 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
 def _order_text(sampler: RankSampler) -> str:
     orders = dict.fromkeys(_shuffle_text(order) for order in (sampler.order, sampler.next_order))
     shuffle = f", from epoch {sampler.epoch + 1} on ".join(orders)
-    return f"{sampler.batch_size:,} rows a batch, rank {sampler.rank} of {sampler.num_replicas}; {shuffle}"
+    return f"{sampler.batch_text}, rank {sampler.rank} of {sampler.num_replicas}; {shuffle}"
 
 
 def _shuffle_text(order: PositionOrder) -> str:

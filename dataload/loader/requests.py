@@ -23,22 +23,25 @@ class Request:
         size: Rows per batch. The last one may be shorter.
         cursor: Rows of the epoch before the global batch of the first one.
         step: Rows per global batch.
+        end: Rows of the epoch up to the end of the global batch of the last one.
         stream: (seed, epoch, rank), the key of the transforms' random numbers. Together with its cursor it determines
             the random numbers of a batch, in any process.
         draw: The order of the epoch, which decides the documents of packed sequences.
+        is_even: Whether global batches have `step` rows each.
     """
 
     rows: Array
     size: int
     cursor: int
     step: int
+    end: int
     stream: tuple[int, ...]
     draw: Draw = EPOCH_0
+    is_even: bool = True
 
-    @property
-    def end(self) -> int:
-        """Rows of the epoch before the global batch that follows this request."""
-        return self.cursor + self.step * len(self.sizes)
+    def name(self, cursor: int) -> str:
+        """Return the name of a batch in messages, given its cursor."""
+        return f"batch {cursor // self.step}" if self.is_even else f"the batch at row {cursor:,}"
 
     @property
     def sizes(self) -> list[int]:
@@ -53,6 +56,7 @@ class Answer:
 
     Attributes:
         cursor: Rows of the epoch before its global batch.
+        end: Rows of the epoch up to the end of its global batch.
         rows: Rows of the batch.
         batch: The batch; packed, if a worker sends it.
         row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
@@ -66,6 +70,7 @@ class Answer:
     """
 
     cursor: int
+    end: int
     rows: int
     batch: Any
     row_groups: Mapping[int, Mapping[str, float] | None]
@@ -116,17 +121,20 @@ class Requests(Iterable[Request]):
 
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
-        step, stream = sampler.global_batch_size, (sampler.seed, epoch, sampler.rank)
+        stream, most = (sampler.seed, epoch, sampler.rank), sampler.num_rows
         draw = (sampler.seed, epoch) if sampler.shuffle else None
-        for run in self._runs(epoch, cursor):
+        for run, before, step in self._steps(epoch, cursor):
             for first in range(0, len(run), at_once):
                 batches = run[first : first + at_once]
-                request = Request(batches.ravel(), batches.shape[1], cursor, step, stream, draw)
-                on_request(request.end)
-                yield request
-                cursor = request.end
+                begin = before + first * step
+                end = min(begin + len(batches) * step, most)
+                on_request(end)
+                yield Request(batches.ravel(), batches.shape[1], begin, step, end, stream, draw, sampler.is_even)
 
-    def _runs(self, epoch: int, cursor: int) -> Iterable[Array]:
+    def _steps(self, epoch: int, cursor: int) -> Iterable[tuple[Array, int, int]]:
+        sampler = self._sampler
         if self._batches is None:
-            return self._sampler.runs(epoch, cursor)
-        return (np.asarray(rows, np.int64)[None] for rows in self._batches)
+            return sampler.steps(epoch, cursor)
+        runs = (np.asarray(rows, np.int64)[None] for rows in self._batches)
+        step = sampler.global_batch_size
+        return ((run, cursor + number * step, step) for number, run in enumerate(runs))

@@ -11,10 +11,15 @@ from dataload.samplers.mixture.sampler import MixtureSampler, with_next_weights
 from dataload.samplers.mixture.weights import Weights, plain, weights_of
 from dataload.samplers.position import Position
 from dataload.samplers.sharded import ShardedSampler
+from dataload.samplers.token_sampler import TokenSampler
 
 
 class DatasetSampler(TrainerEpochs, ShardedSampler):
     """The sampler of a loader over a dataset."""
+
+
+class TokenDatasetSampler(TokenSampler, DatasetSampler):
+    """The sampler of a loader over a dataset, with a token budget."""
 
 
 class MixedSampler(TrainerEpochs, MixtureSampler):
@@ -60,3 +65,7 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
 
     def _known_weights(self) -> list[Weights]:
         return [*super()._known_weights(), *self._mixture.earlier_weights]
+
+
+class TokenMixedSampler(TokenSampler, MixedSampler):
+    """The sampler of a loader over a mixture, with a token budget."""

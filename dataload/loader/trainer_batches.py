@@ -27,7 +27,6 @@ class LatestLoop:
 
     Attributes:
         stats: Its statistics. A trainer's DataLoader counts rows and batches only.
-        padding: Its padding; None if it is a trainer's.
     """
 
     def __init__(self) -> None:
@@ -39,10 +38,15 @@ class LatestLoop:
         vars(self).update(state)
         _loops.setdefault(self._key, self)
 
-    def begin(self, stats: LoaderStats, padding: int | None = None) -> None:
-        """Begin a loop."""
+    def begin(self, stats: LoaderStats, padding: int | Callable[[], int] | None = None) -> None:
+        """Begin a loop. padding: its padding, or a function that finds it."""
         self.stats = stats
-        self.padding = padding
+        self._padding = padding
+
+    @property
+    def padding(self) -> int | None:
+        """Its padding; None if it is a trainer's."""
+        return self._padding() if callable(self._padding) else self._padding
 
     def collate(self, maker: BatchMaker, rows: NumberedRows) -> Any:
         """Return a batch for a trainer's DataLoader, and count it. A batch of a worker counts when it arrives."""
@@ -113,10 +117,13 @@ class TrainerBatches(BatchSampler):
         """Yield the row numbers of each batch of the epoch."""
         sampler = self._sampler
         self._begin(LoaderStats(sampler.epoch, rank=sampler.rank, world_size=sampler.num_replicas))
-        stream, step = (sampler.seed, sampler.epoch, sampler.rank), sampler.global_batch_size
+        stream = sampler.seed, sampler.epoch, sampler.rank
         draw = (sampler.seed, sampler.epoch) if sampler.shuffle else None
-        for number, rows in enumerate(super().__iter__()):
-            yield PlacedRows(rows, (stream, number * step), draw)
+        for rows, cursor in sampler.in_batches(super().__iter__):
+            yield PlacedRows(rows, (stream, cursor), draw)
+
+    def __len__(self) -> int:
+        return self._sampler.num_batches(super().__len__)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. The Hugging Face Trainer does so here if it has skipped batches."""

@@ -26,7 +26,7 @@ from dataload.mapping.map_maker import NO_BORDER, MapMaker, OfOthers
 from dataload.mapping.plan import MappedPlan
 from dataload.mapping.stage import Stage
 from dataload.rows import row_block
-from dataload.rows.columns import Ragged
+from dataload.rows.columns import Dense, Ragged
 from dataload.rows.making.maker import Columns
 from dataload.rows.making.pipeline import made
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
@@ -40,6 +40,7 @@ from dataload.runtime.progress import ProgressLines
 Array = npt.NDArray[np.int64]
 
 VERSION = 2
+UNKNOWN = 2**32 - 1  # a length that is none, such as a negative number
 COUNTS = pa.field("\0counts", pa.list_(pa.uint32()))
 """The column of the counts of a row group, which is a single row."""
 
@@ -211,7 +212,7 @@ class LengthMaker(CountMaker):
 
     Args:
         documents: The row groups of the documents.
-        column: The column of their values.
+        column: The column of their values, or of integers: the lengths themselves.
     """
 
     def __init__(self, documents: RowGroupCache, column: str) -> None:
@@ -228,8 +229,8 @@ class LengthMaker(CountMaker):
             if not is_cached:
                 self._put(number, key, found, rows, anew=len(keys) > 1)
             own = found[self._column]
-            assert isinstance(own, Ragged)
-            lengths.append(np.diff(own.offsets))
+            assert isinstance(own, Ragged | Dense)
+            lengths.append(np.diff(own.offsets) if isinstance(own, Ragged) else _checked(own.values))
         yield _column(np.concatenate(lengths))
 
 
@@ -245,6 +246,11 @@ class LengthPlan(RowGroupPlan):
 
     def group_name(self, number: int) -> str:
         return f"{super().group_name(number)} of {self._documents.group_name(number)}"
+
+
+def _checked(values: Array) -> Array:
+    """Return integers of any size as lengths."""
+    return np.where((values >= 0) & (values < UNKNOWN), values, UNKNOWN).astype(np.int64)
 
 
 def _column(counts: Sequence[int] | Array) -> Columns:

@@ -40,10 +40,38 @@ class Flat(NamedTuple):
     offsets: torch.Tensor
 
 
+class Padded(NamedTuple):
+    """Lists of numbers that become tensors of one length in each batch.
+
+    Attributes:
+        rows: The lists.
+        multiple: The length is a multiple of it.
+    """
+
+    rows: Ragged
+    multiple: int
+
+    def part(self, span: slice, empty: Empty | None) -> torch.Tensor:
+        """Return some of the rows as a tensor, padded with zeros."""
+        bounds = self.rows.offsets[span.start : span.stop + 1]
+        lengths, values = np.diff(bounds), self.rows.values[bounds[0] : bounds[-1]]
+        longest = -(-max(1, int(lengths.max(initial=0))) // self.multiple) * self.multiple
+        shape = len(lengths), longest, *values.shape[1:]
+        padded = torch.from_numpy(np.zeros(shape, values.dtype))
+        if empty is not None:
+            padded = empty(shape, padded.dtype).zero_()
+        places = np.arange(len(values)) + np.repeat(
+            np.arange(len(lengths)) * longest - bounds[:-1] + bounds[0], lengths
+        )
+        padded.numpy().reshape(-1, *values.shape[1:])[places] = values
+        return padded
+
+
 def to_batch(
     records: Records,
     *,
     ragged: str = "list",
+    pad_to_multiple: int | None = None,
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
     columns: Collection[str] | None = None,
@@ -57,6 +85,8 @@ def to_batch(
     Args:
         records: The rows.
         ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
+        pad_to_multiple: Return lists of numbers as Tensor[B, n], padded with zeros up to a multiple of this number,
+            and their lengths as "<column>.length"; None: as above.
         group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
         empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
         columns: Names of the columns to return; None: all. The others are not converted.
@@ -70,7 +100,8 @@ def to_batch(
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
         gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
-    whole = columns_of(records, ragged=ragged, group=group, empty=empty, columns=columns)
+    padding = {"pad_to_multiple": pad_to_multiple}
+    whole = columns_of(records, ragged=ragged, **padding, group=group, empty=empty, columns=columns)
     return with_strings(next(cut(whole, [len(records)], empty)))
 
 
@@ -78,6 +109,7 @@ def columns_of(
     records: Records,
     *,
     ragged: str = "list",
+    pad_to_multiple: int | None = None,
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
     columns: Collection[str] | None = None,
@@ -92,6 +124,12 @@ def columns_of(
         raise ConfigError(f"group {min(clash)!r} has the name of a column: choose another name")
     grouped = {name for names in groups.values() for name in names}
     batch = {name: _user_column(records, field, ragged, empty) for name, field in fields.items() if name not in grouped}
+    if pad_to_multiple is not None:
+        for field in (field for name, field in fields.items() if field.kind == "list"):
+            if (length := f"{field.name}.length") in fields:
+                raise ConfigError(f"pad_to_multiple adds the column {length!r}, which there is already: rename it")
+            batch[field.name] = column = Padded(records.ragged(field), pad_to_multiple)
+            batch[length] = _copied(np.diff(column.rows.offsets), empty)
     for name, members in groups.items():
         batch[name] = _stack(records, _numbers_of_one_dtype(name, members, fields), empty)
     return batch
@@ -136,6 +174,8 @@ def spans(sizes: Sequence[int]) -> list[slice]:
 def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
     if isinstance(column, pa.LargeStringArray):
         return (column[span] for span in spans(sizes))
+    if isinstance(column, Padded):
+        return (column.part(span, empty) for span in spans(sizes))
     if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
         return (_pylist(column[span], name) for span in spans(sizes))
     if len(sizes) == 1:

@@ -23,8 +23,8 @@ from dataload.samplers.mixture.quotas import END, Quotas
 from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import STRETCH, MixtureSource, SourceRows
 from dataload.samplers.mixture.weights import Weights, knots, plain, weights_of
-from dataload.samplers.placement import MOST_ROWS, row_borders
 from dataload.samplers.order import Order, Shuffle, checked
+from dataload.samplers.placement import MOST_ROWS, row_borders
 from dataload.samplers.share import RUN_ROWS
 
 Int64 = npt.NDArray[np.int64]
@@ -195,7 +195,7 @@ class MixtureOrder:
         return rows
 
     def window_starts(self, epoch: int) -> Int64:  # noqa: ARG002
-        """Return the first position of parts of the epoch, then n: int64. A part has a window of each source at most."""
+        """Return the first position of parts of the epoch, then n: int64. None has more than a window of a source."""
         least = MOST_ROWS
         for order, rows in zip(self.orders, self.most_rows(MOST_ROWS), strict=True):
             window = order.n * order.window // max(1, len(order.block_lengths)) if order.shuffle == "block" else order.n

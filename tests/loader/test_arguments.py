@@ -29,7 +29,7 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"batch_size": 2.5}, r"batch_size=2\.5 must be a whole number"),
-        ({"batch_size": None}, "batch_size=None must be a whole number"),
+        ({"batch_size": None}, "batch_size or batch_tokens says .*: pass one of them"),
         ({"batch_size": np.array([4])}, r"batch_size=array\(\[4\]\) must be a whole number"),
         ({"batch_size": torch.tensor(4.0)}, "must be a whole number"),
         ({"seed": None}, "seed=None must be a whole number"),
