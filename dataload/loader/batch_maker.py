@@ -166,8 +166,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
             part, end = slice(start, start + size), min(cursor + request.step, request.end)
             tokens, padding = rows.filled(part)
-            counts = {"by_source": next(by_source), "loading": loading, "tokens": tokens, "padding": padding}
-            answer = Answer(cursor, end, size, columns, row_groups, **counts)
+            shares = next(by_source), loading
+            answer = Answer(cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding)
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
