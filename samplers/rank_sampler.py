@@ -227,6 +227,10 @@ class RankSampler(DistributedSampler[int]):
         """The size of a batch in words."""
         return f"{self.batch_size:,} rows a batch"
 
+    def filled(self, rows: Int64) -> tuple[int, int] | None:  # noqa: ARG002
+        """Return the tokens, and the places of padding beside them, of a batch of these rows; None: unknown."""
+        return None
+
     def num_batches(self, by_rows: Callable[[], int]) -> int:
         """Return the batches of a full epoch of this rank. by_rows: returns them for batches of `batch_size` rows."""
         return by_rows()

@@ -62,6 +62,12 @@ class TokenSampler(RankSampler):
         """The size of a batch in words."""
         return f"{self.order.batch_tokens:,} tokens a batch"
 
+    def filled(self, rows: Int64) -> tuple[int, int]:
+        """Return the tokens, and the places of padding beside them, of a batch of these rows."""
+        lengths = self._budget.lengths(rows)
+        tokens = int(lengths.sum())
+        return tokens, int(self._budget.padded(lengths).max()) * len(rows) - tokens
+
     def num_batches(self, by_rows: Callable[[], int]) -> int:  # noqa: ARG002
         """Return the batches of each rank in a whole epoch, for which all of them are planned, once an epoch."""
         order: TokenOrder = self.order

@@ -165,7 +165,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
             part, end = slice(start, start + size), min(cursor + request.step, request.end)
-            tokens, padding = rows.filled(part)
+            tokens, padding = request.filled or rows.filled(part)
             shares = next(by_source), loading
             answer = Answer(cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding)
             if columns is not None and self.only_gathers:

@@ -28,6 +28,7 @@ class Request:
             the random numbers of a batch, in any process.
         draw: The order of the epoch, which decides the documents of packed sequences.
         is_even: Whether global batches have `step` rows each.
+        filled: Tokens, and places of padding beside them, of a batch of a token budget; None: of another batch.
     """
 
     rows: Array
@@ -38,6 +39,7 @@ class Request:
     stream: tuple[int, ...]
     draw: Draw = EPOCH_0
     is_even: bool = True
+    filled: tuple[int, int] | None = None
 
     def name(self, cursor: int) -> str:
         """Return the name of a batch in messages, given its cursor."""
@@ -129,7 +131,8 @@ class Requests(Iterable[Request]):
                 begin = before + first * step
                 end = min(begin + len(batches) * step, most)
                 on_request(end)
-                yield Request(batches.ravel(), batches.shape[1], begin, step, end, stream, draw, sampler.is_even)
+                how = stream, draw, sampler.is_even, sampler.filled(batches[0])
+                yield Request(batches.ravel(), batches.shape[1], begin, step, end, *how)
 
     def _steps(self, epoch: int, cursor: int) -> Iterable[tuple[Array, int, int]]:
         sampler = self._sampler

@@ -82,8 +82,8 @@ class LoaderStats:
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
         skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
         skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
-        tokens: Values of packed documents, without padding (`Dataset.pack`).
-        padding_tokens: Places of padding in the same sequences.
+        tokens: Values of packed documents, or tokens of a token budget, without padding.
+        padding_tokens: Places of padding beside them.
         rows_by_source: `rows` by source of a mixture, by name. A replaced row counts for its own source.
         waits_by_source: The part of `wait_seconds` for the row groups of each source, by name.
         bytes_by_source: `bytes_cluster` and `bytes_origin` by source, by name.

@@ -71,6 +71,11 @@ def test_batches_stay_within_the_budget(dataset: Dataset, length: str, options: 
     assert len(batches) < 1.2 * LENGTHS.sum() / BUDGET
     stats = loader.stats()
     assert (stats.rows, stats.batches) == (ROWS, len(batches))
+    assert stats.tokens == LENGTHS.sum()
+    ends = np.cumsum([len(batch["id"]) for batch in batches])[:-1]
+    sizes_of = np.split(sizes, ends)
+    assert stats.padding_tokens == sum(max(own.max(), 1) * len(own) for own in sizes_of) - LENGTHS.sum()
+    assert " tokens/s, " in str(stats)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
