@@ -55,6 +55,7 @@ TYPES = {
     "PartialCredentialsError": f"set {KEYS}",
     "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
     "ProxyConnectionError": PROXY,
+    "ReadTimeoutError": UNREACHABLE,
     "SSOTokenLoadError": "log in: aws sso login",
     "SSLError": "set AWS_CA_BUNDLE to the file of the store's certificates, or begin the endpoint with http://",
     "UnauthorizedSSOTokenError": "log in again: aws sso login",
@@ -67,6 +68,10 @@ TEXTS = {
     "kind: Connect": UNREACHABLE,
 }
 
+# The bucket is in the host, or the path begins with it.
+_AMAZON_OVER_HTTP = re.compile(
+    r"https?://((?P<host>[^/]+)\.s3|s3)[.-]([a-z0-9-]+\.)*amazonaws\.com(\.cn)?(/(?P<bucket>[^/?]*)|$)"
+)
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _TEXT = re.compile(r"<Message>([^<]*)</Message>")
 
@@ -117,6 +122,12 @@ def fix_of(error: BaseException) -> str | None:
     return CODES.get(code) or (RIGHTS if denied(error) else None)
 
 
+def amazon_hint(url: str) -> str:
+    """Return how to name what is at an HTTP address of Amazon S3; nothing for other URLs."""
+    match = _AMAZON_OVER_HTTP.match(url)
+    return f"; for S3 itself, name s3://{match['host'] or match['bucket']}/…" if match else ""
+
+
 def origin_error(
     raised: BaseException, what: str, address: str, *, in_s3: bool, listed: bool = False
 ) -> OriginError | ConfigError | None:
@@ -135,7 +146,7 @@ def origin_error(
         if listed:
             return OriginNotFound(f"{where} is gone from {address}: restore it, or start the program again")
         fix = (in_s3 and fix_of(error)) or f"check its name and {ENDPOINT if in_s3 else 'the endpoint'}"
-        return OriginNotFound(f"{where} does not exist at {address}: {fix}")
+        return OriginNotFound(f"{where} does not exist at {address}: {fix}{amazon_hint(what)}")
     if isinstance(error, ValueError) and fix_of(error):  # of the endpoint, before the first request
         return ConfigError(rejected_options(where, error))
     if isinstance(error, OriginError) or not is_store_error(error):
@@ -146,7 +157,7 @@ def origin_error(
     if status(error) in (400, 401, 403) and without_signature(what) != what:
         fix = "the signature of the URL has expired or is wrong: pass a new URL"
         text = f"denied access with status {status(error)}: {fix}"
-    return OriginError(f"{where}: {address} {text}")
+    return OriginError(f"{where}: {address} {text}{amazon_hint(what)}")
 
 
 def explained(error: BaseException, *, in_s3: bool) -> str:
@@ -192,4 +203,5 @@ def _answer(error: BaseException) -> tuple[str, str]:
 
 
 def _first_line(error: BaseException) -> str:
-    return redacted(str(error).partition("\n")[0])
+    first, *more = str(error).split("\n")
+    return redacted(f"{first} {more[0]}" if first.endswith(":") and more else first)

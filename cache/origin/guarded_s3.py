@@ -66,12 +66,15 @@ def _guard(client: Any) -> None:
 def _raise_at_once(caught_exception: Exception | None = None, **_: Any) -> None:
     """Raise the error of a server that cannot be reached: `Origin` repeats its requests, and says for how long.
 
-    The program's own requests, through the same filesystem, keep the retries of botocore.
+    The program's own requests, through the same filesystem, keep the retries of botocore and s3fs.
     """
     from botocore.exceptions import ConnectionError as UnreachableError  # type: ignore[import-untyped]
+    from botocore.exceptions import HTTPClientError
 
     if is_repeated.get() and isinstance(caught_exception, UnreachableError):
         raise caught_exception
+    if is_repeated.get() and isinstance(caught_exception, HTTPClientError):  # s3fs would repeat this one.
+        raise ConnectionError(str(caught_exception)) from caught_exception
 
 
 class _Unredirected:

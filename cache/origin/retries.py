@@ -13,7 +13,7 @@ from dataload.cache.origin.errors import is_transient
 
 # The last attempt begins this long after the first failure: an outage of the store may last as long.
 RETRY_SECONDS = 60.0
-# The same until the store has answered for the first time: its address may be wrong.
+# The same until the store has answered for the first time, from the start of the request: its address may be wrong.
 FIRST_CONTACT_SECONDS = 5.0
 LEAST_ATTEMPTS = 3  # at a store that has answered, also if each takes long or waits for other requests
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
@@ -42,7 +42,7 @@ def retried(
         sleep: Waits for a number of seconds.
         clock: Monotonic time in seconds.
     """
-    failed_at: float | None = None
+    began, failed_at = clock(), None
     for attempt in itertools.count():
         token = is_repeated.set(True)
         try:
@@ -52,8 +52,9 @@ def retried(
                 raise
             failed_at = clock() if failed_at is None else failed_at
             allowed = seconds(error)
-            left = failed_at + allowed - clock()
-            too_few = attempt + 1 < LEAST_ATTEMPTS and allowed > FIRST_CONTACT_SECONDS
+            is_first_contact = allowed <= FIRST_CONTACT_SECONDS
+            left = (began if is_first_contact else failed_at) + allowed - clock()
+            too_few = attempt + 1 < LEAST_ATTEMPTS and not is_first_contact
             if left <= 0 and not too_few:
                 raise
             on_retry(error)

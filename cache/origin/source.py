@@ -16,6 +16,7 @@ from dataload.cache.origin.s3_names import VERSION
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
+ARN = re.compile(r"(?:^|(?<=::))s3a?://arn:")  # the name of an access point, which may have "::" in it
 NO_BUCKET = re.compile(r"(s3a?|gcs|gs)://(/.*)?", re.DOTALL)
 # Options of pandas' other engines, polars, deltalake and boto3, without "aws_".
 NAMES_IN_S3FS = {
@@ -51,9 +52,11 @@ def open_source(url: str, storage_options: dict[str, Any] | None, others: Sequen
         _check_options(options)
     with_options = " with these storage_options" if storage_options else ""
     with opening(url, f"{redacted(url)} cannot be opened{with_options}"):
-        # fsspec would split the name of a local file at each "::".
-        local = connect("file", options) if "::" in url and not split_chain(url)[0] else None
-        filesystem = local or deferred_s3(opened, options) or fsspec.url_to_fs(opened, **options)[0]
+        filesystem = deferred_s3(opened, options)
+        if filesystem is None and "::" in opened and not split_chain(opened)[0]:
+            # fsspec would split the name of a local file, or of an access point, at each "::".
+            filesystem = connect("s3" if ARN.match(opened) else "file", options)
+        filesystem = filesystem or fsspec.url_to_fs(opened, **options)[0]
     for other in others:
         if _store_of(other, filesystem) != _store_of(url, filesystem):
             raise ConfigError(
@@ -71,7 +74,10 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def split_chain(url: str) -> tuple[str, str]:
     """Return the filesystems before the last "::" of a URL, such as "tiercache", and the rest."""
-    chain, _, last = url.rpartition("::")
+    if arn := ARN.search(url):
+        chain, last = url[: arn.start()].removesuffix("::"), url[arn.start() :]
+    else:
+        chain, _, last = url.rpartition("::")
     named = {part.partition("://")[0] for part in chain.split("::")}
     return (chain, last) if named <= {*fsspec.available_protocols()} else ("", url)
 
@@ -80,6 +86,8 @@ def _check_url(url: str) -> None:
     """Raise ConfigError for an empty URL, for one without a bucket, in an archive, or that a Path has changed."""
     if not url:
         raise ConfigError("the URL is empty: name an object, a folder or a glob")
+    if "://" in url and url != url.lstrip():
+        raise ConfigError(f"{redacted(repr(url))} begins with whitespace: remove it")
     chain, last = split_chain(url)
     if "://" in chain:
         fix = "which dataload cannot read: unpack the archive"

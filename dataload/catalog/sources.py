@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from fsspec.utils import glob_translate
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
+from dataload.cache.origin.explanation import amazon_hint
 from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import split_chain
@@ -79,10 +80,6 @@ DOCUMENT = re.compile(
 META_FOLDER, DATA_FOLDER = re.compile(r"(.*?/)meta/"), re.compile(r"(.*?/)data/")  # of LeRobot, side by side
 LOGS = {"a Delta": check_delta, "an Iceberg": check_iceberg}  # by table format: what their metadata says of files
 KEY = re.compile(r"=[^/]*$")
-# The bucket is in the host, or the path begins with it.
-AMAZON_OVER_HTTP = re.compile(
-    r"https?://((?P<host>[^/]+)\.s3|s3)[.-]([a-z0-9-]+\.)*amazonaws\.com(\.cn)?/(?P<bucket>[^/?]*)"
-)
 IN_TABLE = re.compile(r"[^/]/([^/]+=[^/]*|data)$")  # a folder that the folder of a table may be above
 PREFIX = re.compile(r"(?<=[^/])/[0-9A-Za-z]{2}$")  # a folder that Delta draws for files of a table with column mapping
 FOLDERS_PER_LEVEL = 4  # below the fixed parts of globs, in which to look for a table; each takes a few requests
@@ -121,7 +118,7 @@ def _way(source: object) -> str:
         (isinstance(source, Mapping), "pass one of its values, or mix(source) for several by name"),
         (name == "Subset", "pass it to make_loader, or use dataset.select(subset.indices)"),
         (name == "ConcatDataset", "pass mix(source.datasets)"),
-        (hasattr(source, "dataset"), "pass its .dataset"),
+        (hasattr(source, "rank_sampler"), "pass its .dataset"),  # a loader of ours
         (is_of_hugging_face(source), "pass it to make_loader, or write it by to_parquet(path), and pass that path"),
         *(
             (hasattr(source, method), f"write it by {method}(path), and pass that path")
@@ -275,9 +272,7 @@ def _doubts(path: str) -> str:
         doubts += "; the URL begins or ends with whitespace"
     if "{" in path and "}" in path:
         doubts += "; braces are not expanded: name each path in a list"
-    if match := AMAZON_OVER_HTTP.match(path):
-        doubts += f"; for S3 itself, name s3://{match['host'] or match['bucket']}/…"
-    return doubts
+    return doubts + amazon_hint(path)
 
 
 def _folders_below(folder: str, names: Iterable[str]) -> set[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.origin.explanation import amazon_hint
 from dataload.errors import DamagedError, DataError
 from dataload.formats import parquet
 from dataload.formats.arrow_ipc import messages
@@ -17,7 +18,7 @@ from dataload.formats.base import Footer
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
 FIRST_BYTES = 64  # by which files without a footer are recognised
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
+PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 CONVERT = "convert images, MDS or tar to Parquet once: docs/migrate/webdataset.md has a recipe"
 LENGTH_BYTES = 4  # of the length before the magic
 
@@ -112,5 +113,6 @@ def _foreign(obj: Object, first: bytes) -> DataError:
     if PAGE.match(first):
         return DamagedError(
             f"{obj.name} is a web page or an answer in XML, no data file: open its URL, and name the file itself"
+            f"{amazon_hint(obj.name)}"
         )
     return DamagedError(f"{obj.name} is not a Parquet file, nor Arrow IPC: name the files with a glob, or {CONVERT}")

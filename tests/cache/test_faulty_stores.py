@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,6 @@ from dataload.cache.origin import guarded_http
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.patience import LEAST_SECONDS, MOST_SECONDS, STEP, Patience
-from dataload.catalog import sources
 from dataload.doctor import object_store as doctor
 from dataload.errors import ConfigError, DataError, ObjectChanged, OriginError
 
@@ -434,11 +434,30 @@ def test_certificates_that_cannot_be_read_are_named_with_their_variable(
         origin_of(client, key="k", secret="s", endpoint_url="https://127.0.0.1:9").list("bucket/d")
 
 
-def test_an_access_point_of_several_regions_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"key": "k", "secret": "s"}], ids=["environment", "options"])
+def test_an_access_point_of_several_regions_names_the_package_it_needs(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     monkeypatch.setitem(sys.modules, "awscrt", None)
-    arn = "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    url = "s3://arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap/d"
     with pytest.raises(OriginError, match="pip install awscrt"):
-        origin_of("deferred", key="k", secret="s").list(f"{arn}/d")
+        dataload.make_dataset(url, storage_options=options, cache=False)
+
+
+def test_a_store_that_takes_requests_and_never_answers_is_given_up_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Botocore and s3fs would ask it 25 times, for six minutes."""
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        options["config_kwargs"] = {"read_timeout": 1}
+        with pytest.raises(OriginError, match=r"cannot be reached \(ConnectionError: Read timeout on .*: set AWS_ENDP"):
+            origin_of("fsspec", **options).list("bucket/d")
+        server.setblocking(False)
+        server.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 def test_a_store_that_cannot_be_reached_is_tried_no_oftener_than_the_message_says(
@@ -544,20 +563,26 @@ def test_keys_with_dots_for_segments_lose_no_rows(client: str) -> None:
 @pytest.mark.parametrize(("url", "told"), [
     ("s3://bucket/nothing ", r"^no objects at 's3://bucket/nothing ' .* begins or ends with whitespace"),
     ("s3://bucket/{a,b}", r"braces are not expanded: name each path in a list"),
+    (" s3://bucket/x", r"^' s3://bucket/x' begins with whitespace: remove it"),
+    ("s3://bucket /x", r"Parameter validation failed: Invalid bucket name \"bucket \""),
 ])  # fmt: skip
 def test_a_url_that_is_probably_misspelt_is_doubted(url: str, told: str) -> None:
-    with faulty_store() as store, pytest.raises(OriginError, match=told):
+    with faulty_store() as store, pytest.raises((OriginError, ConfigError), match=told):
         dataload.make_dataset(url, storage_options=store.options, cache=False)
 
 
 @pytest.mark.parametrize("url", [
     "https://my-bucket.s3.amazonaws.com/d/x",
+    "https://my-bucket.s3.amazonaws.com",
     "https://my-bucket.s3.eu-central-1.amazonaws.com/d",
     "https://s3.eu-central-1.amazonaws.com/my-bucket/d",
     "https://s3-eu-west-1.amazonaws.com/my-bucket/d",
 ])  # fmt: skip
-def test_an_address_of_amazon_is_doubted(url: str) -> None:
-    assert sources._doubts(url) == "; for S3 itself, name s3://my-bucket/…"
+def test_an_address_of_amazon_names_that_of_s3(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong there: the bucket is private, does not exist, or there is no network."""
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0)
+    with pytest.raises(OriginError, match="; for S3 itself, name s3://my-bucket/…"):
+        dataload.make_dataset(url, cache=False)
 
 
 @pytest.mark.parametrize(("name", "own"), [

@@ -29,6 +29,7 @@ class Issuer:
     Attributes:
         issued: How many times credentials were requested from a service.
         lifetime: How long they last, as they say.
+        valid: How many of the latest credentials the store accepts.
     """
 
     def __init__(self, home: Path, lifetime: timedelta) -> None:
@@ -37,23 +38,25 @@ class Issuer:
         self.lifetime = lifetime
         self.home = home
         self.accepts_none = False
+        self.valid = 1
         self.write: Callable[[], object] = lambda: None
 
     @property
     def key(self) -> str:
-        return f"AKID{self.number:04d}"
+        return _key(self.number)
 
     @property
     def expiration(self) -> datetime:
         return datetime.now(UTC) + self.lifetime
 
     def rotate(self) -> None:
-        """Issue other credentials from now on. The store rejects the earlier ones."""
+        """Issue other credentials from now on."""
         self.number += 1
         self.write()
 
     def fault(self, asked: Asked) -> Answer | None:
-        if asked.access_key == self.key and not self.accepts_none:
+        accepted = {_key(self.number - before) for before in range(self.valid)}
+        if asked.access_key in accepted and not self.accepts_none:
             return None
         return Answer.error(400, "ExpiredToken", "The provided token has expired.")
 
@@ -85,6 +88,10 @@ class Issuer:
             found = {"accessKeyId": self.key, "secretAccessKey": "a-secret", "sessionToken": "a-token"}
             return json.dumps({"roleCredentials": {**found, "expiration": expires}}).encode()
         return json.dumps(self.shown()).encode()
+
+
+def _key(number: int) -> str:
+    return f"AKID{number:04d}"
 
 
 @contextmanager
