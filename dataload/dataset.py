@@ -28,7 +28,8 @@ from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.splits import split as split_manifest
-from dataload.catalog.subset import subset
+from dataload.catalog.subset import excluded, subset
+from dataload.catalog.tables import is_table, read_table
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import PARTITIONINGS, Partitioning
 from dataload.formats.schema import mask_name, needs_mask, structs_of
@@ -403,7 +404,8 @@ class Dataset(MapStyle):
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
         groups, files = counted(len(self.row_groups), "row group"), counted(len(urls), "file")
         size = f"{counted(self.num_rows, 'row')} in {groups} of {files}"
-        return f"Dataset({source_text(urls)}: {size}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
+        source = self.manifest.pinned or source_text(urls)
+        return f"Dataset({source}: {size}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
     def _located(self, rows: npt.NDArray[np.int64]) -> list[Location]:
         return self._locator.locate(rows)
@@ -473,6 +475,34 @@ class Dataset(MapStyle):
             IndexError: The dataset has no such row.
         """
         return self._of(subset(self.manifest, _as_array(rows)))
+
+    def exclude(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Dataset:
+        """Return the dataset without some rows, in file order, such as bad ones or those of a request for erasure.
+
+        Its fingerprint tells which rows are left. Cached row groups stay valid, and the rows stay in the files and in
+        the cache; no batch has them.
+
+        Args:
+            row_ids: Row numbers of this dataset, such as those of the column "row_id" of batches, in any order:
+                integers [n]. Negative ones count from the end, and a number may come several times.
+
+        Raises:
+            ConfigError: No row is left, or these are no row numbers.
+            IndexError: The dataset has no such row.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import pyarrow as pa, pyarrow.parquet as pq
+            >>> from dataload import make_dataset
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> pq.write_table(pa.table({"id": range(6)}), Path(folder.name) / "rows.parquet")
+            >>> dataset = make_dataset(folder.name, cache=False).exclude([4, 0])
+            >>> dataset["id"].tolist()
+            [1, 2, 3, 5]
+            >>> folder.cleanup()
+        """
+        return self._of(excluded(self.manifest, _as_array(row_ids)))
 
     def map(
         self,
@@ -701,13 +731,15 @@ def make_dataset(
 
     Args:
         source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list. The order is that of paths.
+            Or a table, at the version that it has now: a `deltalake.DeltaTable`, a table of pyiceberg or a scan of one,
+            "delta+URL", "delta+URL@version", or "iceberg://catalog/namespace.table@snapshot".
         columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
             Keys in folder names (`label=cat/…`) are columns, too; see `partitioning`. A column that some files lack is
             null there, if it is named.
         filters: Rows to read, in pyarrow's form. All predicates of [("label", "=", "cat"), ("year", ">=", 2020)] must
             hold; of a list of such lists, one must hold. Or an expression of `pyarrow.compute`, such as
             `field("year") > 2020`. See `Dataset.filter`.
-        storage_options: Options of the URL's filesystem, as fsspec takes them.
+        storage_options: Options of the URL's filesystem, as fsspec takes them. None: those of the table, if it is one.
         fill_null: Replacement for nulls, for all columns that can hold it or by column. Nulls of nested values stay.
             Without one, nulls of strings, bytes and nested values are None, those of floats are NaN, and those of
             integers, booleans and times raise a DataError.
@@ -749,14 +781,18 @@ def make_dataset(
     if partitioning not in PARTITIONINGS:
         raise ConfigError(f"partitioning={partitioning!r} is unknown: use 'hive', or None")
     errors = checked_errors(errors)
-    paths, columns = source_paths(source), _listed(columns)
+    columns = _listed(columns)
     if filters is not None:
         from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
         from dataload.catalog.filters import check_form
 
         check_form(filters)
-    blocks = Blocks.open(open_source(paths[0], storage_options, paths[1:]), config)
-    manifest = resolve(paths, blocks, columns, partitioning, errors)
+    if is_table(source):
+        manifest, blocks, columns = read_table(source, storage_options, config, columns, errors)
+    else:
+        paths = source_paths(source)
+        blocks = Blocks.open(open_source(paths[0], storage_options, paths[1:]), config)
+        manifest = resolve(paths, blocks, columns, partitioning, errors)
     if filters is not None:
         manifest = narrow(manifest, blocks, filters, errors=errors)
     return Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from importlib import metadata
+from typing import Any
 
 from dataload.errors import ConfigError
 
@@ -17,6 +19,14 @@ def check_extra(extra: str, user: str) -> None:
     """
     if missing := [name for name in _packages_of(extra) if not _is_installed(name)]:
         raise ConfigError(f"{user} needs more packages ({', '.join(missing)}): pip install 'dataload[{extra}]'")
+
+
+def required(package: str, extra: str, user: str) -> Any:
+    """Return a package of an extra. Raise ConfigError if it is not installed. `user` needs it, for the message."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"{user} needs {package.partition('.')[0]}: pip install 'dataload[{extra}]'") from error
 
 
 def _packages_of(extra: str) -> list[str]:

@@ -26,7 +26,6 @@ from dataload.samplers.permutation import KeyedPermutation
 
 Int64 = npt.NDArray[np.int64]
 
-REDRAWN = 64  # batches after which the next ones begin elsewhere
 STEPS = 16  # of a plan window, at least: the last step of each has smaller batches
 OPTIONS: Final = ("batch_tokens", "pad_to_multiple", "together")
 
@@ -193,15 +192,13 @@ class TokenOrder:
         by_length = np.argsort(-padded, kind="stable")  # rows of equal length stay shuffled
         rows, padded = rows[by_length], padded[by_length]
         most = np.maximum(self.budget.tokens // padded, 1).tolist()
-        ends: list[int] = []
-        place = 0
+        # The first batch has a part of its rows only, another one in each epoch: so neighbours change.
+        place = 1 + derive_key("first", self.seed, epoch, window) % most[0] if self.shuffle else most[0]
+        ends = []
         while place < len(most):
-            size = most[place]
-            if self.shuffle and not len(ends) % REDRAWN:
-                # This batch has a part of its rows only, another one in each epoch: so neighbours change.
-                size = 1 + derive_key("batch", self.seed, epoch, window, len(ends)) % size
-            place += size
-            ends.append(min(place, len(most)))
+            ends.append(place)
+            place += most[place]
+        ends.append(len(most))
         whole = min(-(-len(ends) // self.together) * self.together, len(most) // self.together * self.together)
         return rows, np.array(halved(ends, max(len(ends), whole)))
 

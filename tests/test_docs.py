@@ -159,6 +159,8 @@ def run_shell(block, text, monkeypatch):
         assert ended.value.code == 0, f"{block}: {line}"
 
 
+NEEDED = {"docs/guides/tables.md": ["deltalake"]}  # packages that the blocks of a page import
+
 WARNINGS = {  # that a page causes on purpose, and one of torch about the cost of workers on a small machine
     "docs/guides/bad-rows.md": "is replaced",
     "docs/guides/mixtures.md": "the state has weights=",
@@ -169,6 +171,8 @@ WARNINGS = {  # that a page causes on purpose, and one of torch about the cost o
 @pytest.mark.parametrize("page", sorted({str(block.page.relative_to(ROOT)) for block in BLOCKS if not block.why}))
 def test_blocks_run(page, reader, tmp_path, monkeypatch, capfd, caplog):
     """The blocks of a page run from top to bottom as one program, which says nothing but progress and costs."""
+    for package in NEEDED.get(page, ()):
+        pytest.importorskip(package)
     names = {"__name__": "__main__"}
     with warnings.catch_warnings(record=True) as warned:
         warnings.resetwarnings()

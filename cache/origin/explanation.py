@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from dataload.cache.origin.errors import MISSING, denied, is_store_error, is_unsupported, status, underlying_error
-from dataload.cache.origin.version import CHANGED
+from dataload.cache.origin.version import CHANGED, OF_TABLE
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.runtime.exhaustion import with_causes
 from dataload.runtime.redact import cause_of, redacted, without_signature
@@ -22,6 +22,10 @@ TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its 
 REGION = "set AWS_DEFAULT_REGION (or region_name in client_kwargs) to the region of the bucket"
 ARCHIVED = "restore the object from the archive, or leave it out"
 UNLISTABLE = "name its files in a list: the store does not know ListObjectsV2"
+VACUUMED = (
+    "its table says it has the file, so VACUUM or expire_snapshots has removed it as one of an old version: open a "
+    "version that the table still keeps"
+)
 PROXY = "check HTTP_PROXY and HTTPS_PROXY, or add the store's host to NO_PROXY"
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
@@ -129,7 +133,7 @@ def amazon_hint(url: str) -> str:
 
 
 def origin_error(
-    raised: BaseException, what: str, address: str, *, in_s3: bool, listed: bool = False
+    raised: BaseException, what: str, address: str, *, in_s3: bool, version: str | None = None
 ) -> OriginError | ConfigError | None:
     """Return an error of a store's client as an error of dataload; None if it is not the store's.
 
@@ -138,20 +142,21 @@ def origin_error(
         what: Path of the object or folder, perhaps with a byte range.
         address: Address of the store.
         in_s3: Whether the store speaks S3.
-        listed: The object was there when the dataset was listed.
+        version: That of the object when the dataset was listed; None: it was not.
     """
     error = underlying_error(raised)
     where = redacted(f"s3://{what}" if in_s3 and "://" not in what else what)
     if isinstance(error, MISSING):
-        if listed:
-            return OriginNotFound(f"{where} is gone from {address}: restore it, or start the program again")
+        if version is not None:
+            way = VACUUMED if version.startswith(OF_TABLE) else "restore it, or start the program again"
+            return OriginNotFound(f"{where} is gone from {address}: {way}")
         fix = (in_s3 and fix_of(error)) or f"check its name and {ENDPOINT if in_s3 else 'the endpoint'}"
         return OriginNotFound(f"{where} does not exist at {address}: {fix}{amazon_hint(what)}")
     if isinstance(error, ValueError) and fix_of(error):  # of the endpoint, before the first request
         return ConfigError(rejected_options(where, error))
     if isinstance(error, OriginError) or not is_store_error(error):
         return error if isinstance(error, OriginError) else None
-    if status(error) == 412 or (listed and status(error) == 416):  # The latter: it is shorter now.
+    if status(error) == 412 or (version is not None and status(error) == 416):  # The latter: it is shorter now.
         return ObjectChanged(f"{where} {CHANGED}")
     text = explained(error, in_s3=in_s3)
     if status(error) in (400, 401, 403) and without_signature(what) != what:

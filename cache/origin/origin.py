@@ -195,7 +195,7 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}", version=version), doing("origin"):
             return self._fetched(whole, stop - start)
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
@@ -211,7 +211,7 @@ class Origin(ForkAware):
                 received = end
             _check(received, len(buffer))
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}", version=version), doing("origin"):
             self._fetched(receive, len(buffer))
 
     def _fetched(self, call: Callable[[Engine, float], T], num_bytes: int) -> T:
@@ -315,12 +315,12 @@ class Origin(ForkAware):
                 raise ConfigError(rejected_options(path, error)) from cause_of(error)
 
     @contextmanager
-    def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:
+    def map_errors(self, what: str, *, version: str | None = None) -> Iterator[None]:
         """Raise errors of the store as an OriginError that names `what`.
 
         Args:
             what: Path of an object or a folder, perhaps with a byte range.
-            listed: The object was there when the dataset was listed.
+            version: That of the object when the dataset was listed; None: it was not.
 
         Raises:
             OriginNotFound: The object does not exist.
@@ -333,7 +333,7 @@ class Origin(ForkAware):
         except DataloadError:
             raise
         except Exception as raised:
-            error = origin_error(raised, what, self.address, in_s3=is_s3(self._own), listed=listed)
+            error = origin_error(raised, what, self.address, in_s3=is_s3(self._own), version=version)
             if error is None:
                 raise
             self.counters.add(errors=isinstance(error, OriginError) and not isinstance(error, OriginNotFound))

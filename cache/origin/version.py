@@ -19,6 +19,7 @@ CHANGED = "was replaced after it was listed: start the program again, and write 
 # Google's etag changes with the metadata, such as the storage class after a read; its generation only with the content.
 VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash", "blob_id")
 DERIVED = "derived:"  # begins the versions that no store has given
+OF_TABLE = f"{DERIVED}table/"  # begins those of files that never change, by the rules of their table
 MODIFIED = f"{DERIVED}modified/"  # seconds and size follow
 # The version of a local file. Owner, rights, links and the time of their change are no part of it.
 LOCAL_FIELDS = ("ino", "mtime", "size")

@@ -63,6 +63,28 @@ def common_schema(
     return pa.schema([field for _, field in columns.values()]), conflicts, promotions
 
 
+def as_in_table(
+    table: pa.Schema, schemas: Iterable[tuple[Object, pa.Schema]]
+) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+    """Return the same as `common_schema` for the files of a table, whose columns have the types that the table says.
+
+    Args:
+        table: The flat columns of the table.
+        schemas: Each file and its flat schema.
+    """
+    promotions: dict[str, str] = {}
+    latest: pa.Schema | None = None
+    for obj, schema in schemas:
+        if schema is latest:  # Consecutive files of one schema share the object.
+            continue
+        latest = schema
+        for there in schema:
+            here = table.field(there.name)
+            if not is_like(here, there):
+                promotions.setdefault(there.name, f"{there.type} in {obj.name}, {here.type} in the table")
+    return table, {}, promotions
+
+
 def promoted(here: pa.Field, there: pa.Field) -> pa.Field | None:
     """Return a column with the type to which the types of two files are promoted, or None if there is none.
 

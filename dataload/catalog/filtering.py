@@ -23,6 +23,7 @@ from dataload.errors import ConfigError
 from dataload.formats.base import RowGroupReader, read_row_group
 from dataload.formats.hive_partitions import with_constants
 from dataload.formats.null_types import has_null_type
+from dataload.formats.table_columns import TableFile
 from dataload.formats.text import TextErrors
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import MemoryBudget
@@ -64,9 +65,10 @@ def narrow(
     if not manifest.row_groups:
         return manifest
     first = manifest.row_groups[0]
-    own = read_footer(first.file, first.footer_at, blocks).schema
+    table = first.file.columns if isinstance(first.file, TableFile) else None
+    own = read_footer(first.file, first.footer_at, blocks).schema if table is None else table.schema
     own = [field.with_type(_common(field.name, field.type, manifest)) for field in own]
-    keys = [manifest.schema.field(name) for name, _ in first.constants]
+    keys = [manifest.schema.field(name) for name, _ in first.constants if table is None]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]), errors)
     if mapped := {*made} & {*chosen.columns}:
         raise ConfigError(f"map made the column {min(mapped)!r}")
@@ -162,7 +164,10 @@ class _Scan:
         """Return the matching ones of the rows of some row groups that are tried. None tries all."""
         groups, chosen = [self._groups[number] for number in part], self._filter
         content = [VERSION, chosen.digest, str(chosen.schema), *([] if tried is None else [tried.only(part).digest])]
-        content += [[group.file.stable_path, group.number, group.constants] for group in groups]
+        content += [
+            [group.file.stable_path, group.number, group.constants, *([group.renamed] if group.renamed else [])]
+            for group in groups
+        ]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
         each = partial(self._mask, tried=tried)
         parse = partial(Selection.from_bytes, lengths=[group.rows for group in groups])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -52,6 +53,7 @@ def read_footers(
     blocks: Blocks,
     look: Callable[[Footer, Object], T],
     progress: Callable[[Object], object] = lambda _: None,
+    known: Mapping[Object, FooterLocation] = MappingProxyType({}),
 ) -> list[tuple[T, FooterLocation]]:
     """Return the result of `look` for each object's footer, and where the footer is cached.
 
@@ -60,6 +62,7 @@ def read_footers(
         blocks: Reads the files through the cache.
         look: Called with each footer and its file, from any thread. Not all footers are in memory at a time.
         progress: Called with each object whose footer has been read, from any thread.
+        known: Where footers may be cached already.
 
     Raises:
         DataError: A file is neither Parquet nor Arrow IPC.
@@ -91,11 +94,22 @@ def read_footers(
             progress(obj)
         return found
 
+    objects = list(objects)
+    cached = dict[Object, tuple[T, FooterLocation]]()
+    for obj in objects if known else ():
+        if (location := known.get(obj)) is not None and (found := stored_footer(location, blocks)) is not None:
+            cached[obj] = look(parse_footer(found, obj), obj), location
+            progress(obj)
     fetches = shared_executor(FOOTERS_IN_FLIGHT, "dataload-footers")  # with other datasets that are being opened
     runs = DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
     ended = threading.Event()
     try:
-        return [result for results in runs.map(read, _runs(objects)) for result in results]
+        made = (
+            result
+            for results in runs.map(read, _runs(obj for obj in objects if obj not in cached))
+            for result in results
+        )
+        return [cached[obj] if obj in cached else next(made) for obj in objects]
     finally:
         ended.set()
 

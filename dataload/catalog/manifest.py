@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import common_schema, is_ragged, lacking, missing
+from dataload.catalog.common_schema import as_in_table, common_schema, is_ragged, lacking, missing
 from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
@@ -34,11 +34,12 @@ from dataload.formats.hive_partitions import (
     with_valid_text,
 )
 from dataload.formats.schema import flatten, holds_nulls, structs_of
+from dataload.formats.table_columns import TableColumns, TableFile
 from dataload.formats.text import TextErrors
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 13
+VERSION = 14
 UNKNOWN = -1  # nulls
 MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
 
@@ -58,8 +59,9 @@ class RowGroup:
         rows: Number of rows.
         bytes: Compressed bytes of all its columns.
         sizes: Uncompressed, encoded bytes of each of the manifest's `ragged` columns.
-        constants: Names and values of the partition columns, which come from folder names, and None for each column
-            that the file lacks.
+        constants: Names and values of the partition columns, which come from folder names or from a table, and None or
+            the table's default for each column that the file lacks.
+        renamed: Of a table, its columns that the file calls otherwise, and how.
     """
 
     file: Object
@@ -69,6 +71,7 @@ class RowGroup:
     bytes: int
     sizes: tuple[int, ...] = ()
     constants: Constants = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -92,6 +95,7 @@ class Manifest:
             it, as a member of a struct that other files have. It is null there.
         nulls: By column whose batches cannot hold nulls, and that has or may have some: how many each row group has by
             its footer, folder and schema, or `UNKNOWN`, int64 [row groups].
+        pinned: The URL of the version of a table that has these rows; "": they are of no table.
     """
 
     schema: pa.Schema
@@ -102,6 +106,7 @@ class Manifest:
     partial: Mapping[str, str] = field(default_factory=dict, hash=False)
     promoted: Mapping[str, str] = field(default_factory=dict, hash=False)
     nulls: Mapping[str, Counts] = field(default_factory=dict, hash=False, compare=False)
+    pinned: str = field(default="", compare=False)
 
     @cached_property
     def block_lengths(self) -> Counts:
@@ -206,6 +211,15 @@ class Manifest:
             return part
         return replace(part, fingerprint=_digest([part.fingerprint, selection.digest]), selection=selection)
 
+    def at(self, table: str, version: int) -> Manifest:
+        """Return the manifest of the same rows, as those of a version of a table.
+
+        Args:
+            table: The URL that opens this version again. Hosts may have other ones for it.
+            version: What tells the version from the others of the table.
+        """
+        return replace(self, fingerprint=_digest([self.fingerprint, "version", version]), pinned=table)
+
     def to_bytes(self, known: Iterable[str] = ()) -> bytes:
         """Return the manifest as JSON, without a selection. Files, runs, constants and paths appear once.
 
@@ -216,10 +230,10 @@ class Manifest:
         paths = {path: number for number, path in enumerate(known)}
         files: dict[Object, tuple[int, int, int, list[Any]]] = {}
         runs: dict[Object, int] = {}
-        constants: dict[Constants, int] = {}
+        constants: dict[tuple[Constants, tuple[tuple[str, str], ...]], int] = {}
         for group in self.row_groups:
             run = runs.setdefault(group.footer_at.run, len(runs))
-            shared = constants.setdefault(group.constants, len(constants))
+            shared = constants.setdefault((group.constants, group.renamed), len(constants))
             *_, groups = files.setdefault(group.file, (run, group.footer_at.number, shared, []))
             groups.append((group.number, group.rows, group.bytes, group.sizes))
         for obj in (*runs, *files):
@@ -242,18 +256,19 @@ class Manifest:
         ).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, known: Iterable[str] = ()) -> Manifest:
-        """Return the manifest that `to_bytes` wrote, given the same `known` paths."""
+    def from_bytes(cls, data: bytes, known: Iterable[str] = (), files: Iterable[Object] = ()) -> Manifest:
+        """Return the manifest that `to_bytes` wrote, given the same `known` paths, and `files` that it may have."""
         content = json.loads(data)
         groups = []
         paths = [*known, *content["paths"]]
         runs = [Object(paths[path], 0, version) for path, version in content["runs"]]
-        constants = [tuple((name, value) for name, value in shared) for shared in content["constants"]]
+        pairs = [[tuple(map(tuple, part)) for part in shared] for shared in content["constants"]]
+        own = {(file.path, file.size, file.version): file for file in files}
         for path, size, version, run, position, shared, row_groups in content["files"]:
-            file = Object(paths[path], size, version)
+            file = own.get((paths[path], size, version)) or Object(paths[path], size, version)
             footer_at = FooterLocation(runs[run], position)
             groups += [
-                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants[shared])
+                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), *pairs[shared])
                 for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
@@ -314,6 +329,7 @@ def manifest_of(
     blocks: Blocks,
     progress: Callable[[Object], object] = lambda _: None,
     errors: TextErrors = "raise",
+    known: Callable[[], Mapping[Object, FooterLocation]] = dict,
 ) -> Manifest:
     """Return the manifest of these objects.
 
@@ -322,6 +338,7 @@ def manifest_of(
         blocks: Reads the objects through the cache.
         progress: Called with each object whose footer has been read, from any thread.
         errors: As in `make_dataset`, of the keys.
+        known: Returns where footers may be cached already.
 
     Raises:
         DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
@@ -330,24 +347,39 @@ def manifest_of(
         objects = {obj: with_valid_text(keys) for obj, keys in objects.items()}
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj, keys in objects.items():
-        digest.update(json.dumps([obj.stable_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
+        said = obj.constants if isinstance(obj, TableFile) else keys
+        digest.update(json.dumps([obj.stable_path, obj.size, obj.version, *([said] if said else [])]).encode())
+    if (table := _table_of(objects)) is not None:
+        digest.update(table.digest.encode())
     fingerprint = digest.hexdigest()
     first, paths = Object(next(iter(objects)).path, 0, fingerprint), [obj.path for obj in objects]
-    what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress)
-    found = Metadata(blocks, first, what, lambda data: Manifest.from_bytes(bytes(data), paths))
+    what, args = f"manifest {VERSION}", (objects, blocks, fingerprint, progress, known)
+    files = () if table is None else tuple(objects)
+    found = Metadata(blocks, first, what, lambda data: Manifest.from_bytes(bytes(data), paths, files))
     return found.get_or_make_once(lambda: _read_footers(*args).to_bytes(paths))
 
 
+def _table_of(objects: Iterable[Object]) -> TableColumns | None:
+    """Return the columns of the table that has these files; None: they are of no table."""
+    first = next(iter(objects))
+    return first.columns if isinstance(first, TableFile) else None
+
+
 def _read_footers(
-    objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
+    objects: Mapping[Object, Keys],
+    blocks: Blocks,
+    fingerprint: str,
+    progress: Callable[[Object], object],
+    known: Callable[[], Mapping[Object, FooterLocation]],
 ) -> Manifest:
-    files = list(zip(objects.items(), read_footers(objects, blocks, _Summarize(), progress), strict=True))
+    files = list(zip(objects.items(), read_footers(objects, blocks, _Summarize(), progress, known()), strict=True))
     # pandas writes a frame without rows with other types, or without columns.
     files = [(item, footer) for item, footer in files if any(rows for rows, *_ in footer[0][1])] or files
     objects, found = dict(item for item, _ in files), [footer for _, footer in files]
     members = {name for own in {own for (own, *_), _ in found} for name in {*own.flat.names} - {*own.own.names}}
     flat = [(obj, own.flat) for obj, ((own, *_), _) in zip(objects, found, strict=True)]
-    schema, conflicts, promoted = common_schema(flat, members)
+    table = _table_of(objects)
+    schema, conflicts, promoted = common_schema(flat, members) if table is None else as_in_table(table.flat, flat)
     for (*_, unreadable), _ in found:
         conflicts = {**unreadable, **conflicts}
     own_names = found[0][0][0].own.names
@@ -355,18 +387,21 @@ def _read_footers(
     if not schema.names and not partitions:
         raise DataError(f"{next(iter(objects)).name} has no columns: remove it from the dataset, or write it with some")
     ragged = [field.name for field in schema if is_ragged(field)]
-    lacked: dict[_Schema, Constants] = {}
+    lacked: dict[_Schema, list[str]] = {}
     partial: dict[str, str] = {}
     groups: list[RowGroup] = []
     counted: list[tuple[_Schema, list[int | None]]] = []
     for (obj, keys), ((own, row_groups, _), footer_at), values in zip(objects.items(), found, constants, strict=True):
         if own not in lacked:
-            lacked[own] = tuple((name, None) for name in missing(schema, own.flat))
-            partial = {name: obj.name for name, _ in lacked[own]} | partial
-            for name, _ in lacked[own]:
-                if name in members and not own.structs.isdisjoint(structs_of(name)):
+            lacked[own] = missing(schema, own.flat)
+            nulls = [name for name in lacked[own] if table is None or not table.says(name)]
+            partial = dict.fromkeys(nulls, obj.name) | partial
+            for name in nulls:
+                is_member = name in members and not own.structs.isdisjoint(structs_of(name))
+                if table is not None or is_member:
                     promoted.setdefault(name, f"missing in {obj.name}")
-        for name in dict(keys).keys() & dict(lacked[own]).keys():
+        given = tuple((name, obj.value_of(name) if isinstance(obj, TableFile) else None) for name in lacked[own])
+        for name in dict(keys).keys() & dict(given).keys():
             conflicts.setdefault(
                 name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column; {NO_KEYS}"
             )
@@ -374,10 +409,11 @@ def _read_footers(
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if is_ragged(field)
         ]
         for number, (rows, stored_bytes, own_sizes, counts) in enumerate(row_groups):
-            by_name = dict(zip(own.ragged, own_sizes, strict=True))
+            by_name = {name: rows * len(str(value).encode()) for name, value in given if value is not None}
+            by_name |= dict(zip(own.ragged, own_sizes, strict=True))
             sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
             counted.append((own, counts))
-            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + lacked[own]))
+            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + given, own.renamed))
     whole = pa.schema([*schema, *partitions])
     differing = conflicts, partial, promoted, _nulls(whole, groups, counted)
     return Manifest(whole, tuple(groups), fingerprint, None, *differing)
@@ -399,12 +435,16 @@ def _nulls(
 
 @dataclass(frozen=True, eq=False)
 class _Schema:
-    """A file's own schema, its flat form, and the ragged columns of that and those whose batches can hold no nulls."""
+    """A file's own schema, its flat form, and the ragged columns of that and those whose batches can hold no nulls.
+
+    Of a file of a table, the flat form has the table's columns only. renamed: see `RowGroup`.
+    """
 
     own: pa.Schema
     flat: pa.Schema
     ragged: list[str]
     without_nulls: list[str]
+    renamed: tuple[tuple[str, str], ...]
 
     @cached_property
     def structs(self) -> frozenset[str]:
@@ -418,17 +458,25 @@ class _Summarize:
     Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
     """
 
-    _latest: _Schema | None = None
+    _latest: tuple[_Schema, Mapping[str, str]] | None = None
 
     def __call__(
         self, footer: Footer, obj: Object
     ) -> tuple[_Schema, list[tuple[int, int, list[int], list[int | None]]], Mapping[str, str]]:
-        schema = self._latest
-        if schema is None or not footer.schema.equals(schema.own):
+        latest = self._latest
+        if latest is not None and footer.schema.equals(latest[0].own) and footer.renamed == latest[1]:
+            schema = latest[0]
+        else:
             flat = flatten(footer.schema)
+            if isinstance(obj, TableFile):
+                known = set(obj.columns.flat.names)
+                flat = pa.schema([field for field in flat if field.name in known])
+            holders = ((name, own) for name in flat.names for own in (name, *structs_of(name)))
+            renamed = tuple((name, footer.renamed[own]) for name, own in holders if own in footer.renamed)
             ragged = [field.name for field in flat if is_ragged(field)]
-            schema = _Schema(footer.schema, flat, ragged, [field.name for field in flat if not holds_nulls(field)])
-            self._latest = schema
+            dense = [field.name for field in flat if not holds_nulls(field)]
+            schema = _Schema(footer.schema, flat, ragged, dense, renamed)
+            self._latest = schema, footer.renamed
         row_groups = [
             (
                 rows,

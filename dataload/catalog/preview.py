@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
@@ -17,6 +18,7 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import DataError
 from dataload.formats.arrow_arrays import as_in_dataset
 from dataload.formats.base import RowGroupReader, as_data_error, read_row_group
+from dataload.formats.hive_partitions import constant
 from dataload.formats.schema import Field, fields_of, flatten_table, holds_nulls
 from dataload.runtime.executor import DaemonExecutor
 
@@ -120,26 +122,31 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
         OriginError: The origin failed.
         DataError: The row group cannot be decoded.
     """
-    group = next((group for group in manifest.row_groups if group.rows), None)
-    if group is None or not count:
+    number = next((number for number, group in enumerate(manifest.row_groups) if group.rows), None)
+    if number is None or not count:
         return []
+    group, selection = manifest.row_groups[number], manifest.selection
+    chosen = np.arange(group.rows) if selection is None else np.flatnonzero(selection.mask(number))
+    chosen = chosen[:count]
     constants = {name: value for name, value in group.constants if name in columns}
     stored = [name for name in columns if name not in constants]
-    rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
+    rows: list[dict[str, Any]] = [{} for _ in chosen]
     if stored:
+        last = int(chosen[-1]) + 1
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
 
         def first(reader: RowGroupReader) -> pa.Table:
-            return next(iter(reader.tables(len(rows))))
+            return next(iter(reader.tables(last)))
 
         table = read_row_group(footer, group.file, group.number, stored, blocks.bypassing(), capacity, first)
-        table = flatten_table(table.slice(0, len(rows)))
+        table = flatten_table(table.slice(0, last))
         kinds = [manifest.schema.field(name).type for name in table.column_names]
         with as_data_error(f"{group.file.name} row group {group.number} cannot be decoded"):
             promoted = list(map(as_in_dataset, table.columns, kinds))
-        values = [[_value(scalar) for scalar in column] for column in promoted]
+        values = [[_value(column[row]) for row in chosen.tolist()] for column in promoted]
         rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
-    return [{name: constants.get(name, row.get(name)) for name in columns} for row in rows]
+    known = {name: _value(constant(value, manifest.schema.field(name).type)) for name, value in constants.items()}
+    return [{name: known.get(name, row.get(name)) for name in columns} for row in rows]
 
 
 def _value(scalar: pa.Scalar) -> Any:

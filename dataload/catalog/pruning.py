@@ -21,7 +21,7 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.arrow_types import has_part, is_text
 from dataload.formats.base import Footer
-from dataload.formats.hive_partitions import Constants
+from dataload.formats.hive_partitions import Constants, constant
 from dataload.formats.schema import flatten
 from dataload.runtime.executor import DaemonExecutor
 
@@ -66,7 +66,7 @@ def _by_keys(files: Sequence[Constants], chosen: Filter) -> list[bool | None]:
     keys = [dict(constants) for constants in files]
     found: dict[int, bool | None] = {n: False for n, known in enumerate(keys) if known.keys() >= set(chosen.columns)}
     if found:
-        rows = [{name: keys[number][name] for name in chosen.columns} for number in found]
+        rows = [{name: _key(name, keys[number][name], chosen).as_py() for name in chosen.columns} for number in found]
         found = dict(zip(found, map(bool, chosen.mask(pa.Table.from_pylist(rows, chosen.schema))), strict=True))
     others = [number for number in range(len(files)) if number not in found]
     possible = _satisfiable(chosen, [_guarantee(files[number], chosen) for number in others])
@@ -135,10 +135,14 @@ def _kept(footers: pads.ParquetFileFragment, expression: pc.Expression, schema: 
 
 def _guarantee(constants: Constants, chosen: Filter) -> pc.Expression:
     """Return an expression that holds in all rows of a file, by its partition keys."""
-    known = [(pc.field(name), value) for name, value in constants if name in chosen.columns]
+    known = [(pc.field(name), _key(name, value, chosen)) for name, value in constants if name in chosen.columns]
     return reduce(
-        and_, (field.is_null() if value is None else field == value for field, value in known), pc.scalar(True)
+        and_, (field == value if value.is_valid else field.is_null() for field, value in known), pc.scalar(True)
     )
+
+
+def _key(name: str, value: int | str | None, chosen: Filter) -> pa.Scalar:
+    return pa.scalar(None) if value is None else constant(value, chosen.schema.field(name).type)
 
 
 def _may_be_nan(chosen: Filter) -> list[pc.Expression]:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import filterfalse, groupby
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fsspec.utils import glob_translate
 
@@ -43,6 +43,7 @@ class TableFormat(NamedTuple):
         version_files: The call that returns the files of a version.
         deletions: What marks rows of these files as deleted.
         rewrite: The command that rewrites the files without such rows.
+        url: How such a table is named as a source, with a gap for its path.
     """
 
     own_files: re.Pattern[str]
@@ -50,6 +51,7 @@ class TableFormat(NamedTuple):
     version_files: str
     deletions: str
     rewrite: str
+    url: str = ""
 
 
 TABLE_FORMATS = {
@@ -59,6 +61,7 @@ TABLE_FORMATS = {
         "DeltaTable(url).file_uris()",
         "deletion vectors",
         "REORG TABLE … APPLY (PURGE)",
+        "delta+{}",
     ),
     "a Hudi": TableFormat(
         re.compile(r"(^|/)\.hoodie/"), ".hoodie/h*", "as Hudi lists them", "log files", "its compaction"
@@ -69,6 +72,7 @@ TABLE_FORMATS = {
         "[task.file.file_path for task in table.scan().plan_files()]",
         "delete files",
         "rewrite_data_files with delete-file-threshold=1",
+        "iceberg://catalog/namespace.table, or the table of pyiceberg",
     ),
 }
 # Files beside the data of a repository, such as one of Hugging Face's hub or a dataset of LeRobot
@@ -89,7 +93,22 @@ SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d
 
 log = logging.getLogger(__name__)
 
-Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+TABLE_URLS = ("delta+", "iceberg://")  # begin the URLs of tables
+
+
+class Table(Protocol):
+    """A `deltalake.DeltaTable`, or a table of pyiceberg."""
+
+    def scan(self, *arguments: Any, **options: Any) -> Any: ...
+
+
+class Scan(Protocol):
+    """A scan of a table of pyiceberg."""
+
+    def plan_files(self) -> Any: ...
+
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Table | Scan
 
 
 def source_paths(source: Source) -> list[str]:
@@ -100,11 +119,17 @@ def source_paths(source: Source) -> list[str]:
     if not (is_list or isinstance(source, os.PathLike)) or isinstance(source, bytes):
         raise ConfigError(f"the source is of type {type(source).__name__}: {_way(source)}")
     paths = []
-    for path in [source] if isinstance(source, (str, os.PathLike)) else source:
+    items: Any = [source] if isinstance(source, (str, os.PathLike)) else source
+    for path in items:
         if not isinstance(path, (str, os.PathLike)):
             kind, way = type(path).__name__, WAYS
-            way = "mix([…]) reads several datasets" if hasattr(path, "rowstore") else way
+            if hasattr(path, "rowstore") or type(path).__module__.partition(".")[0] in ("deltalake", "pyiceberg"):
+                way = "mix([…]) reads several datasets"
             raise ConfigError(f"the source has an item of type {kind}: {way}")
+        if os.fspath(path).startswith(TABLE_URLS):
+            raise ConfigError(
+                f"the source has the table {redacted(path)} in a list: pass it alone, or mix([…]) several"
+            )
         paths.append(os.fspath(path))
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
@@ -343,10 +368,11 @@ def _check_listing(path: str, names: Collection[str]) -> None:
     """Raise ConfigError if these names are of a table with deleted rows, or of separate datasets."""
     for kind, table in TABLE_FORMATS.items():
         if any(map(table.own_files.search, names)):
+            name = f"name the table itself, {table.url.format(path)}; or " if table.url else ""
             raise ConfigError(
-                f"{path} is {kind} table, and its folder also has files of deleted rows: pass a list of the files of "
-                f"one version, {table.version_files}. If the table has {table.deletions}, first run {table.rewrite}: "
-                "they still have deleted rows"
+                f"{path} is {kind} table, and its folder also has files of deleted rows: {name}pass a list of the "
+                f"files of one version, {table.version_files}. If the table has {table.deletions}, first run "
+                f"{table.rewrite}: they still have deleted rows"
             )
     for name in filter(SPLITS_FILE.search, names):
         folder = name.rpartition("/")[0]

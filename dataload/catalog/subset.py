@@ -35,6 +35,25 @@ def subset(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
     return manifest.selected(Selection.of(_by_row_group(mask, manifest)))
 
 
+def excluded(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
+    """Return the manifest without some rows.
+
+    Args:
+        manifest: The dataset.
+        rows: Row numbers, negative ones from the end: integers [n].
+
+    Raises:
+        ConfigError: No row is left, or these are no row numbers.
+        IndexError: The dataset has no such row.
+    """
+    if not rows.size:
+        return manifest
+    mask = ~_mask(np.unique(rows), manifest.num_rows) if rows.dtype.kind in "iu" else _mask(rows, 0)
+    if not mask.any():
+        raise ConfigError("exclude leaves no row: name fewer")
+    return manifest.selected(Selection.of(_by_row_group(mask, manifest)))
+
+
 def _mask(rows: npt.NDArray[Any], total: int) -> Mask:
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
         raise ConfigError(f"rows must be a list of row numbers or a mask, not {rows.dtype} of shape {rows.shape}")

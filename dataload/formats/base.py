@@ -57,7 +57,10 @@ class Footer(Protocol):
         streams: Whether `open_row_group` streams what exceeds its capacity. Otherwise it holds everything in memory.
         unreadable: Why some columns of the flat schema cannot be read, by name. The text names the file.
         key_values: The metadata of the file or of its schema.
+        renamed: Of a file of a table, how the file calls columns that the table calls otherwise, by the table's name.
     """
+
+    renamed: Mapping[str, str]
 
     @property
     def streams(self) -> bool: ...

@@ -13,6 +13,7 @@ from dataload.formats import parquet
 from dataload.formats.arrow_ipc import messages
 from dataload.formats.arrow_ipc.reader import ArrowFooter
 from dataload.formats.base import Footer
+from dataload.formats.table_columns import TableFile, with_table_names
 
 # The part of a file that is fetched for its footer: a 64th of it, so that small files are not fetched whole.
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
@@ -55,7 +56,14 @@ def parse_footer(packed: memoryview, obj: Object) -> Footer:
     found = format_of(packed)
     if found is None:
         raise DataError(f"{obj.name} has a footer of no known format")
-    return found.parse(packed, obj)
+    if not isinstance(obj, TableFile):
+        return found.parse(packed, obj)
+    if found.magic != parquet.MAGIC:
+        raise DataError(f"{obj.name} is an Arrow file of a table: only Parquet files of tables are read")
+    packed, renamed = with_table_names(packed, obj)
+    footer = parquet.ParquetFooter.from_bytes(packed, obj)
+    footer.renamed = renamed
+    return footer
 
 
 def tail_bytes(obj: Object) -> int:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
+from dataload.formats.arrow_types import is_bytes, is_text
 
 NO_KEYS = "if its folders are no keys, pass partitioning=None"
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -23,7 +24,7 @@ Partitioning = Literal["hive"] | None
 Keys = tuple[tuple[str, str | None], ...]
 """(name, value) of each key, the outermost folder first; None: a null."""
 Constants = tuple[tuple[str, int | str | None], ...]
-"""(name, value) of each column that has one value in all rows of a file."""
+"""(name, value) of each column that has one value in all rows of a file; see `constant`."""
 
 
 def keys_of(relative: str) -> Keys:
@@ -96,8 +97,19 @@ def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.
     for name, value in constants:
         if name in schema.names:
             kind = schema.field(name).type
-            columns[name] = pa.nulls(rows) if value is None else pa.repeat(pa.scalar(value, kind), rows)
+            columns[name] = pa.nulls(rows) if value is None else pa.repeat(constant(value, kind), rows)
     return pa.table(columns)
+
+
+def constant(value: int | str | None, kind: pa.DataType) -> pa.Scalar:
+    """Return the value of a constant column. Dates, decimals and so on are text; of bytes, each is a character."""
+    if not isinstance(value, str):
+        return pa.scalar(value, kind)
+    if is_text(kind):
+        return pa.scalar(value, kind)
+    if isinstance(kind, pa.BaseExtensionType):  # such as UUIDs
+        return pa.ExtensionScalar.from_storage(kind, constant(value, kind.storage_type))
+    return pa.scalar(value.encode("latin-1"), kind) if is_bytes(kind) else pa.scalar(value).cast(kind)
 
 
 def _typed(values: Sequence[str | None]) -> Any:

@@ -70,6 +70,7 @@ class ParquetFooter:
     ) -> None:
         self._data = data
         self._unit = unit
+        self.renamed: Mapping[str, str] = {}
         self._uncounted = uncounted_bytes(metadata.created_by)
         self._metadata = metadata
         self._obj = obj

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dataload.runtime.cached_property import cached_property
 
@@ -40,6 +40,8 @@ NOTHING: tuple[int, Wanted] = 0, {}
 BOUNDS = (1, 2, 5, 6)  # fields of Statistics
 TEXT_BYTES, REPETITION_LEVELS, DEFINITION_LEVELS = 1, 2, 3  # fields of SizeStatistics
 LEVELS: tuple[int, Any] = LIST, (I64, {})
+REPETITION, NAME, CHILDREN, FIELD_ID = 3, 4, 5, 9  # fields of SchemaElement
+REPEATED = 2
 METADATA, CRYPTO_METADATA, STATISTICS, NULL_COUNT = 3, 8, 12, 3
 TOTAL_STORED = 6  # a field of RowGroup
 FIELDS = {"codes": 2, "values": 5, "whole": 6, "stored": 7, "data": 9, "dictionary": 11}  # of ColumnMetaData
@@ -153,6 +155,72 @@ class Chunks:
         """The nulls of each chunk; None: unknown."""
         counts = [found["nulls"] for found in self._found]
         return [None if count is None else _integer(count) for count in counts]
+
+
+class Element(NamedTuple):
+    """A node of a file's schema: a column, or a group of them.
+
+    Attributes:
+        name: Where its name is in the footer: the length of the name, and the name.
+        text: Its name.
+        children: How many nodes it has below it.
+        repeated: Whether it may come several times.
+        field_id: The number by which tables know it, if the writer gave it one.
+    """
+
+    name: slice
+    text: str
+    children: int
+    repeated: bool
+    field_id: int | None
+
+
+def schema_of(footer: bytes) -> list[Element]:
+    """Return the nodes of a file's schema, each before those below it.
+
+    Raises:
+        ValueError: The bytes are no footer.
+        IndexError: They are cut short.
+    """
+    at, number, elements = 0, 0, list[Element]()
+    while head := footer[at]:
+        at, number = at + 1, number + (head >> 4)
+        if number == 2 and head & 15 == LIST:  # Fields below the schema have small numbers, so heads of one byte.
+            size, kind, at = _list_head(footer, at)
+            for _ in range(size if kind == STRUCT else 0):
+                element, at = _element(footer, at)
+                elements.append(element)
+            return elements
+        at = _skip(footer, at, head & 15)
+    raise ValueError("a footer without a schema")
+
+
+def _element(data: bytes, at: int) -> tuple[Element, int]:
+    number, found, name, text = 0, dict[int, int](), slice(0, 0), b""
+    while head := data[at]:
+        at += 1
+        if head > 15:
+            number += head >> 4
+        else:
+            start, at = at, _skip(data, at, I32)
+            number = _integer(data[start:at])
+        start, at = at, _skip(data, at, head & 15)
+        if number == NAME:
+            name, text = slice(start, at), data[_varint(data, start)[1] : at]
+        elif head & 15 in INTEGERS:
+            found[number] = _integer(data[start:at])
+    repeated = found.get(REPETITION) == REPEATED
+    return Element(name, text.decode(), found.get(CHILDREN, 0), repeated, found.get(FIELD_ID)), at + 1
+
+
+def text_of(name: str) -> bytes:
+    """Return a name as Thrift has it: its length in bytes, and the bytes."""
+    data, size = name.encode(), bytearray()
+    left = len(data)
+    while left > 127:
+        size.append(left & 127 | 128)
+        left >>= 7
+    return bytes([*size, left]) + data
 
 
 def row_groups_of(footer: bytes) -> list[Chunks]:

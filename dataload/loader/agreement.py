@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dataload.errors import ConfigError
-from dataload.runtime.text import counted
+from dataload.runtime.text import counted, few
 from dataload.world import meeting_place
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ SAME_ATTEMPT_SECONDS = 300.0  # Processes that began further apart are of differ
 MOST_LOOKS = 16  # after which a rank that shows nothing runs another program
 MOST_FILES = 1 << 12  # of which a rank shows a digest each: the store of a large job has those of all ranks
 FILE_BYTES = 4
+MOST_TABLES = 8  # whose versions a rank shows
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,9 @@ class Agreement:
 
     @property
     def _shown(self) -> dict[str, Any]:
-        return {"started": _started, "order": self._order, "files": len(self._files), "rows": len(self._dataset)}
+        tables = [each.manifest.pinned for each in self._dataset.datasets if each.manifest.pinned]
+        sizes = {"files": len(self._files), "rows": len(self._dataset)}
+        return {"started": _started, "order": self._order, **sizes, "tables": tables[:MOST_TABLES]}
 
     @property
     def _files(self) -> list[Object]:
@@ -135,8 +138,9 @@ class Agreement:
 
     def _other_data(self, rank: int, other: Mapping[str, Any], digests: bytes) -> str:
         def text(shown: Mapping[str, Any]) -> str:
-            data = shown["order"]["data"]
-            return f"{counted(shown['rows'], 'row')} in {counted(shown['files'], 'file')} (data {str(data)[:16]})"
+            data, tables = shown["order"]["data"], shown.get("tables") or []
+            of = f" of {few(tables)}" if tables else ""
+            return f"{counted(shown['rows'], 'row')} in {counted(shown['files'], 'file')}{of} (data {str(data)[:16]})"
 
         own, files = self._digests, self._files
         starts = range(0, max(len(own), len(digests)), FILE_BYTES)
@@ -146,10 +150,10 @@ class Agreement:
             number = first // FILE_BYTES
             name = files[number].name if number < len(files) else f"the one after {files[-1].name}"
             where = f"; the first file that differs is {name}"
-        return (
-            f"rank {self._rank} has {text(self._shown)}, rank {rank} has {text(other)}{where}. List the files once, "
-            "when nobody writes them, and give all ranks the same"
-        )
+        way = "List the files once, when nobody writes them, and give all ranks the same"
+        if self._shown["tables"] and other.get("tables"):
+            way = "Give all ranks the same version of the table, such as rank 0 has"
+        return f"rank {self._rank} has {text(self._shown)}, rank {rank} has {text(other)}{where}. {way}"
 
     def _other_arguments(self, rank: int, other: Mapping[str, Any]) -> str:
         names = [name for name, value in self._order.items() if other.get(name) != value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from copy import copy
@@ -44,6 +44,8 @@ from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 BATCHES_AHEAD = 8
+TABLES = "tables"  # in a state: the versions of the tables that it is of
+MOST_TABLE_CHARACTERS = 400  # of their URLs: a state has at most 4 KB
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +166,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler = self.rank_sampler
         if sampler.handed_out_in_epoch is None:
             sampler.renew()
-        return sampler.state_dict()
+        tables = self._tables
+        return {**sampler.state_dict(), TABLES: tables} if tables else sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.
@@ -173,10 +176,33 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         this loader hold from the next epoch on, and a warning names them.
 
         Raises:
-            ConfigError: The state is of another dataset.
+            ConfigError: The state is of another dataset, or of another version of a table.
         """
+        if (other := self.other_version(state)) is not None:
+            raise ConfigError(f"the state is of {other}")
         self._start = None
         self.rank_sampler.load_state_dict(state)
+
+    def other_version(self, state: Any) -> str | None:
+        """Return of which version of a table a state is, if that is another one than this loader's, and what to do."""
+        saved = state.get(TABLES) if isinstance(state, Mapping) else None
+        own = [each.manifest.pinned for each in self.dataset.datasets if each.manifest.pinned]
+        if not isinstance(saved, list) or state.get("dataset") == self.rank_sampler.position.dataset:
+            return None
+        others = [str(each) for each in saved if each not in own]
+        if not others:
+            return None
+        here = few(each for each in own if each not in saved) if own else "no table"
+        return (
+            f"{few(others)}, and this loader reads {here}: open the version of the state, "
+            f"make_loader({others[0]!r}, …), until its epoch ends; then load a state of the end of an epoch, or none"
+        )
+
+    @property
+    def _tables(self) -> list[str]:
+        """The versions of tables that the loader reads, for its state; none if they would make it too long."""
+        found = [each.manifest.pinned for each in self.dataset.datasets if each.manifest.pinned]
+        return found if sum(map(len, found)) <= MOST_TABLE_CHARACTERS else []
 
     def stats(self) -> LoaderStats:
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""

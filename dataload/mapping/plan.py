@@ -44,6 +44,10 @@ class MappedPlan(RowGroupPlan):
         """Return the constants of the rows that are mapped."""
         return self._source.constants(number)
 
+    def renamed(self, number: int) -> list[tuple[str, str]]:
+        """Return the names of the columns, among those that are mapped, that a file calls otherwise."""
+        return self._source.renamed(number)
+
     def _rows_per_blob(self) -> Array:
         """It depends on the sample only for row groups of several blobs. Files that are added change the sample."""
         whole = [1 << max(0, group.rows - 1).bit_length() for group in self._manifest.row_groups]

@@ -123,6 +123,10 @@ class RowGroupPlan:
         constants = self._manifest.row_groups[number].constants
         return tuple((name, value) for name, value in constants if name in self._columns)
 
+    def renamed(self, number: int) -> list[tuple[str, str]]:
+        """Return the names of the columns that a row group's file calls otherwise than its table, and how."""
+        return [pair for pair in self._manifest.row_groups[number].renamed if pair[0] in self._columns]
+
     def _content(self, number: int) -> str:
         """Return what a name tells of the content of the records, besides the file.
 
@@ -133,6 +137,8 @@ class RowGroupPlan:
         if content is None:
             constants = self.constants(number)
             content = f"{self.digest} {digest_of(None, constants)}" if constants else self.digest
+            if renamed := self.renamed(number):
+                content += f" as {digest_of(None, renamed)}"
             if self.zeroes_nulls(number) and self._manifest.selection is not None:
                 content += f" for {self._manifest.selection.digest_of(number)}"
             self._contents[number] = content

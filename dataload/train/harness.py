@@ -300,6 +300,9 @@ def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
     check_ranks_run(loader)
     dataset = getattr(loader, "dataset", None)
     digest = "order_key" if isinstance(dataset, MapStyle) else "fingerprint"
+    if isinstance(dataset, MapStyle):  # Hosts may have other URLs for a table.
+        versions = tuple(each.manifest.pinned.rpartition("@")[2] for each in dataset.datasets)
+        agree("the version of the table", versions[0] if len(versions) == 1 else versions)
     agree(f"the dataset's {digest}", getattr(dataset, digest, None))
     if isinstance(dataset, MapStyle):
         stages = [stage for each in dataset.datasets for stage in each.stages]

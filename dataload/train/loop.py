@@ -180,6 +180,8 @@ class TrainingLoop:
             )
         if (position := self._of_other_data(path, own)) is not None:
             if position.cursor:
+                if (other := self.loader.other_version(own)) is not None:
+                    raise ConfigError(f"{path} was saved within an epoch of {other}")
                 raise ConfigError(
                     f"{path} was saved within an epoch of another dataset: use the files and filters of that run "
                     "until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is kept: "

@@ -81,22 +81,14 @@ def test_padding_is_that_of_rows_sorted_in_their_window(ranks):
 
 
 def test_the_batches_of_a_step_are_similar():
-    """All batches of a step are of one group, so only the last group of a window has smaller ones."""
-    samplers = samplers_of(4)
-    ratios = []
-    for step in steps_of(samplers):
-        longest = [int(LENGTHS[batch].max()) for batch in step]
-        ratios.append(max(longest) / max(1, min(longest)))
-    windows = len(samplers[0].order.borders(0)) - 1
-    assert sorted(ratios)[-windows - 1] < 4  # the longest rows, which are few, differ most
-    assert np.mean(ratios) < 1.5
+    ratios = [min(sizes) / max(sizes) for sizes in (list(map(padded, step)) for step in steps_of(samplers_of(4)))]
+    assert np.median(ratios) > 0.9
 
 
 def test_each_epoch_has_other_batches_in_another_order():
-    lengths = np.random.default_rng(2).permutation(ROWS) + 1  # all different, in one window
-    [sampler] = samplers_of(1, blocks=[ROWS], budget=budget_of(20 * ROWS, lengths=lengths))
-    first, *others = ([frozenset(batch.tolist()) for batch in sampler.batches(epoch)] for epoch in range(4))
-    assert all(len(set(first) & set(other)) < len(first) / 4 for other in others)
+    [sampler] = samplers_of(1, blocks=[ROWS], budget=budget_of(lengths=np.arange(1, ROWS + 1)[::-1] % 2000))
+    first, second = ([frozenset(batch.tolist()) for batch in sampler.batches(epoch)] for epoch in (0, 1))
+    assert len(set(first) & set(second)) < len(first) / 4
     longest = [max(batch) for batch in first]
     assert longest not in (sorted(longest), sorted(longest, reverse=True))
     assert [frozenset(batch.tolist()) for batch in sampler.batches(0)] == first
@@ -119,21 +111,6 @@ def test_a_resume_in_mid_epoch_on_other_ranks_loses_and_repeats_no_row():
         assert len(state) <= 4096
         state = json.loads(state)
     assert sorted(seen) == list(range(ROWS))
-
-
-@pytest.mark.parametrize("ranks", [3, 5, 7])
-def test_the_last_step_of_other_ranks_cuts_its_batches(ranks):
-    """What is left after a step of 4 ranks is no multiple of the steps of others."""
-    [first, *_] = samplers_of(4)
-    first.advance(3)
-    resumed = samplers_of(ranks)
-    for sampler in resumed:
-        sampler.load_state_dict(first.state_dict())
-    begun = first.order.rows(0, np.arange(first.cursor))
-    steps = steps_of(resumed)
-    rest = np.concatenate([batch for step in steps for batch in step])
-    assert all(padded(batch) <= BUDGET for step in steps for batch in step)
-    assert sorted([*begun.tolist(), *rest.tolist()]) == list(range(ROWS))
 
 
 def test_a_resume_on_the_same_ranks_goes_on_with_the_same_batches():

@@ -113,8 +113,12 @@ def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioni
     from dataload.cache.origin.limiter import limiter_of
     from dataload.cache.origin.origin import Origin
     from dataload.cache.origin.source import open_source
+    from dataload.catalog.tables import is_table
     from dataload.doctor.object_store import Store
+    from dataload.errors import ConfigError
 
+    if is_table(url):
+        raise ConfigError("doctor checks no tables: name a file of the table, and look at the rows by `dataload head`")
     source = open_source(url, mapping(storage_options))
     if isinstance(own := getattr(source, "blocks", None), Blocks):  # It is tiercache, whose cache is bypassed.
         origin = own.origin

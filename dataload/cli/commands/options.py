@@ -44,7 +44,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 NullMasks = Annotated[bool, typer.Option("--null-masks", help="As for the loader: rows with masks of nulls.")]
 NODES = "Number of nodes: the loader's num_streams, unless that is a multiple of the nodes."
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
-Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a glob.")]
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="URL or path of a file, a folder or a glob; or a table: delta+URL[@version], "
+        "iceberg://catalog/namespace.table[@snapshot]."
+    ),
+]
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the URLs, comma-separated in their order; default: by rows."),
@@ -191,7 +197,14 @@ def open_manifest(
     from dataload.cache.origin.source import open_source
     from dataload.catalog.manifest import manifest_of
     from dataload.catalog.sources import list_objects
+    from dataload.catalog.tables import is_table, manifest_of_table, open_table, snapshot_of
 
+    if is_table(url):
+        options = None if storage_options is None else mapping(storage_options)
+        snapshot = snapshot_of(url, options)
+        blocks, files = open_table(snapshot, options, cache)
+        with progress("reading footers", len(files), quiet=quiet, unit="files") as advance:
+            return manifest_of_table(snapshot, blocks, files, errors, lambda _: advance(1)), blocks, files
     blocks = Blocks.open(open_source(url, mapping(storage_options)), cache)
     objects = list_objects(url, blocks, partitioning_of(partitioning))
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:

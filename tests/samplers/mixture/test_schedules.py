@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from bisect import bisect_right
 from fractions import Fraction
 from itertools import accumulate
 
@@ -14,7 +13,7 @@ from seeds import seeds
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import MixtureOrder
-from dataload.samplers.mixture.quotas import Quotas, crossing
+from dataload.samplers.mixture.quotas import Quotas
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import knots, plain, weights_of
@@ -65,33 +64,6 @@ def test_every_prefix_of_a_random_schedule_has_its_quotas(seed):
         assert all(abs(count - quota) < 1 for count, quota in zip(counts, accumulate(shares), strict=True))
     some = chance.choices(range(rows), k=30)
     assert order.draws(seed, np.array(some))[0].tolist() == drawn[some].tolist()
-
-
-def test_whole_quotas_are_met_where_64_bits_do_not_hold_the_denominator():
-    weights = weights_of(None, {0: [1, 1, 1], 600: [0.123456789, 0.3, 2.7], 601: [1.000000007, 0.1, 31]}, ramp=False)
-    assert all(segment.total > 2**46 for segment in Quotas(weights).segments)
-    order = MixtureOrder(SOURCES, weights, num_rows=700)
-    drawn, _ = order.draws(0, np.arange(600))
-    assert (np.sort(drawn.reshape(-1, 3), 1) == [0, 1, 2]).all()  # one of each in any three rows
-
-
-@pytest.mark.parametrize("seed", seeds(5, 50))
-def test_windows_of_units_on_a_ramp_are_those_of_integers(seed):
-    chance = random.Random(seed)
-    for _ in range(200):
-        length = chance.choice([chance.randint(1, 300), chance.randint(1, 10**6)])
-        here = chance.randint(0, length)
-        first, last = (chance.choice([0, 1, chance.randint(1, 10**7)]) for _ in range(2))
-        slope, bend = 2 * length * first + 2 * (last - first) * here, last - first
-
-        def done(t, slope=slope, bend=bend):
-            return (slope + bend * t) * t
-
-        inside = range(-here, length - here + 1)  # where the share is not negative
-        count = done(chance.choice(inside)) + chance.choice([-1, 0, 1])
-        if done(inside[0]) <= count < done(inside[-1]):
-            found = crossing(np.array([count]), np.array([slope]), np.array([bend]))
-            assert found.tolist() == [inside[bisect_right(inside, count, key=done) - 1]]
 
 
 @pytest.mark.parametrize("weights", [[[5, 3, 2], [1, 1, 8]], [[0.123456789, 0.3, 2.7], [1.000000007, 0, 31]]])

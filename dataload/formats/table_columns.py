@@ -1,0 +1,228 @@
+"""The columns of a table in its files, which may call them otherwise or lack them.
+
+A table knows a column by a number or by a name that no rename changes. The footer of a file is read as if the file had
+been written with the names that the table has now. So nothing that reads the file knows of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Object
+from dataload.errors import DataError
+from dataload.formats.arrow_types import is_list
+from dataload.formats.hive_partitions import Constants
+from dataload.formats.parquet_thrift import Element, schema_of, text_of
+from dataload.formats.schema import flatten
+from dataload.runtime.cached_property import cached_property
+
+ID = b"PARQUET:field_id"  # in the metadata of a field: its number
+STORED = b"stored"  # in the metadata of a field: the names that files without numbers have for it, as JSON
+TRAILER = 8  # bytes: the length of the footer and the magic
+HIDDEN = "\0"  # begins the names of columns that the table has no more, where it has others of their names
+
+By = Literal["id", "name"]
+
+
+@dataclass(frozen=True, eq=False)
+class TableColumns:
+    """The columns of a table.
+
+    Args:
+        schema: The columns. The metadata of each field, at any depth, has its `ID` and `STORED`; without these, files
+            call it as the table does.
+        by: "id": files have columns by number, and those without numbers by the names in `STORED`. "name": by these.
+        outside: The columns whose values no file has, such as the partition columns of Delta.
+        defaults: The values of columns in files that lack them; they are null otherwise.
+    """
+
+    schema: pa.Schema
+    by: By = "name"
+    outside: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def flat(self) -> pa.Schema:
+        """The columns as a dataset has them: members of structs are dotted."""
+        plain = [pa.field(each.name, with_fields(each.type, _plain)) for each in self.schema]
+        return flatten(pa.schema(plain))
+
+    def says(self, name: str) -> bool:
+        """Return whether the table, or the partition of a file, has the values of a column that files lack."""
+        return name in self.outside or name in self.defaults
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the columns, and of how files call them."""
+        content = [*map(_content, self.schema), self.by, sorted(self.outside), sorted(self.defaults.items())]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"table columns").hexdigest()
+
+
+@dataclass(frozen=True)
+class TableFile(Object):
+    """A file of a table.
+
+    Attributes:
+        columns: The columns of the table.
+        constants: The values that the table says of columns in the file's rows: those of its partition.
+    """
+
+    columns: TableColumns = field(compare=False, repr=False, kw_only=True)
+    constants: Constants = field(default=(), compare=False, repr=False, kw_only=True)
+
+    def value_of(self, name: str) -> Any:
+        """Return the value of a column that the file lacks."""
+        return dict(self.constants).get(name, self.columns.defaults.get(name))
+
+
+def with_table_names(packed: memoryview, obj: TableFile) -> tuple[memoryview, dict[str, str]]:
+    """Return the footer of a file as its table names the columns, and how the file calls those that it calls otherwise.
+
+    The latter by the table's own name of a column: a text that tells how it, and what is inside, is called.
+
+    Raises:
+        DataError: The footer cannot be read, or the table cannot know what the file's columns are.
+    """
+    try:
+        names = _Names(bytes(packed[:-TRAILER]), obj)
+    except (ValueError, IndexError) as error:
+        raise DataError(f"{obj.name} has a Parquet footer whose schema cannot be read: {error}") from error
+    if not names.changed:
+        return packed, {}
+    return memoryview(names.footer() + packed[-4:]), names.texts()
+
+
+class _Names:
+    """Finds the columns of a table in the schema of a file."""
+
+    def __init__(self, footer: bytes, obj: TableFile) -> None:
+        self._footer = footer
+        self._elements = schema_of(footer)
+        table = obj.columns
+        self.by_id = table.by == "id" and any(each.field_id is not None for each in self._elements)
+        self.changed: dict[int, str] = {}  # by node, its new name
+        self._owner: dict[int, str] = {}  # by node, the column of the table
+        nodes = list(self._below(0))
+        fields = [each for each in table.schema if each.name not in table.outside]
+        if table.by == "id" and not self.by_id and nodes and not any(map(_names_of, fields)):
+            raise DataError(
+                f"{obj.name} has columns without field ids, and its table has no name mapping: set the table's "
+                "property schema.name-mapping.default"
+            )
+        self._match(fields, nodes, set(table.schema.names))
+
+    def footer(self) -> bytes:
+        """Return the footer with the new names, and its length."""
+        parts, last = [], 0
+        for node, name in sorted(self.changed.items()):
+            place = self._elements[node].name
+            parts += [self._footer[last : place.start], text_of(name)]
+            last = place.stop
+        whole = b"".join([*parts, self._footer[last:]])
+        return whole + len(whole).to_bytes(4, "little")
+
+    def texts(self) -> dict[str, str]:
+        """Return how the file calls the columns that have a node with another name, by the table's name."""
+        found: dict[str, list[list[str]]] = {}
+        for node, name in sorted(self.changed.items()):
+            if node in self._owner:
+                found.setdefault(self._owner[node], []).append([self._elements[node].text, name])
+        return {owner: json.dumps(pairs) for owner, pairs in found.items()}
+
+    def _below(self, node: int) -> Iterator[int]:
+        """Yield the nodes right below a group."""
+        child = node + 1
+        for _ in range(self._elements[node].children):
+            yield child
+            child = self._after(child)
+
+    def _after(self, node: int) -> int:
+        """Return the node that follows all those below one."""
+        left = 1
+        while left:
+            left += self._elements[node].children - 1
+            node += 1
+        return node
+
+    def _match(self, fields: Iterable[pa.Field], nodes: Sequence[int], taken: set[str], owner: str = "") -> None:
+        """Give each node of a struct the name that the table has for it."""
+        found: dict[int, pa.Field] = {}
+        for each in fields:
+            node = next((node for node in nodes if self._is(each, self._elements[node])), None)
+            if node is not None:
+                found[node] = each
+        for node in nodes:
+            name = self._elements[node].text
+            if node in found:
+                own = owner or found[node].name
+                self._rename(node, found[node].name, own)
+                self._inside(found[node].type, node, own)
+            elif name in taken:
+                self._rename(node, f"{HIDDEN}{node}", owner)
+
+    def _rename(self, node: int, name: str, owner: str) -> None:
+        if self._elements[node].text != name:
+            self.changed[node] = name
+            if owner:
+                self._owner[node] = owner
+
+    def _is(self, each: pa.Field, element: Element) -> bool:
+        if self.by_id:
+            return element.field_id is not None and _id_of(each) == element.field_id
+        return element.text in (_names_of(each) or [each.name])
+
+    def _inside(self, kind: pa.DataType, node: int, owner: str) -> None:
+        """Give the nodes inside a column the names that the table has for them."""
+        if pa.types.is_struct(kind):
+            self._match(list(kind), list(self._below(node)), {each.name for each in kind}, owner)
+        elif pa.types.is_map(kind):
+            for entries in self._below(node):
+                for each, part in zip((kind.key_type, kind.item_type), self._below(entries), strict=False):
+                    self._inside(each, part, owner)
+        elif is_list(kind):
+            for repeated in self._below(node):
+                parts, name = list(self._below(repeated)), self._elements[repeated].text
+                # Old writers repeat the element itself.
+                is_element = len(parts) != 1 or name in ("array", f"{self._elements[node].text}_tuple")
+                self._inside(kind.value_type, repeated if is_element else parts[0], owner)
+
+
+def with_fields(kind: pa.DataType, changed: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """Return a type in which `changed` has replaced each field, at any depth."""
+
+    def of(each: pa.Field) -> pa.Field:
+        return changed(each).with_type(with_fields(each.type, changed))
+
+    if pa.types.is_struct(kind):
+        return pa.struct([of(each) for each in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(of(kind.key_field).with_nullable(False), of(kind.item_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(of(kind.value_field))
+    return pa.list_(of(kind.value_field)) if pa.types.is_list(kind) else kind
+
+
+def _plain(each: pa.Field) -> pa.Field:
+    return pa.field(each.name, each.type)
+
+
+def _id_of(each: pa.Field) -> int | None:
+    number = (each.metadata or {}).get(ID)
+    return None if number is None else int(number)
+
+
+def _names_of(each: pa.Field) -> list[str]:
+    names = (each.metadata or {}).get(STORED)
+    return [] if names is None else list(json.loads(names))
+
+
+def _content(each: pa.Field) -> list[Any]:
+    kind = each.type
+    inner = [kind.field(number) for number in range(kind.num_fields)] if kind.num_fields else []
+    return [each.name, str(kind), _id_of(each), _names_of(each), *map(_content, inner)]

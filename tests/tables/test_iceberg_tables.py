@@ -1,0 +1,317 @@
+"""Iceberg tables as sources: what their snapshots and scans have, what is fetched, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("pyiceberg")
+
+from iceberg_histories import add_deletes, catalog_in, puffin
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import IncrementalAppendScan
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import Record
+from pyiceberg.types import DateType, IntegerType, LongType, NestedField, StringType, StructType, UUIDType
+from pyiceberg.utils.config import Config
+from table_rows import check_same, rows_of
+
+from dataload import make_dataset, make_loader
+from dataload.catalog.iceberg import vectors_of
+from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
+
+
+def rows(first: int, count: int) -> pa.Table:
+    ids = range(first, first + count)
+    return pa.table({"id": pa.array(ids, pa.int64()), "text": [f"row {each}" for each in ids]})
+
+
+@pytest.fixture
+def catalog(tmp_path, monkeypatch):
+    found = catalog_in(tmp_path / "lake")
+    for name in ("uri", "warehouse"):
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__LAKE__{name.upper()}", found.properties[name])
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())  # as a process has it that begins now
+    yield found
+    found.engine.dispose()
+
+
+@pytest.fixture
+def table(catalog):
+    made = catalog.create_table("space.table", rows(0, 1).schema)
+    made.append(rows(0, 4))
+    made.append(rows(4, 4))
+    return catalog.load_table("space.table")
+
+
+def ids(source: object, **options: object) -> list[int]:
+    return sorted(make_dataset(source, cache=False, **options)["id"].tolist())
+
+
+def data_files(table) -> list:
+    return [task.file for task in table.scan().plan_files()]
+
+
+def test_tables_scans_and_urls_name_snapshots(table):
+    old = table.snapshots()[0].snapshot_id
+    table.manage_snapshots().create_tag(old, "first").commit()
+    assert ids(table) == ids(table.scan()) == ids("iceberg://lake/space.table") == list(range(8))
+    for source in (
+        table.scan(snapshot_id=old),
+        f"iceberg://lake/space.table@{old}",
+        "iceberg://lake/space.table@first",
+    ):
+        assert ids(source) == list(range(4))
+    assert f"iceberg://lake/space.table@{old}:" in repr(make_dataset(table.scan(snapshot_id=old), cache=False))
+    assert "iceberg://lake/space.table@" in repr(make_dataset(table, cache=False))
+
+
+def test_loaders_take_tables(table):
+    loader = make_loader(table, 3, cache=False)
+    assert sorted(number for batch in loader for number in batch["id"].tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["id > 2 and text != 'row 5'", "id in (1, 3, 77) or text = 'row 6'", "not (id = 3) and text is not null"],
+)
+def test_the_row_filter_of_a_scan_is_exact(condition, table):
+    scan = table.scan(row_filter=condition, selected_fields=("id",))
+    check_same(scan, scan.to_arrow())
+
+
+def test_the_row_filter_of_a_scan_and_filters_both_hold(table):
+    assert ids(table.scan(row_filter="id > 2"), filters=[("id", "<", 5)]) == [3, 4]
+
+
+def test_columns_are_chosen_in_one_place(table):
+    scan = table.scan(selected_fields=("text",))
+    assert make_dataset(scan, cache=False).schema.names == ["text"]
+    with pytest.raises(ConfigError, match="the scan selects columns, and columns= too"):
+        make_dataset(scan, columns=["id"], cache=False)
+
+
+def test_a_scan_with_a_limit_is_refused(table):
+    with pytest.raises(ConfigError, match="the scan has a limit"):
+        make_dataset(table.scan(limit=3), cache=False)
+
+
+def test_a_scan_of_changes_is_refused(table):
+    with pytest.raises(ConfigError, match=r"is a IncrementalAppendScan, which reads no snapshot: use table.scan\(\)"):
+        make_dataset(IncrementalAppendScan(table.metadata, table.io), cache=False)
+
+
+def test_default_values_fill_files_that_lack_a_column(table):
+    """Those of version 3, which pyiceberg reads and does not write."""
+    schema = Schema(
+        *table.schema().fields,
+        NestedField(3, "word", StringType(), required=True, initial_default="none"),
+        NestedField(4, "number", IntegerType(), required=True, initial_default=7),
+        NestedField(5, "day", DateType(), required=True, initial_default=20_000),
+        schema_id=1,
+    )
+    changes = {"schemas": [table.schema(), schema], "current_schema_id": 1, "last_column_id": 5}
+    changed = table.scan().update(table_metadata=table.metadata.model_copy(update=changes))
+    check_same(changed, changed.to_arrow())
+    assert ids(changed, filters=[("word", "=", "none"), ("number", ">", 6)]) == list(range(8))
+    assert ids(changed.filter("word = 'none' and id > 5")) == [6, 7]
+
+
+def test_values_of_a_partition_stand_for_a_column_that_files_lack(catalog, tmp_path):
+    """A table that was made of the files of Hive has its keys in the metadata only."""
+    schema = Schema(NestedField(1, "id", LongType(), False), NestedField(2, "key", UUIDType(), False))
+    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "key"))
+    made = catalog.create_table("space.hive", schema, partition_spec=spec)
+    key = uuid.uuid4()
+    path = tmp_path / "plain.parquet"
+    pq.write_table(pa.table([[5]], schema=_with_ids(["id"])), path)
+    _add_file(made, path, key.bytes)
+    [row] = make_dataset(made, cache=False)
+    assert (int(row["id"]), row["key"]) == (5, key)
+
+
+def _with_ids(names: list[str]) -> pa.Schema:
+    return pa.schema(
+        [pa.field(name, pa.int64(), True, {"PARQUET:field_id": str(n)}) for n, name in enumerate(names, 1)]
+    )
+
+
+def test_names_of_a_mapping_stand_for_field_ids(catalog, tmp_path):
+    schema = Schema(
+        NestedField(1, "id", LongType(), False),
+        NestedField(2, "s", StructType(NestedField(3, "a", LongType(), False)), False),
+    )
+    made = catalog.create_table("space.mapped", schema)
+    path = tmp_path / "plain.parquet"
+    pq.write_table(pa.table({"old": [1, 2], "s": [{"b": 3}, None]}), path)
+    with pytest.raises(DataError, match="has columns without field ids, and its table has no name mapping"):
+        _add_file(made, path)
+        make_dataset(made, cache=False)
+    names = [{"field-id": 1, "names": ["id", "old"]}]
+    names += [{"field-id": 2, "names": ["s"], "fields": [{"field-id": 3, "names": ["b"]}]}]
+    with made.transaction() as transaction:
+        transaction.set_properties({"schema.name-mapping.default": json.dumps(names)})
+    check_same(made, made.scan().to_arrow())
+
+
+def _add_file(table, path: Path, *partition: object) -> None:
+    file = DataFile.from_args(
+        file_path=f"file://{path}",
+        file_format=FileFormat.PARQUET,
+        content=DataFileContent.DATA,
+        partition=Record(*partition),
+        record_count=pq.read_metadata(path).num_rows,
+        file_size_in_bytes=path.stat().st_size,
+        _table_format_version=2,
+    )
+    file.spec_id = table.spec().spec_id
+    with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
+        append.append_data_file(file)
+
+
+def test_equality_deletes_are_refused_by_name(table):
+    [file, _] = data_files(table)
+    content = {"content": DataFileContent.EQUALITY_DELETES, "equality_ids": [1]}
+    add_deletes(table, "file:///nowhere/equal.parquet", file, FileFormat.PARQUET, 1, **content)
+    with pytest.raises(
+        DataError, match=r"iceberg://lake/space.table@\d+: file:///nowhere/equal.parquet has equality deletes"
+    ):
+        make_dataset(table, cache=False)
+
+
+def test_files_of_other_formats_are_refused_by_name(table):
+    content = {"content": DataFileContent.DATA}
+    add_deletes(table, "file:///nowhere/rows.orc", data_files(table)[0], FileFormat.ORC, 1, **content)
+    with pytest.raises(DataError, match=r"rows.orc is a file of ORC, and only Parquet is read"):
+        make_dataset(table, cache=False)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "row"])
+def test_a_damaged_deletion_vector_is_refused_by_name(damage, table, tmp_path):
+    [file, _] = data_files(table)
+    data = puffin({file.file_path: [1, 2 if damage != "row" else 99]})
+    data = {"cut": data[:-5], "flip": data[:20] + bytes([data[20] ^ 1]) + data[21:], "row": data}[damage]
+    path = tmp_path / "vector.puffin"
+    path.write_bytes(data)
+    add_deletes(table, path, file, FileFormat.PUFFIN, 2)
+    with pytest.raises(DataError, match="delete file"):
+        make_dataset(table, cache=False)
+
+
+def test_deletion_vectors_of_large_files_are_read():
+    [(name, found)] = vectors_of(puffin({"a file": list(range(0, 200_000, 3))}))
+    assert name == "a file"
+    assert found.tolist() == list(range(0, 200_000, 3))
+
+
+def test_a_snapshot_that_is_not_there_is_named_with_the_newest(table):
+    newest = table.current_snapshot().snapshot_id
+    for source in ("iceberg://lake/space.table@77", table.scan(snapshot_id=77)):
+        with pytest.raises(ConfigError, match=f"has no snapshot 77, of 2: .* its newest is {newest}"):
+            make_dataset(source, cache=False)
+
+
+def test_a_table_that_is_not_there_is_not_found(table):
+    with pytest.raises(OriginNotFound, match=r"iceberg://lake/space.other: the catalog has no such table"):
+        make_dataset("iceberg://lake/space.other", cache=False)
+
+
+def test_unknown_catalogs_and_wrong_urls_are_told(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"must be iceberg://catalog/namespace.table"):
+        make_dataset("iceberg://lake/table", cache=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"pyiceberg knows no catalog 'nowhere': describe it in ~/.pyiceberg.yaml"):
+        make_dataset("iceberg://nowhere/space.table", cache=False)
+
+
+def test_a_catalog_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setenv("PYICEBERG_CATALOG__DOWN__URI", "http://user:s3cret@127.0.0.1:9")
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+    with pytest.raises(
+        OriginError, match=r"iceberg://down/space.table: the catalog or the table's metadata cannot"
+    ) as found:
+        make_dataset("iceberg://down/space.table", cache=False)
+    assert "s3cret" not in str(found.value)
+
+
+def test_a_table_without_snapshots_is_told(catalog):
+    made = catalog.create_table("space.empty", rows(0, 1).schema)
+    with pytest.raises(DataError, match=r"iceberg://lake/space.empty has no snapshot, so no rows"):
+        make_dataset(made, cache=False)
+
+
+def test_a_table_without_rows_is_told(table):
+    table.delete("id >= 0")
+    with pytest.raises(DataError, match="has no files, so no rows"):
+        make_dataset(table, cache=False)
+
+
+def test_files_that_are_gone_are_told(table):
+    for file in data_files(table):
+        Path(file.file_path.removeprefix("file://")).unlink()
+    with pytest.raises(OriginNotFound, match="VACUUM or expire_snapshots has removed it"):
+        make_dataset(table, cache=False)
+
+
+class OfS3:
+    """A table in S3."""
+
+    def __init__(self, bucket, folder: Path) -> None:
+        self.bucket = bucket
+        self.secrets = {"s3.access-key-id": "testing", "s3.secret-access-key": "testing", "s3.region": "us-east-1"}
+        options = {"s3.endpoint": bucket.server.endpoint_url, **self.secrets}
+        self.catalog = catalog_in(folder, bucket.url("warehouse"), **options)
+        self.table = self.catalog.create_table("space.table", rows(0, 1).schema)
+
+    def fetched(self, call) -> set[str]:
+        """Return the files of data of which a call fetches bytes."""
+        before = len(self.bucket.server.requests)
+        call()
+        sent = self.bucket.server.requests[before:]
+        names = {each.path.rpartition("/")[2] for each in sent if each.method == "GET"}
+        return {name for name in names if name.endswith((".parquet", ".puffin"))}
+
+    @property
+    def names(self) -> set[str]:
+        return {file.file_path.rpartition("/")[2] for file in data_files(self.table)}
+
+
+@pytest.fixture
+def remote(bucket, tmp_path):
+    made = OfS3(bucket, tmp_path / "lake")
+    yield made
+    made.catalog.engine.dispose()
+
+
+def test_a_new_snapshot_fetches_only_its_new_files(remote, tmp_path):
+    for number in range(10):
+        remote.table.append(rows(10 * number, 10))
+    known = remote.names
+    assert remote.fetched(lambda: rows_of(make_dataset(remote.table, cache_dir=tmp_path / "cache"))) == known
+    remote.table.append(rows(100, 10))
+    assert (
+        remote.fetched(lambda: rows_of(make_dataset(remote.table, cache_dir=tmp_path / "cache")))
+        == remote.names - known
+    )
+
+
+def test_a_snapshot_that_only_deletes_fetches_no_file_of_data(remote, tmp_path):
+    remote.table.append(rows(0, 10))
+    rows_of(make_dataset(remote.table, cache_dir=tmp_path / "cache"))
+    [file] = data_files(remote.table)
+    remote.bucket.put("warehouse/vector.puffin", puffin({file.file_path: [2, 5]}))
+    add_deletes(remote.table, remote.bucket.url("warehouse/vector.puffin"), file, FileFormat.PUFFIN, 2)
+    found: list[int] = []
+    names = remote.fetched(
+        lambda: found.extend(make_dataset(remote.table, cache_dir=tmp_path / "cache")["id"].tolist())
+    )
+    assert found == np.delete(np.arange(10), [2, 5]).tolist()
+    assert names == {"vector.puffin"}
