@@ -35,6 +35,8 @@ def features_of(manifest: Manifest, blocks: Blocks, columns: Iterable[str]) -> d
     if not manifest.row_groups:
         return {}
     first = manifest.row_groups[0]
+    if first.renamed:  # What the file says is of other names than its table's.
+        return {}
     says = read_footer(first.file, first.footer_at, blocks).key_values
     listed = _json(says, b"pandas").get("columns")
     described = [column for column in listed if isinstance(column, dict)] if isinstance(listed, list) else []

@@ -211,6 +211,8 @@ def manifest_of_table(
     if snapshot.deleted:
         path_of = _paths(snapshot, blocks)
         deleted = {path_of(url): rows for url, rows in snapshot.deleted.items()}
+        if others := deleted.keys() - {file.path for file in files}:
+            raise DataError(f"{snapshot.url} deletes rows of {redacted(min(others))}, which is none of its files")
         manifest = manifest.selected(Selection.of(_kept(manifest, deleted)))
     if not manifest.num_rows:
         raise DataError(f"{snapshot.url} has no rows: all are deleted, or its files are empty")

@@ -198,7 +198,8 @@ def test_files_of_other_formats_are_refused_by_name(table):
 def test_a_damaged_deletion_vector_is_refused_by_name(damage, table, tmp_path):
     [file, _] = data_files(table)
     data = puffin({file.file_path: [1, 2 if damage != "row" else 99]})
-    data = {"cut": data[:-5], "flip": data[:20] + bytes([data[20] ^ 1]) + data[21:], "row": data}[damage]
+    place = 8 + int.from_bytes(data[4:8], "big") - 2  # of the last row
+    data = {"cut": data[:-5], "flip": data[:place] + b"\3" + data[place + 1 :], "row": data}[damage]
     path = tmp_path / "vector.puffin"
     path.write_bytes(data)
     add_deletes(table, path, file, FileFormat.PUFFIN, 2)
