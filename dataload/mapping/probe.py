@@ -20,11 +20,12 @@ from dataload.errors import ConfigError, DataError
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import ambiguous, fields_of, flatten, mask_name, needs_mask
 from dataload.formats.text import TextErrors
-from dataload.mapping.forms import Form, Made, Returned, joined
+from dataload.mapping.forms import Form, Made, joined
 from dataload.mapping.map_maker import CHUNK_ROWS, head_of
 from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.running import ChunkError, Function, Runner, bytes_of, mapped_blobs, records_of, rows_in
 from dataload.mapping.stage import Counts, Stage, UserFunction, given_and_kept, key_of, schema_of
+from dataload.mapping.values import Returned
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.size_sampling import spread
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 SAMPLE_ROWS = 32  # of each sampled row group
 
 
@@ -80,7 +81,9 @@ def stage_of(
     chosen = None if columns is None else tuple(Manifest(schema, (), "").select(columns))
     if not manifest.num_rows:
         raise ConfigError("map needs at least one row, and the dataset has none")
-    sampler = _Sampler(source, manifest, schema, blocks, chosen, fill_null, null_masks=null_masks, is_flat=is_flat)
+    sampler = _Sampler(
+        source, manifest, schema, blocks, chosen, fill_null, null_masks=null_masks, is_flat=is_flat, errors=errors
+    )
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
     what = f"map {VERSION} {key_of(user, chosen, is_flat=is_flat)} {source.plan.digest}{' masks' * null_masks}"
@@ -160,6 +163,7 @@ class _Sampler:
         fill_null: As for `make_dataset`.
         null_masks: As for `make_dataset`.
         is_flat: Whether the function may make more or fewer rows than it gets.
+        errors: As for `make_dataset`.
     """
 
     source: RowGroupCache
@@ -170,12 +174,13 @@ class _Sampler:
     fill_null: Any
     null_masks: bool
     is_flat: bool
+    errors: TextErrors
 
     def sampled(self, user: UserFunction) -> bytes:
         """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
         layout = self.source.plan.layout
         given, kept = given_and_kept(layout.fields, self.columns, is_flat=self.is_flat)
-        runner = Runner(user.call, given, kept, self.schema, is_flat=self.is_flat)
+        runner = Runner(user.call, given, kept, self.schema, is_flat=self.is_flat, errors=self.errors)
         title = f"{'flat_map' if self.is_flat else 'map'} {user.name}"
         samples: list[tuple[dict[str, Returned], int]] = []  # of at least one row each
         row_bytes = dict[str, float]()

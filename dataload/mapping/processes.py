@@ -74,7 +74,8 @@ def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
     except BaseException as error:  # noqa: BLE001 (the modules of the function may raise anything, also SystemExit)
         failure = _failed(ChunkError(None, f"a process cannot load the function: {type(error).__name__}: {error}"))
         return lambda _: failure
-    runner = Runner(function.call, *given_and_kept(given, columns, is_flat=is_flat), schema, is_flat=is_flat)
+    parts = given_and_kept(given, columns, is_flat=is_flat)
+    runner = Runner(function.call, *parts, schema, is_flat=is_flat, errors=made.errors)
     layout, mapped = Layout(given), Layout(fields)
 
     def answer(request: bytes) -> bytes | bytearray:

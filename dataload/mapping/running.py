@@ -17,8 +17,10 @@ from dataload.catalog.selection import Mask
 from dataload.errors import DataError, RowError
 from dataload.formats.arrow_arrays import plain
 from dataload.formats.schema import ERRORS, Field, Layout, fields_of
-from dataload.mapping.forms import Made, Returned, as_column
+from dataload.formats.text import TextErrors
+from dataload.mapping.forms import Made
 from dataload.mapping.identity import name_of
+from dataload.mapping.values import Returned, Values
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import to_batch
@@ -55,6 +57,7 @@ class Runner:
         kept: The columns that stay as they are.
         known: Columns by name, one of which a returned column of that name may equal.
         is_flat: Whether it may return more or fewer rows than it gets.
+        errors: What to do about returned text that is not UTF-8, as for `make_dataset`.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class Runner:
         known: pa.Schema,
         *,
         is_flat: bool = False,
+        errors: TextErrors = "raise",
     ) -> None:
         self._function = function
         self._is_flat = is_flat
+        self._errors = errors
         self._given = dict.fromkeys(given)
         self._kept = kept
         self._known = {field.name: field for field in known}
@@ -146,7 +151,9 @@ class Runner:
             raise DataError(f"it returned a {type(result).__qualname__}: return a dict of columns")
         if unnamed := [name for name in result if not isinstance(name, str)]:
             raise DataError(f"it returned a column {unnamed[0]!r}: name columns by strings")
-        found = {name: as_column(name, value, self._known.get(name)) for name, value in result.items()}
+        found = {
+            name: Values(name, self._known.get(name), self._errors).column(value) for name, value in result.items()
+        }
         if self._is_flat and len({len(column) for column in found.values()}) > 1:
             sizes = " and ".join(f"{name!r} has {len(column)}" for name, column in found.items())
             raise DataError(f"its columns have other numbers of rows ({sizes}): return columns of one length")

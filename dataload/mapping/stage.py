@@ -224,7 +224,7 @@ class Stage:
         from dataload.mapping.running import Runner  # imports torch, which most background decoders do not need
 
         given, kept = given_and_kept(fields, self.columns, is_flat=self.is_flat)
-        return Runner(self.function.call, given, kept, self.schema, is_flat=self.is_flat)
+        return Runner(self.function.call, given, kept, self.schema, is_flat=self.is_flat, errors=self.errors)
 
     @cached_property
     def makes(self) -> Made:

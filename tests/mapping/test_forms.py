@@ -304,6 +304,7 @@ def test_nested_tensors_vary_whatever_the_sample_shows(file: Path) -> None:
         ({"a": 1}, "'x' is a dict"),
         ([None, None], "'x' has only None or empty lists in the sample"),
         ([[], None], "'x' has only None or empty lists in the sample"),
+        ([np.array([]), None], "'x' has only None or empty lists in the sample"),
         ([1, None], r"column 'x' has 1 nulls: pass fill_null= .* or null_masks=True"),
         ([1, 2**63 + 1], r"'x' has an integer that int64 cannot hold: return an array, .*np\.array\(…, np\.uint64\)"),
         ([2**63 + 1, 2**63 + 2], "'x' has an integer that int64 cannot hold"),
@@ -314,7 +315,13 @@ def test_nested_tensors_vary_whatever_the_sample_shows(file: Path) -> None:
         (["a", b"b"], "'x' has values that no type holds together .*'a' beside bytes"),
         ([[{"a": b"b"}, {"a": "b"}], []], "'x' has values that no type holds together .*'b' beside bytes"),
         ([[1], ["a"]], "'x' has values that no type holds together"),
-        (["\ud800", "a"], "'x' has values that no type holds together .*surrogates"),
+        (["\ud800", "a"], r"'x' has text that is not Unicode .*surrogates.*: pass errors='replace' to make_dataset"),
+        ([[{"a": "\ud800"}], []], "'x' has text that is not Unicode"),
+        ([date(2020, 1, 1), datetime(2020, 1, 1, 5)], r"datetime\(2020, 1, 1, 5, 0\) beside dates"),  # noqa: DTZ001
+        ([[{"a": date(2020, 1, 1)}, {"a": LATER}], []], r"datetime\(2026.* beside dates"),
+        ([LATER, LATER.replace(tzinfo=None)], r"datetime\(2026.*\) beside times with a zone"),
+        ([LATER.replace(tzinfo=None), LATER], r"datetime\(2026.*utc\) beside times without a zone"),
+        ([[[LATER]], [[LATER.replace(tzinfo=None)]]], r"beside times with a zone"),
         ([1j, 2j], "'x' has values that no type holds together"),
         ([np.zeros((1, 2)), np.zeros((2, 1, 1))], "'x' has arrays of 2 and 3 dimensions"),
         ([np.arange(1), np.arange(1.0)], "'x' has arrays of float64 and int64"),
@@ -374,7 +381,7 @@ def test_columns_of_files_come_back_as_they_are(tmp_path: Path, cache: CacheConf
     assert {name: plain(list(column)) for name, column in batch.items()} == {
         name: plain(list(column)) for name, column in before.items()
     }
-    assert str(again.schema.field("map").type) == "map<string, int8>"
+    assert str(again.schema.field("map").type) == "map<string, int64>"
     loaded = next(iter(make_loader(again, 3, shuffle=False, num_workers=1)))
     assert loaded["map"] == before["map"]
 
@@ -463,7 +470,6 @@ NESTED = {
     "map of strings": (pa.map_(pa.string(), pa.string()), [[("a", "b")], None, []]),
     "map with NaN": (pa.map_(pa.string(), pa.float64()), [[("a", math.nan)], [("b", None)], []]),
     "decimals": (pa.list_(pa.struct([("d", pa.decimal128(10, 2))])), [[{"d": Decimal("1.50")}], [], None]),
-    "floats of 32 bits": (pa.list_(pa.struct([("f", pa.float32())])), [[{"f": 0.1}], [], None]),
 }
 
 
@@ -484,6 +490,42 @@ def test_other_numbers_in_nested_columns_have_their_own_type(tmp_path: Path) -> 
     for value in (1.0, True, 2**40):
         changed = dataset.map(returning([[{"n": value}]]), version=value)
         assert repr(batch_of(changed, 1)) == repr([[{"n": value}]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "later"),
+    [
+        pytest.param(pa.list_(pa.int16()), [1], [70000], id="lists of small integers"),
+        pytest.param(pa.list_(pa.float32()), [0.0], [0.1], id="lists of small floats"),
+        pytest.param(pa.list_(pa.int64(), 2), [1, 2], [1, 2, 3], id="lists of one length"),
+        pytest.param(
+            pa.list_(pa.struct([("n", pa.int16())])), [{"n": 1}], [{"n": 70000}], id="small integers in structs"
+        ),
+        pytest.param(
+            pa.map_(pa.string(), pa.float32()), [("a", 0.0)], [("a", 0.1), ("b", 0.2)], id="small floats in maps"
+        ),
+    ],
+)
+def test_values_of_python_do_not_get_a_type_that_only_the_sample_fits(
+    tmp_path: Path, kind: pa.DataType, first: Any, later: Any
+) -> None:
+    pq.write_table(pa.table({"id": range(99), "x": pa.array([first] * 99, kind)}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": [later if n == 90 else first for n in batch["id"].tolist()]}
+
+    [before, after] = batch_of(dataset.map(function).select([0, 90]))
+    assert [plain(before), plain(after)] == [first, later]
+
+
+def test_a_member_that_the_function_removes_is_gone(tmp_path: Path) -> None:
+    kind = pa.list_(pa.struct([("text", pa.string()), ("think", pa.string()), ("calls", pa.map_("string", "int64"))]))
+    message = {"text": "a", "think": "b", "calls": [("c", 1)]}
+    pq.write_table(pa.table({"x": pa.array([[message]], kind)}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, cache=False)
+    made = [[{"text": "a"}]]
+    assert batch_of(dataset.map(returning(made)), 1) == made
 
 
 def test_times_of_pandas_keep_their_nanoseconds(file: Path) -> None:
@@ -532,7 +574,7 @@ def test_series_of_pandas_arrive_as_they_are(file: Path) -> None:
         ([[1, 2], np.array([])], "int64", [[1, 2], []]),
         ([np.array([]), np.array([1, 2])], "int64", [[], [1, 2]]),
         ([torch.tensor([]), torch.tensor([1])], "int64", [[], [1]]),
-        ([np.array([]), None], "double", [[], None]),
+        (pa.array([[], None], pa.list_(pa.float32())), "list<item: float>", [[], None]),
         ([["a"], np.array([])], "string", [["a"], []]),
         ([np.array([]), np.ones((2, 4), np.float32)], "fixed_size_list<item: float>[4]", [[], [[1] * 4] * 2]),
     ],
@@ -553,6 +595,16 @@ def test_chunks_of_empty_arrays_tell_no_type(file: Path, empty: slice, monkeypat
     assert plain(batch_of(dataset, ROWS)) == [[] if n % 2 or n in rows else [n] for n in range(ROWS)]
 
 
+@pytest.mark.parametrize("processes", [None, 1])
+def test_text_that_is_not_unicode_is_replaced(file: Path, processes: int | None) -> None:
+    dataset = make_dataset(file, cache=False, errors="replace").select([0, 1])
+    assert batch_of(dataset.map(surrogates, version="", processes=processes)) == [[{"a": "b\ufffd"}], []]
+
+
+def surrogates(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"x": [[{"a": "b\udcff"}], []][: len(batch["id"])]}
+
+
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_invalid_text_of_arrow_is_replaced(file: Path, is_flat: bool) -> None:
     text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"a\xff", b"b"]).buffers())
@@ -570,6 +622,10 @@ def test_invalid_text_of_arrow_is_replaced(file: Path, is_flat: bool) -> None:
         ([np.timedelta64(1, "h"), None], "duration[s]", [3600, 0]),
         ([np.array(1, "datetime64[D]")] * 2, "date32", [1, 1]),
         ([np.array([1], "datetime64[Y]"), None], "list<item: date32", [[365], None]),
+        ([[np.datetime64("1970-01-02")], []], "list<item: date32", [[1], []]),
+        ([[{"t": np.datetime64("1970-01-02")}], []], "struct<t: date32", [[{"t": date(1970, 1, 2)}], []]),
+        ([[{"t": np.timedelta64(1, "h")}], []], "struct<t: duration[s]", [[{"t": timedelta(hours=1)}], []]),
+        ([[{"t": np.array(["1970"], "datetime64[Y]")}], []], "list<item: date32", [[{"t": [date(1970, 1, 1)]}], []]),
         ([np.ones((2, 1), "datetime64[ns]")] * 2, "list<item: list<item: timestamp[ns]>>", None),
         ([np.arange(2, dtype=">i4"), None], "list<item: int32>", [[0, 1], None]),
         ([np.arange(2).astype(">M8[s]"), None], "list<item: timestamp[s]>", [[0, 1], None]),
@@ -600,9 +656,20 @@ def test_a_part_without_type_is_a_warning_and_an_error_later(
     dataset = make_dataset(file, cache=False).select([0, 1]).map(function, version="")
     assert re.search(r"column 'x.* has only None or empty lists there: return pa\.array\(values, type\)", caplog.text)
     with pytest.raises(
-        DataError, match=r"return one type, .*pa\.array\(values, type\), because the sample has only None"
+        DataError, match=r"in the rows before, because the sample has only None.*: return one type, .*pa\.array"
     ):
         dataset.__getitems__([0, 1])
+
+
+def test_the_part_that_differs_is_named(file: Path) -> None:
+    first, later = {"a": 1, "none": None, "in": [{"b": 1}]}, {"a": 2, "none": None, "in": [{"b": 1, "tool": "f"}]}
+    rows = iter([first])
+
+    def function(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": [[next(rows, later)]] * len(batch["id"])}
+
+    with pytest.raises(DataError, match=r"in the rows before: they differ in x\[\]\.in\[\]\.tool: return one"):
+        batch_of(make_dataset(file, cache=False).select([0, 1]).map(function, version=""))
 
 
 def test_a_part_without_type_of_the_source_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
