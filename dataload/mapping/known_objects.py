@@ -21,7 +21,8 @@ _NOT_COUNTED = frozenset(
 )
 _SET_BY_CALLS = {"truncation", "padding"}
 _SHORT = 100  # members of a collection that is compared each time
-MOST_BYTES = 16 << 20  # of an array or a tensor; a larger one takes long to hash
+MOST_BYTES = 16 << 20  # of an array; a larger one takes long to hash
+_WHOLE_BYTES = 1 << 20  # of a tensor that is hashed each time; a model has hundreds
 _SPREAD = 256  # parts of a large object that are compared each time
 _GRAD_MODE, _GRAD_MODES = "torch.autograd.grad_mode", ("no_grad", "enable_grad", "set_grad_enabled", "inference_mode")
 _BY_ATTRIBUTES = ("torchvision.", "transformers.")
@@ -68,7 +69,7 @@ def stamp_of(value: Any) -> bytes | None:
 
 def _stamp_of_tensor(tensor: Any) -> bytes | None:
     with suppress(RuntimeError):  # such as of a sparse one
-        if tensor.nbytes > MOST_BYTES and not tensor.is_inference():
+        if tensor.nbytes > _WHOLE_BYTES and not tensor.is_inference():
             some = tensor.detach().reshape(-1)[:: tensor.numel() // _SPREAD].tolist()
             return repr((tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, some)).encode()  # noqa: SLF001
     return None

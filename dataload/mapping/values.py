@@ -187,13 +187,12 @@ class Values:
             DataError: They have no type in common.
         """
         try:
-            return self._typed(values)
+            try:
+                return self._typed(values)
+            except NO_VALUE:
+                return self._typed(self._plain(values))  # which takes as long as Arrow does
         except MemoryError:  # Arrow's is also an ArrowException.
             raise
-        except NO_VALUE:
-            values = self._plain(values)  # This takes as long as Arrow does.
-        try:
-            return self._typed(values)
         except OverflowError as error:
             text = "has an integer that int64 cannot hold: return an array, such as np.array(…, np.uint64)"
             raise self._error(text) from error
@@ -244,6 +243,8 @@ class Values:
             return self._plain(np.array([value]))[0]
         if isinstance(value, str) and self._errors == "replace":
             return _SURROGATES.sub("\ufffd", value)
+        if isinstance(value, dt.datetime) and value != value:  # noqa: PLR0124 (NaT of pandas)
+            return None
         if isinstance(value, Mapping):
             return {key: self._plain(each) for key, each in value.items()}
         return [self._plain(each) for each in value] if isinstance(value, (list, tuple)) else value

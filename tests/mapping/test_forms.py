@@ -534,6 +534,9 @@ def test_times_of_pandas_keep_their_nanoseconds(file: Path) -> None:
         assert batch_of(two_rows(file, [one, None], fill_null=0)).tolist() == [1, 0]
         assert plain(batch_of(two_rows(file, [[one], []]))) == [[1], []]
         assert batch_of(two_rows(file, [[{"t": one}], []])) == [[{"t": one}], []]
+    in_zone = pandas.Timestamp(1, unit="ns", tz="UTC")
+    assert batch_of(two_rows(file, [in_zone, pandas.NaT], fill_null=0)).tolist() == [1, 0]
+    assert plain(batch_of(two_rows(file, [[{"t": date(1970, 1, 2)}, {"t": pandas.NaT}]] * 2)))[0][1] == {"t": None}
     early = pandas.Timestamp("1500-01-01").as_unit("us")
     assert batch_of(two_rows(file, [early, early])).tolist() == [early.to_numpy().astype(int)] * 2
 

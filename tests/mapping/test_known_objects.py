@@ -178,7 +178,7 @@ def test_weights_that_change_after_map_are_an_error(rows: Path) -> None:
 
 def test_a_tensor_that_changes_behind_the_back_of_autograd_is_an_error(rows: Path) -> None:
     array = np.ones(3, np.float32)
-    parameter, of_array, large = torch.ones(3), torch.from_numpy(array), torch.ones(6 << 20)
+    parameter, of_array, large = torch.ones(3), torch.from_numpy(array), torch.ones(1 << 20)
 
     def apply(batch: Any) -> Any:
         return {"y": batch["x"] * parameter[0] * of_array[0] * large[0]}
