@@ -21,6 +21,8 @@ from table_rows import check_same, rows_of
 from dataload import make_dataset, make_loader, mix
 from dataload.errors import ConfigError, DataError, OriginNotFound
 
+SECRET = "s3cret-of-the-table"
+
 
 def rows(first: int, count: int) -> pa.Table:
     ids = range(first, first + count)
@@ -214,7 +216,7 @@ class OfS3:
         self.bucket, self.url = bucket, bucket.url("table")
         self.options = {
             "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_ENDPOINT_URL": bucket.server.endpoint_url,
             "AWS_REGION": "us-east-1",
             "AWS_ALLOW_HTTP": "true",
@@ -241,11 +243,16 @@ def remote(bucket) -> OfS3:
     return OfS3(bucket)
 
 
-def test_a_table_gives_its_own_storage_options(remote):
+def test_a_table_gives_its_own_storage_options(remote, tmp_path, caplog):
+    caplog.set_level("DEBUG", "dataload")
     remote.write(0, 5)
-    dataset = make_dataset(remote.table, cache=False)
-    assert sorted(dataset["id"].tolist()) == list(range(5))
-    assert "testing" not in repr(dataset)
+    loader = make_loader(remote.table, 2, cache_dir=tmp_path / "cache")
+    assert sorted(number for batch in loader for number in batch["id"].tolist()) == list(range(5))
+    told = [repr(loader), repr(loader.dataset.manifest), json.dumps(loader.state_dict()), caplog.text]
+    assert not [text for text in told if SECRET in text]
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert kept
+    assert not [path for path in kept if SECRET.encode() in path.read_bytes()]
 
 
 def test_a_new_version_fetches_only_its_new_files(remote, tmp_path):
