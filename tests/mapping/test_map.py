@@ -698,7 +698,7 @@ def test_results_much_larger_than_those_of_the_sample(
         (lambda batch: {}, "returned no column"),
         (lambda batch: {3: batch["id"]}, "name columns by strings"),
         (lambda batch: {"id": None}, "column 'id' is one NoneType"),
-        (lambda batch: {"id": [None] * len(batch["id"])}, "only None or empty lists"),
+        (lambda batch: {"id": [None] * len(batch["id"])}, "its column 'id' has 20 nulls: pass fill_null="),
         (lambda batch: 1 / 0, "row group 1 row 0: .*ZeroDivisionError"),
     ],
 )
