@@ -161,17 +161,17 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in loads.opened.items()
         }
-        by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
+        by_source, filled = iter(self._dataset.rows_by_source(request.rows, sizes)), iter(rows.tokens(sizes))
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
-            part, end = slice(start, start + size), min(cursor + request.step, request.end)
-            tokens, padding = request.filled or rows.filled(part)
-            shares = next(by_source), loading
+            end, shares = min(cursor + request.step, request.end), (next(by_source), loading)
+            tokens, padding = request.filled or next(filled)
             answer = Answer(cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding)
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
-                yield partial(self._answered, request, answer, rows.part(part), around, memory, stop)
+                part = rows.part(slice(start, start + size))
+                yield partial(self._answered, request, answer, part, around, memory, stop)
             cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
 
     def _answered(

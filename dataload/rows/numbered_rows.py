@@ -11,7 +11,7 @@ import torch
 
 from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, with_lists, with_strings
+from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, spans, with_lists, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.rows.row_store import EPOCH_0, Draw
@@ -166,13 +166,13 @@ class NumberedRows(list[dict[str, Any]]):
         """Return the same rows with other computed columns and other arguments of `to_batch`."""
         return NumberedRows(self._records, self.numbers, self._locate, computed=computed, **shape)
 
-    def filled(self, span: slice) -> tuple[int, int]:
-        """Return the tokens and the places of padding in some of the rows; none if they are no packed sequences."""
+    def tokens(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the tokens and the places of padding in consecutive batches; none if these are no sequences."""
         if isinstance(self._records, Records):
-            return 0, 0
-        filled = self._records.filled[span]
-        tokens = int(filled.sum())
-        return tokens, len(filled) * self._records.packing.length - tokens
+            return [(0, 0)] * len(sizes)
+        filled = np.add.reduceat(self._records.filled, [span.start for span in spans(sizes)])
+        places = [self._records.packing.length * size for size in sizes]
+        return [(tokens, each - tokens) for tokens, each in zip(filled.tolist(), places, strict=True)]
 
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""

@@ -289,8 +289,9 @@ class Sequences:
         ends = np.cumsum(lengths)
         positions = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
         positions -= np.repeat((ends - lengths).astype(np.int32), lengths)
-        if not numbers.all():
-            positions[np.repeat(numbers == 0, lengths)] = 0
+        padding = np.flatnonzero(numbers == 0)
+        for start, stop in zip((ends - lengths)[padding].tolist(), ends[padding].tolist(), strict=True):
+            positions[start:stop] = 0
         return positions
 
     def _tensor(self, values: Array, empty: Empty | None) -> torch.Tensor:
