@@ -51,7 +51,7 @@ from dataload.samplers.window_size import default_window
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
     from dataload.mapping.running import Function
-    from dataload.rows.sequences import Packing
+    from dataload.rows.packing import Packing
 
 
 class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):

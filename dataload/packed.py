@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,11 +21,11 @@ from dataload.errors import ConfigError
 from dataload.formats.schema import Field, fields_of
 from dataload.mapping.counting import LengthMaker, counted_once, each_counted
 from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.packing import POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, RowStore
 from dataload.rows.sequence_store import SequenceStore
-from dataload.rows.sequences import POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
@@ -175,12 +173,14 @@ class PackedDataset(Dataset):
     @property
     def fingerprint(self) -> str:
         """Hex digest of the documents, as `Dataset.fingerprint` covers them, and of how they are packed."""
-        return _digest("packed", self._documents.fingerprint, self.packing.key, *map(repr, self.packing.pads))
+        return self.packing.digest(
+            "rows", self._documents.fingerprint, self.packing.also, *map(repr, self.packing.pads)
+        )
 
     @cached_property
     def order_key(self) -> str:
         """Hex digest that decides the order of the sequences; see `order_key_of`."""
-        return _digest("order", self._documents.order_key, self.packing.key)
+        return self.packing.digest("order", self._documents.order_key)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a whole column of epoch 0; see `__getitem__`."""
@@ -255,10 +255,6 @@ class _Documents:
                 return dataset.locate(number)
             number -= len(dataset)
         raise IndexError(number)
-
-
-def _digest(person: str, *content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=person.encode()).hexdigest()
 
 
 def packing_of(

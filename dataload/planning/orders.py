@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from dataload.catalog.list_values import values_of
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.mapping.stage import order_key_of
+from dataload.rows.packing import Packing
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.order import Order
@@ -51,17 +56,61 @@ def part_of(
     return [group for _, group in order.needs_from(epoch, 0, own.tolist())]
 
 
-def order_of(manifest: Manifest, *, window: int | None = None, **options: Any) -> Order:
+def order_of(manifest: Manifest, *, window: int | None = None, packed: Packed | None = None, **options: Any) -> Order:
     """Return the order in which a loader delivers a dataset.
 
     Args:
         manifest: The dataset.
         window: As for the loader; None: its default.
+        packed: How its documents are packed; None: they are not.
         options: `shuffle`, `seed` and `num_streams` of `Order`.
     """
-    window = usual_window(manifest) if window is None else window
-    key = order_key_of(manifest).encode()
-    return Order(manifest.block_lengths, window=window, dataset_key=key, **options)
+    key, lengths = order_key_of(manifest), manifest.block_lengths
+    if packed is not None:
+        key, lengths = packed.packing.digest("order", key), packed.sequences
+    width = default_window(lengths, [group.bytes for group in manifest.row_groups]) if window is None else window
+    return Order(lengths, window=width, dataset_key=key.encode(), **options)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What the footers tell of packed documents.
+
+    Args:
+        packing: How they are packed.
+        values: Values of the documents of each row group, int64 [row groups]; nulls and empty ones may count as one.
+    """
+
+    packing: Packing
+    values: npt.NDArray[np.int64]
+
+    @property
+    def sequences(self) -> npt.NDArray[np.int64]:
+        """Sequences of each row group, int64 [row groups]; documents that stay whole may need more."""
+        found: npt.NDArray[np.int64] = -(-self.values // self.packing.length)
+        return found
+
+    @property
+    def padding_share(self) -> float:
+        """Fraction of padding in the sequences, in [0, 1]."""
+        return float(1 - self.values.sum() / max(1, self.sequences.sum() * self.packing.length))
+
+
+def packed_of(blobs: RowGroupCache, packing: Packing) -> Packed:
+    """Return what the footers tell of the documents of a dataset.
+
+    Raises:
+        ConfigError: There is no such column of lists of numbers, or the footers do not tell.
+    """
+    field = next((each for each in blobs.plan.layout.fields if each.name == packing.column), None)
+    if field is None or field.kind != "list" or field.shape:
+        raise ConfigError(f"--pack-column={packing.column} is no column of lists of numbers: name one that is")
+    manifest = blobs.manifest
+    values = values_of(replace(manifest, selection=None), blobs.blocks, packing.column)
+    if values is None:
+        raise ConfigError(f"the files do not tell how many values {packing.column!r} has: only footers of Parquet do")
+    kept = manifest.block_lengths / np.maximum(manifest.stored_lengths, 1)  # of a filter, about
+    return Packed(packing, np.ceil(values * kept).astype(np.int64))
 
 
 def order_of_mixture(

@@ -20,7 +20,6 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
-from dataload.planning.orders import usual_window
 from dataload.planning.simulate import Costs, Fetched, Reader, footers
 from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_cache import RowGroupCache
@@ -28,7 +27,7 @@ from dataload.runtime.text import at_least
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.weights import changes_of
 from dataload.samplers.order import Order, Shuffle
-from dataload.samplers.window_size import GOAL, WindowTrade, weigh_window
+from dataload.samplers.window_size import GOAL, WindowTrade, default_window, weigh_window
 
 BANDWIDTH = 10**9  # bytes a second
 # Seconds to the first byte. Amazon says "roughly 100-200 milliseconds" for small objects:
@@ -79,6 +78,9 @@ class Plan:
         held_bytes: Decoded bytes of the row groups that are in use at a time: of two windows, or all of them.
         stored_bytes: Stored bytes of these row groups.
         memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
+        tokens: Values of an epoch's packed documents, about if filters leave some out; None: they are not packed.
+        padding_share: Fraction of padding in their sequences, in [0, 1].
+        reads_lengths: Whether the lengths of all documents are read once before the first batch.
         weights: Where the weights of a mixture change within an epoch, as text; None: nowhere.
         advice: Recommendations, a line each.
     """
@@ -110,6 +112,9 @@ class Plan:
     stored_bytes: int
     memory_bytes: int
     weights: str | None = None
+    tokens: int | None = None
+    padding_share: float = 0.0
+    reads_lengths: bool = False
     advice: tuple[str, ...] = ()
 
 
@@ -142,7 +147,7 @@ def plan(
     for blobs in sources:
         blobs.memory.use(RankShare.of(local_world_size, 1))
     row_groups = [group for blobs in sources for group in blobs.manifest.row_groups]
-    lengths = [rows for blobs in sources for rows in blobs.manifest.block_lengths.tolist()]
+    lengths = [rows for each in order.orders for rows in each.block_lengths.tolist()]
     objects = {group.file for group in row_groups}
     limit = cache_bytes or (sources[0].tier.limit if sources[0].shared else 0)
     disk = None if cache_bytes else sources[0].tier.limiting_disk
@@ -185,7 +190,10 @@ def plan(
         memory_bytes=local_world_size * max(blobs.memory.limit for blobs in sources),
         weights=changes_of(order.weights) if isinstance(order, MixtureOrder) else None,
     )
-    usual = weigh(usual_window(blobs.manifest) for blobs in sources)
+    usual = weigh(
+        default_window(each.block_lengths, [group.bytes for group in blobs.manifest.row_groups])
+        for each, blobs in zip(order.orders, sources, strict=True)
+    )
     read = [group.bytes for group in row_groups if group.rows]
     return replace(result, advice=(*too_small, *advice(result, read, usual, is_mixture=len(sources) > 1)))
 

@@ -13,9 +13,10 @@ from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, spans, with_lists, with_strings
 from dataload.rows.columns import Array
+from dataload.rows.packing import OF_BATCHES
 from dataload.rows.row_block import Records
 from dataload.rows.row_store import EPOCH_0, Draw
-from dataload.rows.sequences import OF_BATCHES, Sequences
+from dataload.rows.sequences import Sequences
 from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.fatal_frames import reading

@@ -13,9 +13,10 @@ from dataload.catalog.locations import Location
 from dataload.errors import DataError
 from dataload.formats.schema import Field
 from dataload.rows.columns import Array
+from dataload.rows.packing import Line, Packing, line_of, ranges
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import EPOCH_0, Draw, Loads, RowStore, Selected
-from dataload.rows.sequences import Line, Packing, Sequences, lengths_in, line_of, ranges
+from dataload.rows.sequences import Sequences, lengths_in
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections import Counter
@@ -16,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import tiers
 from clusters import Server, running_server  # noqa: F401
+from pyarrow import feather
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cli import app
 from dataload.dataset import Dataset
 from dataload.errors import DataError
 from dataload.mapping import counting
@@ -175,3 +178,36 @@ def test_footers_tell_without_reading_a_document(tmp_path: Path, bucket: Any) ->
     assert packed.block_lengths.tolist() == [-(-size // LENGTH) for size in values]
     assert not bucket.server.requests
     assert tokens_of(packed) == EXPECTED
+
+
+def test_the_plan_tells_sequences_tokens_and_padding(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    table = pa.table({"id": range(ROWS), "tokens": [[n] * int(size + 1) for n, size in enumerate(LENGTHS)]})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=GROUP)
+    packed = make_dataset(tmp_path / "rows.parquet", cache=False).pack(LENGTH)
+
+    def planned(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["dataload", "plan", str(tmp_path / "rows.parquet"), "--pack", "8", *words])
+        with pytest.raises(SystemExit):
+            app.main()
+        captured = capsys.readouterr()
+        return str(captured.out or captured.err)
+
+    loader = make_loader(packed, 4)
+    for _ in loader:
+        pass
+    found, stats = json.loads(planned("--json")), loader.stats()
+    assert (found["rows"], found["tokens"], found["reads_lengths"]) == (len(packed), stats.tokens, False)
+    assert found["padding_share"] == pytest.approx(stats.padding_share)
+    lines = " ".join(planned().split())
+    assert f"{len(packed)} sequences in {ROWS // GROUP} row groups" in lines
+    assert f"packed {stats.tokens:,} tokens an epoch, {stats.padding_share:.2%} padding" in lines
+    for words in (["--no-split"], ["--filters", '[["id", "<", 55]]']):
+        assert "the lengths of all documents are read once" in " ".join(planned(*words).split())
+    assert "--pack-column=id is no column of lists of numbers" in planned("--pack-column", "id")
+    other = str(tmp_path / "rows.parquet")
+    assert "--pack is for one URL" in planned(other + "?", "--weights", "1,1")
+    feather.write_feather(table, tmp_path / "rows.arrow")
+    monkeypatch.setattr("sys.argv", ["dataload", "plan", str(tmp_path / "rows.arrow"), "--pack", "8"])
+    with pytest.raises(SystemExit):
+        app.main()
+    assert "do not tell how many values 'tokens' has" in capsys.readouterr().err

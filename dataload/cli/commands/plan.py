@@ -75,6 +75,11 @@ def plan(
     null_masks: NullMasks = False,
     errors: Errors = "raise",
     partitioning: PartitioningName = "hive",
+    pack: Annotated[
+        int | None, typer.Option(min=1, help="Length of the sequences that documents are packed into: Dataset.pack.")
+    ] = None,
+    pack_column: Annotated[str, typer.Option(help="The column that is packed.")] = "tokens",
+    split: Annotated[bool, typer.Option("--split/--no-split", help="Whether documents are cut; for --pack.")] = True,
     bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
     latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
     price: Annotated[
@@ -86,11 +91,15 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate bytes, requests and time before reading a dataset."""
+    from dataload.planning.orders import order_of, packed_of
     from dataload.planning.plan import plan as make_plan
     from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
+    from dataload.rows.packing import Packing
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
+    if pack is not None and len(urls) > 1:
+        raise ConfigError("--pack is for one URL: plan the sources of a mixture one by one")
     world_size = world_size or num_streams
     if world_size < num_streams or (shuffle != "none" and world_size % num_streams):
         raise ConfigError(
@@ -103,10 +112,19 @@ def plan(
     reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
     sources = [open_row_groups(url, storage_options, unlimited, **reads, quiet=as_json) for url in urls]
     options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
-    order = _order(urls, sources, shares, window=window, **options)
+    packed = None
+    if pack is not None:
+        packed = packed_of(sources[0], Packing(pack, pack_column, split=split))
+        order: Order | MixtureOrder = order_of(sources[0].manifest, window=window, packed=packed, **options)
+    else:
+        order = _order(urls, sources, shares, window=window, **options)
     local_world_size = math.ceil(world_size / num_streams)
     ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=cache.limit)
+    if packed is not None:
+        is_whole = sources[0].manifest.selection is None
+        tokens, reads_lengths = int(packed.values.sum()), not (split and is_whole)
+        result = replace(result, tokens=tokens, padding_share=packed.padding_share, reads_lengths=reads_lengths)
     nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.maker.known_nulls)]
     result = replace(result, advice=(*nulls, *result.advice))
     show(asdict(result), table(lines(result)), as_json=as_json)
@@ -153,7 +171,8 @@ def _order(
 def lines(plan: Plan) -> list[tuple[str, str]]:
     """Return the (label, text) lines of a plan."""
     rate = f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
-    rows = f"{counted(plan.rows, 'row')} in {counted(plan.row_groups, 'row group')}"
+    row = "row" if plan.tokens is None else "sequence"
+    rows = f"{counted(plan.rows, row)} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
     part = "all of it" if plan.nodes == 1 or plan.shuffle is False else "the part of a node"
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
@@ -181,6 +200,10 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _epoch(plan: Plan) -> list[tuple[str, str]]:
+    if plan.tokens is not None:
+        first = "; the lengths of all documents are read once before the first batch" if plan.reads_lengths else ""
+        about = "about " if plan.reads_lengths else ""
+        return [("packed", f"{about}{plan.tokens:,} tokens an epoch, {about}{plan.padding_share:.2%} padding{first}")]
     if plan.weights is None and plan.epoch_rows == plan.rows:
         return []
     changes = "" if plan.weights is None else f", which {plan.weights}"
