@@ -222,7 +222,7 @@ class PackedDataset(Dataset):
     def _of(self, *_: Any) -> Dataset:
         raise ConfigError("a packed dataset has other documents in its sequences in each epoch: select before pack")
 
-    filter = map = flat_map = select = pack = _of  # type: ignore[assignment]
+    filter = map = flat_map = select = exclude = pack = _of  # type: ignore[assignment]
 
     @property
     def uncounted(self) -> Dataset | None:

@@ -145,7 +145,7 @@ def failing(batch: dict[str, Any]) -> dict[str, Any]:
 def test_filtered_selected_and_mapped_documents_are_packed(
     dataset: Dataset, lengths: list[int | None], split: bool
 ) -> None:
-    chosen = dataset.filter([("id", "<", 70)]).select(range(3, 60))
+    chosen = dataset.filter([("id", "<", 70)]).select(range(3, 70)).exclude(range(57, 67))
     kept = [size if 3 <= row < 60 else None for row, size in enumerate(lengths)]
     for documents_of in (chosen, chosen.map(same), dataset.map(same, ["tokens", "labels"]).select(range(3, 60))):
         packed = _packed(documents_of, LENGTH, split=split)
@@ -234,6 +234,7 @@ def test_a_packed_dataset_has_no_rows_to_choose(dataset: Dataset) -> None:
     for call in (
         lambda: packed.filter([("id", "<", 3)]),
         lambda: packed.select([1]),
+        lambda: packed.exclude([1]),
         lambda: packed.map(same),
         lambda: packed.flat_map(same),
         lambda: packed.pack(3),
