@@ -128,9 +128,10 @@ def same(batch: dict[str, Any]) -> dict[str, Any]:
 def halves(batch: dict[str, Any]) -> dict[str, Any]:
     """Return two documents for each."""
     parts: dict[str, list[Any]] = {"tokens": [], "labels": []}
+    dtypes = {"tokens": np.int64, "labels": np.int32}
     for name, values in parts.items():
         for each in batch[name]:
-            own = [] if each is None else each.tolist()
+            own = np.empty(0, dtypes[name]) if each is None else each.numpy()
             values += [own[: len(own) // 2], own[len(own) // 2 :]]
     return parts
 
