@@ -620,6 +620,19 @@ class Dataset(MapStyle):
             The footers of Parquet files tell how many sequences there are. If they cannot, because of `map`, `filter`,
             `select` or `split=False`, the first look at `len`, rows or row groups reads the lengths of all documents,
             once for each host, or once for a cluster. The rows go into the cache on the way.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import pyarrow as pa, pyarrow.parquet as pq
+            >>> from dataload import make_dataset, make_loader
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> pq.write_table(pa.table({"tokens": [[1, 2, 3], [4, 5], [6]]}), Path(folder.name) / "a.parquet")
+            >>> packed = make_dataset(folder.name, cache=False).pack(4)
+            >>> [batch] = make_loader(packed, batch_size=2, shuffle=False)
+            >>> batch["tokens"].tolist(), batch["segment_ids"].tolist()
+            ([[1, 2, 3, 4], [5, 6, 0, 0]], [[1, 1, 1, 2], [1, 2, 0, 0]])
+            >>> folder.cleanup()
         """
         from dataload.packed import PackedDataset, packing_of
 
