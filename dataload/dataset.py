@@ -42,7 +42,7 @@ from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.numbered_rows import NumberedRows, PlacedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
-from dataload.rows.row_store import EPOCH_0, RowStore
+from dataload.rows.row_store import RowStore
 from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
@@ -124,7 +124,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         numbers = numbers.astype(np.int64, copy=False)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        place, draw = (rows.place, rows.draw) if isinstance(rows, PlacedRows) else (None, EPOCH_0)
+        place, draw = (rows.place, rows.draw) if isinstance(rows, PlacedRows) else (None, None)
         records = self.rowstore.gather(numbers, draw=draw)
         found = NumberedRows(records, numbers, self.locate, computed=self.computed)
         found.place, found.draw = place, draw
@@ -607,7 +607,8 @@ class Dataset(MapStyle):
             column: The column of the documents' values, lists of numbers.
             also: Columns with as many values in each row, such as labels or a mask of the loss.
             split: True: documents are cut at the end of a sequence, and only the last sequence of a row group is
-                padded. Each value comes once in an epoch. False: documents of up to `length` values stay whole, and the
+                padded (all of them a little, if the row group has many empty documents). Each value comes once in an
+                epoch. False: documents of up to `length` values stay whole, and the
                 rest of each sequence is padded. Longer ones are cut into sequences, and their rest stays whole.
             pad: What fills the column, and 0 fills each of `also`; or what fills each column, by name.
             cu_seqlens: Add what attention of variable length takes: `cu_seqlens`, the bounds of the segments of the

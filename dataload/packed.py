@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import Field, fields_of
 from dataload.mapping.counting import LengthMaker, counted_once, each_counted
+from dataload.rows.known_nulls import known_nulls
 from dataload.rows.numbered_rows import NumberedRows
-from dataload.rows.packing import POSITIONS, SEGMENTS, Packing, sequences_of
+from dataload.rows.packing import OF_BATCHES, POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, RowStore
@@ -32,6 +34,7 @@ from dataload.runtime.text import counted, few
 from dataload.samplers.window_size import default_window
 
 VERSION = 1
+LONGEST_SEQUENCE = (1 << 31) - 1
 _OF_DOCUMENTS = frozenset(("manifest", "blocks", "fill_null", "null_masks", "errors", "stages", "_columns"))
 
 
@@ -131,8 +134,20 @@ class PackedDataset(Dataset):
     @cached_property
     def _by_footers(self) -> npt.NDArray[np.int64] | None:
         """The values of each row group, as far as the footers tell, int64 [row groups]; None: they do not."""
-        is_whole = not self.stages and self.manifest.selection is None
+        filled = self.fill_null is not None and (
+            not isinstance(self.fill_null, Mapping) or self.packing.column in self.fill_null
+        )
+        is_whole = not self.stages and self.manifest.selection is None and not filled
         return values_of(self.manifest, self.blocks, self.packing.column) if self.packing.split and is_whole else None
+
+    @property
+    def known_nulls(self) -> str | None:
+        """Which columns are known to have nulls that end a loop. See `Dataset.known_nulls`."""
+        documents = self._documents
+        if self.stages:  # which may read all columns
+            return documents.known_nulls
+        own = self.packing.columns
+        return known_nulls(documents._decoded, own, self.fill_null, null_masks=self.null_masks)  # noqa: SLF001
 
     @cached_property
     def block_lengths(self) -> npt.NDArray[np.int64]:
@@ -183,7 +198,7 @@ class PackedDataset(Dataset):
         return self.packing.digest("order", self._documents.order_key)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return a whole column of epoch 0; see `__getitem__`."""
+        """Return a whole column, of documents in file order; see `__getitem__`."""
         if name not in self.schema.names:
             hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
             raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
@@ -219,24 +234,30 @@ class PackedDataset(Dataset):
         """Return disjoint datasets that together pack every document. See `Dataset.split`."""
         return [PackedDataset(part, self.packing) for part in self._documents.split(fractions, seed)]
 
-    def _of(self, *_: Any) -> Dataset:
+    def _of(self, *_: Any, **__: Any) -> Dataset:
         raise ConfigError("a packed dataset has other documents in its sequences in each epoch: select before pack")
 
-    filter = map = flat_map = select = exclude = pack = _of  # type: ignore[assignment]
+    filter = map = flat_map = select = exclude = pack = _of
 
     @property
     def uncounted(self) -> Dataset | None:
         """The dataset that is read to count the sequences; None: that is done, or takes no pass."""
-        return None if "_counts" in vars(self) or self._by_footers is not None else self._documents
+        if "_counts" in vars(self):
+            return None
+        return self._documents.uncounted or (self._documents if self._by_footers is None else None)
 
     def __repr__(self) -> str:
+        if self._documents.uncounted is not None:
+            return (
+                f"Dataset(sequences of {self.packing.length:,} values of {self.packing.column!r}: {self._documents!r})"
+            )
         groups = self.manifest.row_groups
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in groups})
         of = f"of {self.packing.length:,} values of {self.packing.column!r}"
         files = f"{counted(len(groups), 'row group')} of {counted(len(urls), 'file')}"
         documents = counted(self.manifest.num_rows, "document")
         if self.uncounted is None:
-            what = f"{counted(self.num_rows, 'sequence')} {of} from {documents} in {files}"
+            what = f"{counted(int(self._counts[0].sum()), 'sequence')} {of} from {documents} in {files}"
         else:
             size = decimal(sum(group.bytes for group in groups))
             what = f"sequences {of}, not counted yet: {documents} in {files}, {size}, will be read once for that"
@@ -266,15 +287,19 @@ def packing_of(
         ConfigError: An argument cannot work.
     """
     length = whole_number("length", length, least=1)
-    if isinstance(also, str) or not all(isinstance(name, str) for name in also):
+    if length > LONGEST_SEQUENCE:
+        raise ConfigError(f"length={length:,} is more than {LONGEST_SEQUENCE:,}, which position_ids can count")
+    if isinstance(also, str) or not isinstance(also, Iterable) or not all(isinstance(name, str) for name in also):
         raise ConfigError(f"also={also!r} must be a list of names of columns")
+    if not isinstance(split, bool):
+        raise ConfigError(f"split={split!r} must be True or False")
     names = (column, *also)
     schema = documents.schema
     for name in names:
         if name not in schema.names:
             hint = did_you_mean(str(name), schema.names, f"there are {few(map(repr, schema.names))}")
             raise ConfigError(f"pack: column {name!r} is not in the dataset: {hint}")
-        if name in (SEGMENTS, POSITIONS) or names.count(name) > 1:
+        if name in (SEGMENTS, POSITIONS, *OF_BATCHES) or names.count(name) > 1:
             raise ConfigError(f"pack: {name!r} would be two columns of the sequences: leave it out, or rename it")
     fields = fields_of(pa.schema([schema.field(name) for name in names]))
     for field in fields:
@@ -292,11 +317,9 @@ def packing_of(
 
 def _pad(field: Field, value: Any) -> Any:
     """Return what fills a column, as a number of Python. Raise ConfigError if the column cannot hold it."""
-    dtype = np.dtype(field.dtype)
-    try:
+    dtype, held = np.dtype(field.dtype), None
+    with suppress(TypeError, ValueError, OverflowError, FloatingPointError), np.errstate(all="raise"):
         held = np.array([value]).astype(dtype)[0].item()
-    except (TypeError, ValueError, OverflowError):
-        held = None
-    if held is None or not np.array_equal([held], [value], equal_nan=isinstance(held, float)):
+    if held is None or (dtype.kind != "f" and held != value):
         raise ConfigError(f"pad={value!r} is no number of column {field.name!r}, which has {dtype}: choose another one")
     return held

@@ -5,6 +5,7 @@ They are counted as the lengths of documents that are packed whole, or are the n
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,14 @@ class RowLengths:
         return found
 
     @property
+    def digest(self) -> str:
+        """Hex digest of all lengths."""
+        found = hashlib.blake2b(digest_size=16)
+        for each in self._each:
+            found.update(each.data)
+        return found.hexdigest()
+
+    @property
     def mean(self) -> float:
         """The mean length."""
         return sum(float(each.sum(dtype=np.int64)) for each in self._each) / max(1, int(self._firsts[-1]))
@@ -74,7 +83,7 @@ class RowLengths:
                     raise DataError(f"{place} has no length: lengths are whole numbers from 0 to 2**32 - 2")
                 raise DataError(
                     f"{place} has a length of {longest:,}, more than a batch of {most:,} tokens can hold: raise "
-                    f"batch_tokens, or leave such rows out with filter or map"
+                    f"batch_tokens, leave such rows out with filter or select, or cut them with map"
                 )
 
     @cached_property
@@ -100,7 +109,7 @@ def budget_of(datasets: Sequence[Dataset], tokens: int, column: str, multiple: i
     """
     lengths = RowLengths(datasets, column)
     lengths.check(tokens // multiple * multiple)
-    return TokenBudget(tokens, lengths, lengths.mean, multiple, column)
+    return TokenBudget(tokens, lengths, lengths.mean, multiple, f"{column} {lengths.digest}")
 
 
 def _check(dataset: Dataset, column: str) -> None:

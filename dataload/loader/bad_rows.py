@@ -10,7 +10,9 @@ from time import monotonic
 
 import numpy as np
 
+from dataload.catalog.locations import Location
 from dataload.errors import RowError
+from dataload.packed import SequenceLocation
 from dataload.rows.columns import Array
 from dataload.rows.row_errors import is_of_a_row
 
@@ -24,14 +26,14 @@ Works = Callable[[list[int]], bool]
 
 @contextmanager
 def naming_rows(
-    numbers: Array, name: str, text_of: Callable[[int], str], works: Callable[[Array], bool] | None = None
+    numbers: Array, name: str, locate: Callable[[int], Location], works: Callable[[Array], bool] | None = None
 ) -> Iterator[None]:
     """Add a note with the rows of a batch, and the one that raised, to each exception of the block.
 
     Args:
         numbers: Row numbers, int64 [B].
         name: Names the batch.
-        text_of: Returns the file, row group and row of a row number.
+        locate: Returns the location of a row number.
         works: Returns whether a batch of some of these rows can be made; None: don't search for the row that raised.
             Nor is it searched for after a call that took long or timed out: the search would take as long, or longer.
     """
@@ -44,7 +46,7 @@ def naming_rows(
         if position is None and works is not None and is_of_a_row(error) and not is_slow:
             with suppress(Exception):  # The first error matters more.
                 position = _first_bad(numbers, works)
-        error.add_note(_note(numbers, name, position, text_of))
+        error.add_note(_note(numbers, name, position, locate))
         raise
 
 
@@ -68,14 +70,15 @@ def _first_bad(numbers: Array, works: Callable[[Array], bool]) -> int | None:
     return start if len(numbers) == 1 or not works(numbers[start:stop]) else None
 
 
-def _note(numbers: Array, name: str, position: int | None, text_of: Callable[[int], str]) -> str:
+def _note(numbers: Array, name: str, position: int | None, locate: Callable[[int], Location]) -> str:
     lines, row = [f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}"], int(numbers[position or 0])
+    place = locate(row)
     if position is not None:
-        lines.append(f"row {position} of the batch is the first that raises: row {row} of the dataset ({text_of(row)})")
-    lines.append(
-        f"To look at them: loader.dataset.locate({row}) returns the file and row group of a row, "
-        f"loader.dataset[{row}] reads it"
-    )
+        lines.append(f"row {position} of the batch is the first that raises: row {row} of the dataset ({place.text})")
+    reads = f"loader.dataset[{row}] reads it"
+    if isinstance(place, SequenceLocation):  # whose documents depend on the epoch
+        reads = "its .documents(epoch, seed) those that it had"
+    lines.append(f"To look at them: loader.dataset.locate({row}) returns the file and row group of a row, {reads}")
     return "\n".join(lines)
 
 

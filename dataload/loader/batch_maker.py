@@ -31,7 +31,7 @@ from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.rows.row_errors import is_of_a_row
-from dataload.rows.row_store import EPOCH_0, Draw, Loads
+from dataload.rows.row_store import Draw, Loads
 from dataload.rows.sequences import Sequences
 from dataload.runtime.redact import redacted
 from dataload.telemetry.loader_stats import summed
@@ -235,7 +235,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         make: Callable[[NumberedRows, Batch | None], Any],
         name: str,
         stop: Future[None] | None = None,
-        draw: Draw = EPOCH_0,
+        draw: Draw = None,
     ) -> tuple[Any, tuple[int, ...]]:
         """Return make(rows, columns), and the numbers of rows that raised and were replaced.
 
@@ -265,7 +265,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             return True
 
         try:
-            with naming_rows(rows.numbers, name, self._text_of, None if self._skip else works):
+            with naming_rows(rows.numbers, name, self._dataset.locate, None if self._skip else works):
                 return make(rows, columns), ()
         except Exception as error:
             if not (self._skip and is_of_a_row(error)):
@@ -275,11 +275,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 raise
             skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())
             self._warn(skipped, error)
-        with naming_rows(numbers, name, self._text_of):
+        with naming_rows(numbers, name, self._dataset.locate):
             return make(gathered(numbers), None), skipped
-
-    def _text_of(self, row: int) -> str:
-        return self._dataset.locate(row).text
 
     def _batch(
         self,
@@ -311,7 +308,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             log.warning(
                 'on_error="skip": row %d (%s) raised %s; it is replaced, and %d rows of this process so far',
                 skipped[0],
-                self._text_of(skipped[0]),
+                self._dataset.locate(skipped[0]).text,
                 reason,
                 self._skipped,
             )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataload.rows.columns import Array
-from dataload.rows.row_store import EPOCH_0, Draw
+from dataload.rows.row_store import Draw
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.wait_timeline import Timeline
 
@@ -37,7 +37,7 @@ class Request:
     step: int
     end: int
     stream: tuple[int, ...]
-    draw: Draw = EPOCH_0
+    draw: Draw = None
     is_even: bool = True
     filled: tuple[int, int] | None = None
 

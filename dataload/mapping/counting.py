@@ -8,10 +8,12 @@ way.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -123,9 +125,12 @@ def each_counted(maker: CountMaker, numbers: Sequence[int], what: str) -> Iterat
 
     progress = ProgressLines(f"counting {what}", len(numbers), "row groups")
     threads = DaemonExecutor(IN_FLIGHT, "dataload-count")  # a row group each; the memory budget bounds their bytes
-    calls = [(number, threads.submit(count, number)) for number in numbers]
+    ahead = ((number, threads.submit(count, number)) for number in numbers)
+    calls = deque(islice(ahead, 2 * IN_FLIGHT))  # not all: the counts of a billion rows take gigabytes
     try:
-        for number, call in calls:
+        while calls:
+            number, call = calls.popleft()
+            calls.extend(islice(ahead, 1))
             yield number, awaited(call)
             progress.advance(1)
     finally:

@@ -257,8 +257,11 @@ class Mixture(MapStyle):
             kind = "a column of the sources" if name_column in first else "the name of a mask of nulls"
             raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
         for name, dataset in zip(self.names, self._datasets, strict=True):
-            if dataset.packing != self._datasets[0].packing:
-                raise ConfigError(f"sources {self.names[0]!r} and {name!r} are packed differently: pack all alike")
+            if repr(dataset.packing) != repr(self._datasets[0].packing):  # A pad may be NaN.
+                how = f"by {self._datasets[0].packing} and {dataset.packing}"
+                raise ConfigError(
+                    f"sources {self.names[0]!r} and {name!r} are packed differently, {how}: pack all alike, before mix"
+                )
         layouts = [dataset.rowstore.layout for dataset in self._datasets]
         check_same_columns(self.names, layouts, [dataset.schema for dataset in self._datasets])
 

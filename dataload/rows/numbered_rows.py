@@ -15,7 +15,7 @@ from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, spa
 from dataload.rows.columns import Array
 from dataload.rows.packing import OF_BATCHES
 from dataload.rows.row_block import Records
-from dataload.rows.row_store import EPOCH_0, Draw
+from dataload.rows.row_store import Draw
 from dataload.rows.sequences import Sequences
 from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
@@ -66,7 +66,7 @@ class NumberedRows(list[dict[str, Any]]):
     """
 
     place: tuple[tuple[int, ...], int] | None = None
-    draw: Draw = EPOCH_0
+    draw: Draw = None
 
     def __new__(cls, rows: Any = (), numbers: Array | None = None, *_: Any, **__: Any) -> Any:
         """Return a plain list of rows if only these are given: trainers rebuild lists by `type(rows)(others)`."""

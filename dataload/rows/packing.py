@@ -72,6 +72,7 @@ class Line:
         begins: Where each piece of a document begins in the line, ascending: int64 [pieces].
         documents: The document of each piece, by its number in the row group: int64 [pieces].
         skipped: Values of the document before the piece; None: a piece is a whole document.
+        borders: Where each sequence begins in the line, and where the last one ends: int64 [sequences + 1].
         firsts: The first piece that each sequence has a part of: int64 [sequences].
         stops: One more than the last such piece: int64 [sequences].
     """
@@ -79,15 +80,15 @@ class Line:
     begins: Array
     documents: Array
     skipped: Array | None
+    borders: Array
     firsts: Array
     stops: Array
 
     @classmethod
-    def of(cls, begins: Array, sizes: Array, documents: Array, skipped: Array | None, count: int, length: int) -> Line:
-        """Return the line of these pieces, none of them empty, in `count` sequences."""
-        borders = np.arange(count + 1) * length
+    def of(cls, begins: Array, sizes: Array, documents: Array, skipped: Array | None, borders: Array) -> Line:
+        """Return the line of these pieces, none of them empty."""
         firsts = np.searchsorted(begins + sizes, borders[:-1], "right")
-        return cls(begins, documents, skipped, firsts, np.searchsorted(begins, borders[1:], "left"))
+        return cls(begins, documents, skipped, borders, firsts, np.searchsorted(begins, borders[1:], "left"))
 
 
 def sequences_of(lengths: Array, packing: Packing) -> int:
@@ -117,9 +118,14 @@ def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
     """Return the documents one after the other."""
     order = order[lengths[order] > 0]
     sizes = lengths[order]
-    if sizes.sum() > count * length:
-        raise ValueError(f"{sizes.sum():,} values, for which {count:,} sequences are too few")
-    return Line.of(np.cumsum(sizes) - sizes, sizes, order, None, count, length)
+    total = int(sizes.sum())
+    if total > count * length:
+        raise ValueError(f"{total:,} values, for which {count:,} sequences are too few")
+    # The footer counts empty documents, too. Then all sequences are a little shorter, and none has padding only, of
+    # which the mean loss would be NaN.
+    numbers = np.arange(count + 1)
+    borders = numbers * length if total > (count - 1) * length else numbers * total // max(1, count)
+    return Line.of(np.cumsum(sizes) - sizes, sizes, order, None, borders)
 
 
 def _whole(lengths: Array, order: Array, count: int, length: int) -> Line:
@@ -136,11 +142,11 @@ def _whole(lengths: Array, order: Array, count: int, length: int) -> Line:
     alone = np.repeat(np.arange(len(lengths)), full)
     if (needed := int(bins.max(initial=-1)) + 1 + len(alone)) != count:
         raise ValueError(f"documents for {needed:,} sequences, and not for {count:,}")
-    borders = np.arange(count - len(alone), count) * length
-    begins = np.concatenate((bins * length + starts - starts[first_of_bin], borders))
+    borders = np.arange(count + 1) * length
+    begins = np.concatenate((bins * length + starts - starts[first_of_bin], borders[count - len(alone) : count]))
     skipped = np.concatenate((lengths[order] - rests, length * ranges(np.zeros(len(full), np.int64), full)))
     sizes = np.concatenate((rests, np.full(len(alone), length)))
-    return Line.of(begins, sizes, np.concatenate((order, alone)), skipped, count, length)
+    return Line.of(begins, sizes, np.concatenate((order, alone)), skipped, borders)
 
 
 def ranges(firsts: Array, counts: Array) -> Array:

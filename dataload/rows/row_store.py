@@ -28,7 +28,6 @@ from dataload.samplers.interval_index import IntervalIndex
 
 Draw = tuple[int, int] | None
 """(seed, epoch) of a shuffle; None: file order."""
-EPOCH_0: Draw = (0, 0)
 
 MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
 PREFETCHED_PART = 16  # of the maps, for the blobs of prefetched row groups, and the same for transient ones
@@ -167,7 +166,7 @@ class RowStore(ForkAware):
         rows: Array,
         stop: Future[None] | None = None,
         loads: Loads | None = None,
-        draw: Draw = EPOCH_0,  # noqa: ARG002 (of sequences)
+        draw: Draw = None,  # noqa: ARG002 (of sequences)
     ) -> Any:
         """Return rows by their numbers, in the order given.
 

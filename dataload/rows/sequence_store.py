@@ -15,7 +15,7 @@ from dataload.formats.schema import Field
 from dataload.rows.columns import Array
 from dataload.rows.packing import Line, Packing, line_of, ranges
 from dataload.rows.row_groups import RowGroups
-from dataload.rows.row_store import EPOCH_0, Draw, Loads, RowStore, Selected
+from dataload.rows.row_store import Draw, Loads, RowStore, Selected
 from dataload.rows.sequences import Sequences, lengths_in
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.keys import derive_key
@@ -92,7 +92,7 @@ class SequenceStore(RowStore):
         return Sequences.none(self._packing, super().none())
 
     def gather(
-        self, rows: Array, stop: Future[None] | None = None, loads: Loads | None = None, draw: Draw = EPOCH_0
+        self, rows: Array, stop: Future[None] | None = None, loads: Loads | None = None, draw: Draw = None
     ) -> Any:
         """Return sequences by their numbers, in the order given. See `RowStore.gather`.
 
@@ -102,14 +102,15 @@ class SequenceStore(RowStore):
         groups = self._group_index.find(rows)
         numbers = rows - self._first_sequences[groups]
         by_group = np.argsort(groups, kind="stable")
-        present, starts = np.unique(groups[by_group], return_index=True)
-        parts = list(zip(present.tolist(), np.split(by_group, starts[1:]), strict=True))
+        present, places = np.unique(groups[by_group], return_index=True)
+        parts = list(zip(present.tolist(), np.split(by_group, places[1:]), strict=True))
         super().gather(self._first_documents[present], stop, loads)  # requests the row groups, all at once
         lines = [self._lines.get((group, draw), partial(self._line, stop)) for group, _ in parts]
-        firsts, counts = np.empty_like(rows), np.empty_like(rows)
+        firsts, counts, starts, stops = (np.empty_like(rows) for _ in range(4))
         for line, (_, chosen) in zip(lines, parts, strict=True):
             of_line = numbers[chosen]
             firsts[chosen] = line.firsts[of_line]
+            starts[chosen], stops[chosen] = line.borders[of_line], line.borders[of_line + 1]
             counts[chosen] = line.stops[of_line] - firsts[chosen]
         ends = np.concatenate(([0], np.cumsum(counts)))
         begins, documents = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
@@ -121,11 +122,11 @@ class SequenceStore(RowStore):
             if line.skipped is not None:
                 skipped[places] = line.skipped[pieces]
         found = super().gather(documents, stop)
-        length, name = self._packing.length, self._packing.column
-        borders = np.repeat(numbers * length, counts)
-        cut = np.maximum(borders - begins, 0)  # of the piece, which is of the sequence before
+        name = self._packing.column
+        starts, stops = np.repeat(starts, counts), np.repeat(stops, counts)
+        cut = np.maximum(starts - begins, 0)  # of the piece, which is of the sequence before
         sizes = found.spans(next(field for field in self._fields if field.name == name))[:, 1] - skipped
-        lengths = np.minimum(begins + sizes, borders + length) - begins - cut
+        lengths = np.minimum(begins + sizes, stops) - begins - cut
         return Sequences(self._packing, found, skipped + cut, lengths, ends, documents)
 
     def _line(self, stop: Future[None] | None, key: tuple[int, Draw]) -> Line:

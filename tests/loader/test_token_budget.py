@@ -257,3 +257,20 @@ def test_errors_name_what_to_change(dataset: Dataset) -> None:
     named = dataset.map(lambda batch: {"a": batch["tokens"], "a.length": batch["id"]})
     with pytest.raises(ConfigError, match=r"adds the column 'a\.length'"):
         make_loader(named, batch_tokens=2048, length="a", pad_to_multiple=8)
+
+
+def test_a_state_is_refused_if_a_function_makes_other_lengths(dataset: Dataset) -> None:
+    """Batches would be cut elsewhere, and rows lost, although the files are the same."""
+
+    def loader(most: int) -> Any:
+        def shorten(batch: Any) -> Any:
+            return {**batch, "n_tokens": batch["n_tokens"].clamp(max=most)}
+
+        return make_loader(dataset.map(shorten), batch_tokens=BUDGET, length="n_tokens")
+
+    first = loader(1000)
+    list(islice(first, 7))
+    again = loader(1000)
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ConfigError):
+        loader(100).load_state_dict(first.state_dict())

@@ -82,9 +82,9 @@ def test_without_a_shuffle_documents_stand_in_file_order(dataset: Dataset, lengt
     documents.check_epoch(found, lengths, LENGTH, split=True)
 
 
-def test_rows_by_number_are_those_of_epoch_0(dataset: Dataset) -> None:
+def test_rows_by_number_are_those_without_a_shuffle(dataset: Dataset) -> None:
     packed = _packed(dataset, LENGTH)
-    for batch in make_loader(packed, 4, row_ids=True):
+    for batch in make_loader(packed, 4, shuffle=False, row_ids=True):
         for row, number in enumerate(batch["row_id"].tolist()):
             own = packed[number]
             assert own.keys() == {"tokens", "labels", "segment_ids", "position_ids"}
@@ -133,7 +133,8 @@ def halves(batch: dict[str, Any]) -> dict[str, Any]:
         for each in batch[name]:
             own = np.empty(0, dtypes[name]) if each is None else each.numpy()
             values += [own[: len(own) // 2], own[len(own) // 2 :]]
-    return parts
+    kinds = {"tokens": pa.int64(), "labels": pa.int32()}
+    return {name: pa.array(values, pa.list_(kinds[name])) for name, values in parts.items()}
 
 
 def failing(batch: dict[str, Any]) -> dict[str, Any]:
@@ -334,3 +335,95 @@ def test_batches_that_accelerate_skips_are_those_of_the_epoch(dataset: Dataset) 
     loader.set_epoch(1)
     skipping = accelerate.skip_first_batches(loader, 3)
     assert [each for batch in skipping for each in documents.segments_of(batch, LENGTH)] == whole[12:]
+
+
+def test_empty_documents_make_no_sequence_of_padding_only(tmp_path: Path) -> None:
+    """The mean loss of such a sequence would be NaN. Footers count an empty document as a value."""
+    documents = [[] if number % 3 else [number] * 5 for number in range(300)]
+    pq.write_table(pa.table({"tokens": documents}), tmp_path / "x.parquet")
+    packed = make_dataset(tmp_path / "x.parquet", cache=False).pack(8)
+    found = []
+    for batch in make_loader(packed, 1):
+        assert batch["segment_ids"].any()
+        found += batch["tokens"][batch["segment_ids"] > 0].tolist()
+    assert sorted(found) == sorted(value for document in documents for value in document)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_values_in_place_of_nulls_are_packed(tmp_path: Path, split: bool) -> None:
+    """Also where a file lacks the column."""
+    pq.write_table(pa.table({"tokens": pa.array([[1, 2, 3], None], pa.list_(pa.int64()))}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"other": [1, 2]}), tmp_path / "b.parquet")
+    dataset = make_dataset(tmp_path, columns=["tokens"], fill_null={"tokens": [9, 9]}, cache=False)
+    batch = dataset.pack(4, split=split).__getitems__(range(len(dataset.pack(4, split=split)))).columns
+    assert sorted(batch["tokens"][batch["segment_ids"] > 0].tolist()) == [1, 2, 3, *[9] * 6]
+
+
+def test_nulls_of_columns_that_are_not_packed_end_no_loop(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": [[1], [2]], "year": pa.array([None, 1])}), tmp_path / "x.parquet")
+    [batch] = make_loader(make_dataset(tmp_path / "x.parquet", cache=False).pack(2), 1)
+    assert sorted(batch["tokens"][0].tolist()) == [1, 2]
+
+
+def test_an_error_says_which_documents_a_sequence_had(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": [[number] for number in range(100)]}), tmp_path / "x.parquet")
+
+    def fail(batch: Any) -> Any:
+        if (batch["tokens"] == 37).any():
+            raise ValueError("bad token")
+        return batch
+
+    loader = make_loader(make_dataset(tmp_path / "x.parquet", cache=False).pack(4), 5, seed=4, transform=fail)
+    with pytest.raises(ValueError, match="bad token") as raised:
+        list(loader)
+    [note] = [note for note in raised.value.__notes__ if "documents(epoch, seed)" in note]
+    row = int(note.partition(": row ")[2].partition(" ")[0])
+    assert 37 in [piece.document.row for piece in loader.dataset.locate(row).documents(0, 4)]
+
+
+def test_print_calls_no_function_and_names_datasets_without_values(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([[], None], pa.list_(pa.int64()))}), tmp_path / "x.parquet")
+    dataset, calls = make_dataset(tmp_path / "x.parquet", cache=False), tmp_path / "calls"
+    assert "1 sequence of 4 values" in repr(dataset.pack(4))
+    pq.write_table(pa.table({"tokens": [[number] for number in range(500)]}), tmp_path / "y.parquet")
+
+    def twice(batch: Any) -> Any:
+        with calls.open("a") as file:
+            file.write("." * len(batch["tokens"]))
+        return {"tokens": [values for values in batch["tokens"] for _ in range(2)]}
+
+    flat = make_dataset(tmp_path / "y.parquet", cache=False).flat_map(twice)
+    sampled = calls.read_text()
+    assert "not counted yet" in repr(flat.pack(4))
+    assert calls.read_text() == sampled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 2**31}, "length=2,147,483,648 is more than 2,147,483,647"),
+        ({"length": 4, "also": None}, "also=None must be a list"),
+        ({"length": 4, "split": "no"}, "split='no' must be True or False"),
+        ({"length": 4, "column": "max_seqlen"}, "'max_seqlen' would be two columns"),
+        ({"length": 4, "pad": float("nan")}, "pad=nan is no number of column 'tokens'"),
+    ],
+)
+def test_more_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    pq.write_table(pa.table({"tokens": [[1]], "max_seqlen": [[1]]}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path / "x.parquet", cache=False)
+    with pytest.raises(ConfigError, match=message):
+        dataset.pack(**arguments)
+
+
+def test_floats_are_padded_with_the_nearest_value(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([[1.5]], pa.list_(pa.float32()))}), tmp_path / "x.parquet")
+    packed = make_dataset(tmp_path / "x.parquet", cache=False).pack(2, pad=0.1)
+    assert packed[0]["tokens"].tolist() == [1.5, np.float32(0.1)]
+
+
+def test_a_packed_dataset_refuses_keywords_as_it_refuses_positions(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": [[1]]}), tmp_path / "x.parquet")
+    packed = make_dataset(tmp_path / "x.parquet", cache=False).pack(2)
+    for call in (lambda: packed.select(rows=[0]), lambda: packed.map(dict, columns=["tokens"])):
+        with pytest.raises(ConfigError, match="select before pack"):
+            call()
