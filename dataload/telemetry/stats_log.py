@@ -231,6 +231,8 @@ def _pass(line: Any) -> Pass:
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
+    if not isinstance(line, dict):
+        raise TypeError("it is no object")
     names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *PLACE, *BY_SOURCE}
     counts = {name: _number(line.get(name, 0) if name in TOKENS else line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
