@@ -219,10 +219,12 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
     """Yield, for each intact line, the state of its pass at that time."""
     for line in lines:
         try:
-            parsed = _pass(json.loads(line))
+            content = json.loads(line)
+            parsed = _pass(content) if isinstance(content, dict) else None
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        yield parsed
+        if parsed is not None:
+            yield parsed
 
 
 def _pass(line: Any) -> Pass:
@@ -231,8 +233,6 @@ def _pass(line: Any) -> Pass:
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
-    if not isinstance(line, dict):
-        raise TypeError("it is no object")
     names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *PLACE, *BY_SOURCE}
     counts = {name: _number(line.get(name, 0) if name in TOKENS else line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
