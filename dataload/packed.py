@@ -33,7 +33,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
 from dataload.samplers.window_size import default_window
 
-VERSION = 1
+VERSION = 2
 LONGEST_SEQUENCE = (1 << 31) - 1
 _OF_DOCUMENTS = frozenset(("manifest", "blocks", "fill_null", "null_masks", "errors", "stages", "_columns"))
 
@@ -62,6 +62,10 @@ class SequenceLocation(Location):
     def text(self) -> str:
         """The location in words, without credentials."""
         return f"{super().text.rpartition(' row ')[0]}, sequence {self.row} of those packed of it"
+
+    def look(self, row: int) -> str:
+        """Return how to look at the documents of the sequence, which depend on the epoch."""
+        return f"loader.dataset.locate({row}).documents(epoch, seed) returns the documents that it had in an epoch"
 
     def documents(self, epoch: int | None, seed: int = 0) -> list[Piece]:
         """Return the pieces of documents that the sequence has in an epoch, in order.
@@ -110,26 +114,23 @@ class PackedDataset(Dataset):
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.int64]:
-        """The sequences of each row group, and the values in them, int64 [2, row groups].
-
-        By the footers, null and empty documents may count as a value.
-        """
+        """The sequences of each row group, int64 [row groups]. Footers count null and empty documents as a value."""
         manifest, packing = self.manifest, self.packing
         if (values := self._by_footers) is not None:
-            return np.stack((-(-values // packing.length), values))
+            return packing.filled(values)
         cache = self.cached_row_groups()
 
         def count() -> bytes:
-            found = np.zeros((2, len(manifest.row_groups)), "<i8")
+            found = np.zeros(len(manifest.row_groups), "<i8")
             filled = np.flatnonzero(manifest.block_lengths).tolist()
             what = f"the values of {packing.column!r}"
             for number, lengths in each_counted(LengthMaker(cache, packing.column), filled, what):
                 selection = self.stored_selection
                 own = lengths if selection is None else lengths[selection.mask(number)]
-                found[:, number] = sequences_of(own, packing), own.sum()
+                found[number] = sequences_of(own, packing)
             return found.tobytes()
 
-        return counted_once(cache, f"sequences {VERSION} {packing.key} {cache.plan.digest}", manifest, count, kinds=2)
+        return counted_once(cache, f"sequences {VERSION} {packing.key} {cache.plan.digest}", manifest, count)
 
     @cached_property
     def _by_footers(self) -> npt.NDArray[np.int64] | None:
@@ -152,10 +153,9 @@ class PackedDataset(Dataset):
     @cached_property
     def block_lengths(self) -> npt.NDArray[np.int64]:
         """Sequences of each row group, int64 [row groups]."""
-        sequences: npt.NDArray[np.int64] = self._counts[0]
-        if not sequences.any():
+        if not self._counts.any():
             raise ConfigError(f"column {self.packing.column!r} has no value in any document: there is nothing to pack")
-        return sequences
+        return self._counts
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]
@@ -257,7 +257,7 @@ class PackedDataset(Dataset):
         files = f"{counted(len(groups), 'row group')} of {counted(len(urls), 'file')}"
         documents = counted(self.manifest.num_rows, "document")
         if self.uncounted is None:
-            what = f"{counted(int(self._counts[0].sum()), 'sequence')} {of} from {documents} in {files}"
+            what = f"{counted(int(self._counts.sum()), 'sequence')} {of} from {documents} in {files}"
         else:
             size = decimal(sum(group.bytes for group in groups))
             what = f"sequences {of}, not counted yet: {documents} in {files}, {size}, will be read once for that"

@@ -31,6 +31,11 @@ class Location(NamedTuple):
         """The location in words, without credentials."""
         return f"{redacted(self.url)} row group {self.row_group} row {self.row}"
 
+    def look(self, row: int) -> str:
+        """Return how to look at the row, given its number in the dataset of a loader."""
+        place = f"loader.dataset.locate({row}) returns the file and row group of a row"
+        return f"{place}, loader.dataset[{row}] reads it"
+
 
 class MadeLocation(Location):
     """The place of a row that `flat_map` made: `row` is its number among those that it made of the row group.

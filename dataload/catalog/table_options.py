@@ -56,8 +56,23 @@ STORES = {
     **dict.fromkeys(("az", "adl", "abfs", "abfss"), (AZURE, "azure_")),
     **dict.fromkeys(("gs", "gcs"), (GOOGLE, "google_")),
 }
-TO_DELTA = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
-TO_ICEBERG = {"key": "s3.access-key-id", "secret": "s3.secret-access-key", "token": "s3.session-token"}
+TO_DELTA = {
+    "key": "AWS_ACCESS_KEY_ID",
+    "secret": "AWS_SECRET_ACCESS_KEY",
+    "token": "AWS_SESSION_TOKEN",
+    "endpoint_url": "AWS_ENDPOINT_URL",
+    "anon": "AWS_SKIP_SIGNATURE",
+    "region_name": "AWS_REGION",
+}
+TO_ICEBERG = {
+    "key": "s3.access-key-id",
+    "secret": "s3.secret-access-key",
+    "token": "s3.session-token",
+    "endpoint_url": "s3.endpoint",
+    "anon": "s3.anonymous",
+    "region_name": "s3.region",
+}
+OF_CLIENTS = ("endpoint_url", "region_name")  # in client_kwargs
 
 
 def of_fsspec(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -82,36 +97,24 @@ def of_fsspec(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def of_delta(options: Mapping[str, Any] | None) -> dict[str, str]:
     """Return options of s3fs in the words of deltalake, and others as they are."""
-    found: dict[str, str] = {}
-    for name, value in (options or {}).items():
-        if name in TO_DELTA:
-            found[TO_DELTA[name]] = str(value)
-        elif name == "endpoint_url":
-            found["AWS_ENDPOINT_URL"] = str(value)
-            found["AWS_ALLOW_HTTP"] = str(str(value).startswith("http://")).lower()
-        elif name == "anon":
-            found["AWS_SKIP_SIGNATURE"] = str(bool(value)).lower()
-        elif name == "client_kwargs":
-            found |= of_delta({key: each for key, each in value.items() if key == "endpoint_url"})
-            found |= {"AWS_REGION": str(value["region_name"])} if "region_name" in value else {}
-        elif isinstance(value, str):
-            found[name] = value
+    found = _of_s3fs(options or {}, TO_DELTA)
+    if (endpoint := found.get("AWS_ENDPOINT_URL")) is not None:
+        found["AWS_ALLOW_HTTP"] = str(endpoint.startswith("http://")).lower()
     return found
 
 
 def of_iceberg(options: Mapping[str, Any] | None) -> dict[str, str]:
     """Return options of s3fs in the words of pyiceberg, and others as they are."""
+    return _of_s3fs(options or {}, TO_ICEBERG)
+
+
+def _of_s3fs(options: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name, value in (options or {}).items():
-        if name in TO_ICEBERG:
-            found[TO_ICEBERG[name]] = str(value)
-        elif name == "endpoint_url":
-            found["s3.endpoint"] = str(value)
-        elif name == "anon":
-            found["s3.anonymous"] = str(bool(value)).lower()
-        elif name == "client_kwargs":
-            found |= of_iceberg({key: each for key, each in value.items() if key == "endpoint_url"})
-            found |= {"s3.region": str(value["region_name"])} if "region_name" in value else {}
+    for name, value in options.items():
+        if name == "client_kwargs":
+            found |= _of_s3fs({each: value[each] for each in OF_CLIENTS if each in value}, words)
+        elif name in words:
+            found[words[name]] = str(bool(value)).lower() if name == "anon" else str(value)
         elif isinstance(value, str):
             found[name] = value
     return found

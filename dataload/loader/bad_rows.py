@@ -12,7 +12,6 @@ import numpy as np
 
 from dataload.catalog.locations import Location
 from dataload.errors import RowError
-from dataload.packed import SequenceLocation
 from dataload.rows.columns import Array
 from dataload.rows.row_errors import is_of_a_row
 
@@ -75,10 +74,7 @@ def _note(numbers: Array, name: str, position: int | None, locate: Callable[[int
     place = locate(row)
     if position is not None:
         lines.append(f"row {position} of the batch is the first that raises: row {row} of the dataset ({place.text})")
-    reads = f"loader.dataset[{row}] reads it"
-    if isinstance(place, SequenceLocation):  # whose documents depend on the epoch
-        reads = "its .documents(epoch, seed) those that it had"
-    lines.append(f"To look at them: loader.dataset.locate({row}) returns the file and row group of a row, {reads}")
+    lines.append(f"To look at them: {place.look(row)}")
     return "\n".join(lines)
 
 

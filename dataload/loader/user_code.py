@@ -177,7 +177,7 @@ _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
 
 @cache
 def _drawing() -> frozenset[Any]:
-    """Return the functions of torch that draw from the `generator` they are given. Those of `_LIKE` take one lately."""
+    """Return the functions of torch that take a `generator`. Older releases have none for those of `_LIKE`."""
     with suppress(TypeError):
         torch.rand_like(torch.empty(0), generator=torch.Generator())
         return _DRAWING.union(_LIKE)

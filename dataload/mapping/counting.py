@@ -69,31 +69,28 @@ def with_counts(source: RowGroupCache, stage: Stage) -> Stage:
             made_rows[number] = found.sum()
         return made_rows.tobytes()
 
-    [rows] = counted_once(source, f"flat_map {VERSION} {stage.key} {source.plan.digest}", stage.manifest, count)
+    rows = counted_once(source, f"flat_map {VERSION} {stage.key} {source.plan.digest}", stage.manifest, count)
     if not rows.any():
         raise ConfigError(f"{stage.title} makes no row of any of the {stage.manifest.num_rows:,} rows: return some")
     return replace(stage, counts=replace(counts, rows=rows))
 
 
-def counted_once(
-    source: RowGroupCache, what: str, manifest: Manifest, count: Callable[[], bytes], kinds: int = 1
-) -> Array:
-    """Return numbers of each row group, int64 [kinds, row groups]. One process of the host counts them.
+def counted_once(source: RowGroupCache, what: str, manifest: Manifest, count: Callable[[], bytes]) -> Array:
+    """Return a number of each row group, int64 [row groups]. One process of the host counts them.
 
     Args:
         source: The row groups.
         what: Names the numbers.
         manifest: The dataset.
         count: Returns them as little-endian bytes.
-        kinds: How many each row group has.
     """
     groups = manifest.row_groups
 
     def parse(data: memoryview) -> Array:
         found = np.frombuffer(data, "<i8").astype(np.int64)
-        if len(found) != kinds * len(groups) or found.min(initial=0) < 0:
+        if len(found) != len(groups) or found.min(initial=0) < 0:
             raise ValueError("the counts are of other row groups")
-        return found.reshape(kinds, -1)
+        return found
 
     first = Object(groups[0].file.path, 0, manifest.fingerprint)
     return Metadata(source.blocks, first, what, parse).get_or_make_once(count)

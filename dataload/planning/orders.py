@@ -87,7 +87,7 @@ class Packed:
     @property
     def sequences(self) -> npt.NDArray[np.int64]:
         """Sequences of each row group, int64 [row groups]; documents that stay whole may need more."""
-        found: npt.NDArray[np.int64] = -(-self.values // self.packing.length)
+        found: npt.NDArray[np.int64] = self.packing.filled(self.values)
         return found
 
     @property

@@ -52,6 +52,11 @@ class Packing:
         whole = json.dumps([*content, *self.key]).encode()
         return hashlib.blake2b(whole, digest_size=16, person=f"packed {what}".encode()).hexdigest()
 
+    def filled(self, values: Array) -> Array:
+        """Return how many sequences so many values fill if documents are cut, int64 [...] both."""
+        sequences: Array = -(-values // self.length)
+        return sequences
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are packed."""
@@ -94,7 +99,7 @@ class Line:
 def sequences_of(lengths: Array, packing: Packing) -> int:
     """Return how many sequences documents of these lengths make, int64 [documents]."""
     if packing.split:
-        return -(-int(lengths.sum()) // packing.length)
+        return int(packing.filled(lengths.sum()))
     rests = lengths % packing.length
     return int((lengths // packing.length).sum()) + fewest(rests[rests > 0], packing.length)
 

@@ -220,11 +220,12 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
     for line in lines:
         try:
             content = json.loads(line)
-            parsed = _pass(content) if isinstance(content, dict) else None
+            if not isinstance(content, dict):
+                continue
+            parsed = _pass(content)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        if parsed is not None:
-            yield parsed
+        yield parsed
 
 
 def _pass(line: Any) -> Pass:
