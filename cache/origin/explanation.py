@@ -129,7 +129,8 @@ def fix_of(error: BaseException) -> str | None:
 def amazon_hint(url: str) -> str:
     """Return how to name what is at an HTTP address of Amazon S3; nothing for other URLs."""
     match = _AMAZON_OVER_HTTP.match(url)
-    return f"; for S3 itself, name s3://{match['host'] or match['bucket']}/…" if match else ""
+    bucket = (match["host"] or match["bucket"]) if match else None
+    return f"; for S3 itself, name s3://{bucket}/…" if bucket else ""
 
 
 def origin_error(

@@ -37,7 +37,8 @@ def retried(
 
     Args:
         request: Makes the request once.
-        seconds: Returns for how long after the first failure to retry a transient error.
+        seconds: Returns for how long to retry a transient error: after the first failure, or from the start until the
+            store has answered.
         on_retry: Called with the error before each retry.
         sleep: Waits for a number of seconds.
         clock: Monotonic time in seconds.

@@ -26,6 +26,8 @@ def subset(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
         IndexError: The dataset has no such row.
     """
     mask = rows if rows.dtype == np.bool_ else _mask(rows, manifest.num_rows)
+    if rows.dtype != np.bool_ and np.count_nonzero(mask) < len(rows):
+        raise ConfigError("a row number comes twice: a dataset has each row once, and mix repeats rows by weights")
     if mask.shape != (manifest.num_rows,):
         raise ConfigError(
             f"the mask has the shape {mask.shape}, and the dataset {manifest.num_rows} rows: give a value for each row"
@@ -48,7 +50,7 @@ def excluded(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
     """
     if not rows.size:
         return manifest
-    mask = ~_mask(np.unique(rows), manifest.num_rows) if rows.dtype.kind in "iu" else _mask(rows, 0)
+    mask = ~_mask(rows, manifest.num_rows) if rows.dtype.kind in "iu" else _mask(rows, 0)
     if not mask.any():
         raise ConfigError("exclude leaves no row: name fewer")
     return manifest.selected(Selection.of(_by_row_group(mask, manifest)))
@@ -62,8 +64,6 @@ def _mask(rows: npt.NDArray[Any], total: int) -> Mask:
             raise IndexError(f"row {outside} of a dataset of {total} rows: row numbers count from 0")
     mask = np.zeros(total, np.bool_)
     mask[rows.astype(np.int64, copy=False)] = True  # Negative numbers count from the end.
-    if np.count_nonzero(mask) < len(rows):
-        raise ConfigError("a row number comes twice: a dataset has each row once, and mix repeats rows by weights")
     return mask
 
 

@@ -127,8 +127,7 @@ class InThreads:
         """Surround the calls for a batch. See `Around`."""
         before = {name: each.state() for name, each in _GLOBAL.items()} if cursor == self._first else {}
         seed = _seed_of(stream, cursor)
-        drawing = _Drawing(seed, self._draws)
-        with self._in_modes() if self._modes else nullcontext(), albumentations_draws.seeded(seed), drawing:
+        with self._in_modes() if self._modes else nullcontext(), albumentations_draws.seeded(seed), _Drawing(seed):
             yield
         self._draws.tell(_moved(before))
 
@@ -179,7 +178,7 @@ _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
 def _drawing() -> frozenset[Any]:
     """Return the functions of torch that take a `generator`. Older releases have none for those of `_LIKE`."""
     with suppress(TypeError):
-        torch.rand_like(torch.empty(0), generator=torch.Generator())
+        torch.rand_like(torch.empty(0, device="cpu"), generator=torch.Generator())
         return _DRAWING.union(_LIKE)
     return _DRAWING
 
@@ -187,19 +186,13 @@ def _drawing() -> frozenset[Any]:
 class _Drawing(TorchFunctionMode):
     """Makes the functions of torch that this thread calls draw from a generator of their own, if they draw on the CPU.
 
-    If the user's code gives the generator of the process another seed, it draws from that one: nothing would tell a
-    second seeding with the same seed.
-
     Args:
-        seed: Seeds the generator.
-        draws: Tells of a seeding.
+        seed: Seeds the generator. What the user's code seeds in this thread is the generator of the process.
     """
 
-    def __init__(self, seed: int, draws: Draws) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
-        self._draws = draws
-        self._process_seed = torch.initial_seed()
 
     @cached_property
     def _generator(self) -> torch.Generator:
@@ -210,10 +203,7 @@ class _Drawing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _drawing() and _has_no_generator(args, kwargs) and _is_on_cpu(args, kwargs):
-            if torch.initial_seed() == self._process_seed:
-                kwargs = {**kwargs, "generator": self._generator}
-            else:
-                self._draws.tell(["torch"])
+            kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
 
 

@@ -59,3 +59,8 @@ def test_rows_that_cannot_be_excluded_are_told(dataset):
         dataset.exclude([100])
     with pytest.raises(ConfigError, match="rows must be a list of row numbers"):
         dataset.exclude([0.5])
+
+
+def test_a_row_may_be_named_from_both_ends(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": range(10)}), tmp_path / "x.parquet")
+    assert make_dataset(tmp_path / "x.parquet", cache=False).exclude([0, -10, 9])["id"].tolist() == [*range(1, 9)]

@@ -190,14 +190,25 @@ def seeded_by_row(batch: dict[str, Any]) -> dict[str, Any]:
     return {"x": batch["x"], "y": torch.stack(views).view(-1, 2, 3)}
 
 
-@pytest.mark.parametrize("options", WAYS[:2], ids=str)
+@pytest.mark.parametrize("options", [{"num_threads": 0}, {"num_workers": 1}], ids=str)
 def test_code_that_seeds_torch_has_the_draws_of_its_seed(
     dataset: Dataset, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = seeded_by_row({"x": torch.from_numpy(dataset["x"])})["y"]
     for batch in make_loader(dataset, BATCH, transform=seeded_by_row, prefetch=1, **options):
         assert torch.equal(batch["y"], expected[batch["x"].long()])
-    assert len(caplog.records) == (options.get("num_threads") != 0)  # The loop's own draws are disturbed.
+    assert not caplog.records
+
+
+def test_a_loop_in_the_program_leaves_batches_of_threads_as_they_are(dataset: Dataset) -> None:
+    """It seeds the generator of the process for each batch."""
+    expected, _ = trained(make_loader(dataset, BATCH, transform=Mixed()))
+    found = []
+    for batch in make_loader(dataset, BATCH, transform=Mixed(), num_threads=2):
+        found.append(batch["y"])
+        next(iter(make_loader(dataset, BATCH, transform=Mixed(), num_threads=0)))
+        torch.manual_seed(len(found))
+    assert same(expected, found)
 
 
 def test_a_loop_in_another_thread_leaves_the_generators_of_the_program(dataset: Dataset) -> None:
