@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import chain, islice
 from typing import Any, ClassVar, Protocol, Self, cast
 
@@ -276,10 +277,45 @@ class RankSampler(DistributedSampler[int]):
             yield run, cursor, step
             cursor += step * len(run)
 
+    def at(self, epoch: int, step: int) -> Self:
+        """Return a sampler that begins with a step, a batch of each rank, of an epoch. This one stays where it is.
+
+        Args:
+            epoch: Number of the epoch.
+            step: Number of the step in the epoch, from 0. An epoch that a state has restored goes on at the number that
+                its rows have on these ranks.
+
+        Raises:
+            IndexError: The epoch has no such step.
+            ConfigError: It came before the state was saved, on ranks that this sampler doesn't know.
+        """
+        found, step = copy(self), whole_number("step", step)
+        if epoch != self.epoch:
+            found.seek(epoch, 0)
+        found.renew()
+        cursor = found._cursor_of(step)  # noqa: SLF001 (of the same class)
+        if cursor is None or found.finished_at(cursor):
+            raise IndexError(f"epoch {epoch} has no step {step}: steps count from 0")
+        found.seek(epoch, cursor)
+        return found
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the sampler of another rank at the same place."""
+        found = copy(self)
+        found.rank = whole_number("rank", rank)
+        if found.rank >= self.num_replicas:
+            raise ConfigError(f"rank={rank} is not among the {self.num_replicas} ranks: they count from 0")
+        found._follow(self.order)  # noqa: SLF001 (of the same class)
+        return found
+
     def last_cursor(self, epoch: int) -> Callable[[int], bool]:
         """Return a function that tells of a number of rows of this epoch whether no batch is left after them."""
         order, here = self.order, self.position._replace(epoch=epoch)  # The order may change before the last batch.
         return lambda cursor: self._is_over(order, here.at(min(cursor, order.n)))
+
+    def seeds(self, epoch: int) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
+        """Return what draws the random numbers of transforms in an epoch, and the documents of packed sequences."""
+        return (self.seed, epoch, self.rank), (self.seed, epoch) if self.shuffle else None
 
     def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
         """Yield each row group once, in the order in which this rank's node first needs it.
@@ -401,6 +437,19 @@ class RankSampler(DistributedSampler[int]):
     def _cut(self, order: PositionOrder, num_replicas: int) -> PositionOrder:  # noqa: ARG002
         """Return the order of the rows, batch by batch."""
         return order
+
+    def _cursor_of(self, step: int) -> int | None:
+        """Return the rows of the epoch before a step. None: it has fewer."""
+        before, rest = divmod(self.cursor, self.global_batch_size)
+        self._check_known(step, before if rest else 0)
+        return min(rest + step * self.global_batch_size, self.num_rows)
+
+    def _check_known(self, step: int, first: int) -> None:
+        if step < first:
+            raise ConfigError(
+                f"step {step} of epoch {self.epoch} came before the state was saved, on other ranks or with batches of "
+                f"another size, and this loader knows those from {first} on: ask a loader like the one that saved it"
+            )
 
     def _is_over(self, order: PositionOrder, position: Position) -> bool:
         """Return whether no batch is left after a position of an order."""

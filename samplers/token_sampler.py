@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, takewhile
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -111,6 +111,13 @@ class TokenSampler(RankSampler):
 
     def _cut(self, order: PositionOrder, num_replicas: int) -> PositionOrder:
         return cast("PositionOrder", TokenOrder(cast("Any", order), self._budget, num_replicas))
+
+    def _cursor_of(self, step: int) -> int | None:
+        borders = partial(chain, [0])
+        done = sum(1 for _ in takewhile(self.cursor.__gt__, borders(self.order.ends_from(self.epoch, 0))))
+        before, rest = divmod(done, self.num_replicas)
+        self._check_known(step, before if rest else 0)
+        return next(islice(borders(self.order.ends_from(self.epoch, 0)), rest + step * self.num_replicas, None), None)
 
     def _is_over(self, order: Any, position: Position) -> bool:
         if not self.drop_last:

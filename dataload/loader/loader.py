@@ -16,6 +16,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
@@ -34,6 +36,8 @@ from dataload.loader.ranks import check_data_parallel, share_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.trainer_batches import LatestLoop, TrainerBatches
 from dataload.loader.worker_transport import unpack
+from dataload.rows.batch_tree import on_device
+from dataload.rows.numbered_rows import PlacedRows
 from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
@@ -203,6 +207,61 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """The versions of tables that the loader reads, for its state; none if they would make it too long."""
         found = [each.manifest.pinned for each in self.dataset.datasets if each.manifest.pinned]
         return found if sum(map(len, found)) <= MOST_TABLE_CHARACTERS else []
+
+    def rows_at(self, epoch: int, step: int) -> list[npt.NDArray[np.int64]]:
+        """Return the row numbers of a step's batches, one array for each rank: what `row_ids=True` adds to them.
+
+        The order is a formula, so nothing is read (with `batch_tokens`, the lengths of rows, which are cached). Rows
+        that `on_error="skip"` replaces are those that were to come. `loader.dataset.locate(rows)` tells their files.
+
+        Args:
+            epoch: Number of the epoch.
+            step: Number of the batch in the epoch, from 0, as `enumerate(loader)` counts a whole epoch. An epoch that
+                a state restored goes on at the number that its rows have on these ranks.
+
+        Returns:
+            int64 [rows of the batch], by rank.
+
+        Raises:
+            IndexError: The epoch has no such batch.
+            ConfigError: It came before the state was saved, on other ranks than this loader's.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import pyarrow as pa, pyarrow.parquet as pq
+            >>> from dataload import World, make_loader
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> pq.write_table(pa.table({"id": range(8)}), Path(folder.name) / "rows.parquet")
+            >>> loader = make_loader(folder.name, 2, shuffle=False, world=World(0, 2), cache=False)
+            >>> [rows.tolist() for rows in loader.rows_at(epoch=3, step=1)]
+            [[4, 5], [6, 7]]
+            >>> loader.batch_at(epoch=3, step=1, rank=1)["id"].tolist()
+            [6, 7]
+            >>> folder.cleanup()
+        """
+        sampler = self.rank_sampler.at(epoch, step)
+        return [next(sampler.of_rank(rank).batches()) for rank in range(sampler.num_replicas)]
+
+    def batch_at(self, epoch: int, step: int, rank: int | None = None) -> Any:
+        """Return the batch of a step again, with its transform and the same random numbers, wherever the loop is.
+
+        Args:
+            epoch: As for `rows_at`.
+            step: As for `rows_at`.
+            rank: The rank that got it; None: this one.
+
+        Raises:
+            IndexError: The epoch has no such batch.
+            ConfigError: There is no such rank, or the batch came before the state was saved, on other ranks.
+            Exception: What the loop would raise.
+        """
+        sampler = self.rank_sampler.at(epoch, step)
+        sampler = sampler if rank is None else sampler.of_rank(rank)
+        stream, draw = sampler.seeds(sampler.epoch)
+        rows = PlacedRows(next(sampler.batches()).tolist(), (stream, sampler.cursor), draw)
+        batch, *_ = self.maker.collate(self.dataset.__getitems__(rows))
+        return batch if self.device is None else on_device(batch, self.device)
 
     def stats(self) -> LoaderStats:
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""

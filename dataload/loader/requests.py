@@ -123,8 +123,7 @@ class Requests(Iterable[Request]):
 
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
-        stream, most = (sampler.seed, epoch, sampler.rank), sampler.num_rows
-        draw = (sampler.seed, epoch) if sampler.shuffle else None
+        (stream, draw), most = sampler.seeds(epoch), sampler.num_rows
         for run, before, step in self._steps(epoch, cursor):
             for first in range(0, len(run), at_once):
                 batches = run[first : first + at_once]

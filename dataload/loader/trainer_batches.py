@@ -117,8 +117,7 @@ class TrainerBatches(BatchSampler):
         """Yield the row numbers of each batch of the epoch."""
         sampler = self._sampler
         self._begin(LoaderStats(sampler.epoch, rank=sampler.rank, world_size=sampler.num_replicas))
-        stream = sampler.seed, sampler.epoch, sampler.rank
-        draw = (sampler.seed, sampler.epoch) if sampler.shuffle else None
+        stream, draw = sampler.seeds(sampler.epoch)
         for rows, cursor in sampler.in_batches(super().__iter__):
             yield PlacedRows(rows, (stream, cursor), draw)
 

@@ -1,0 +1,193 @@
+"""`rows_at` and `batch_at` against what loops of random runs got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from seeds import seeds
+
+from dataload import World, make_dataset, make_loader, mix
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError
+from dataload.loader.loader import Loader
+
+SIZES = {"a": [60, 7, 33], "b": [41, 41], "c": [25]}  # rows of the row groups of each file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with an "id" that differs in all files, "tokens" and their number."""
+    path: Path = tmp_path_factory.mktemp("replay")
+    rng, first = np.random.default_rng(4), 0
+    for name, sizes in SIZES.items():
+        rows = sum(sizes)
+        lengths = rng.integers(1, 30, rows)
+        tokens = pa.array([np.arange(length, dtype=np.int32) for length in lengths], pa.list_(pa.int32()))
+        table = pa.table({"id": range(first, first + rows), "tokens": tokens, "n_tokens": lengths})
+        with pq.ParquetWriter(path / f"{name}.parquet", table.schema) as writer:
+            for start, size in zip(np.cumsum([0, *sizes[:-1]]).tolist(), sizes, strict=True):
+                writer.write_table(table.slice(start, size))
+        first += rows
+    return path
+
+
+def twice(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "id": batch["id"] * 2}
+
+
+def noisy(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Draw from each generator that belongs to the batch."""
+    return {**batch, "noise": rng.random(3), "torch": torch.rand(3)}
+
+
+def _some_rows(dataset: Dataset, rng: np.random.Generator) -> Dataset:
+    rows = len(dataset)
+    ways: list[Callable[[], Dataset]] = [
+        lambda: dataset,
+        lambda: dataset.filter([("n_tokens", ">", 8)]),
+        lambda: dataset.select(rng.random(rows) < 0.6),
+        lambda: dataset.exclude(rng.integers(0, rows, 5)),
+        lambda: dataset.split([0.6, 0.4], seed=3)[0],
+    ]
+    return ways[rng.integers(len(ways))]()
+
+
+def _source(folder: Path, rng: np.random.Generator) -> Any:
+    """Return a random dataset, or a mixture of such."""
+    packs, maps, splits = (bool(rng.random() < 0.4) for _ in range(3))
+
+    def one(name: str) -> Dataset:
+        found = _some_rows(make_dataset(folder / f"{name}.parquet", cache=False), rng)
+        found = found.map(twice, columns=["id"]) if maps else found
+        return found.pack(32, split=splits) if packs else found
+
+    if rng.random() < 0.5:
+        return one("a")
+    sources = {name: one(name) for name in SIZES}
+    schedule = {0: [3, 1, 1], 40: [1, 1, 2]} if rng.random() < 0.5 else None
+    stop = ["first_exhausted", "all_exhausted"][rng.integers(2)]
+    weights = None if schedule else [5, 3, 2]
+    batching = "homogeneous" if rng.random() < 0.2 else "mixed"
+    return mix(sources, weights, schedule=schedule, ramp=schedule is not None and maps, stop=stop, batching=batching)
+
+
+def _loaders(folder: Path, rng: np.random.Generator) -> Callable[[int, int], Loader]:
+    """Return a function that makes the loader of a rank, among some ranks, of a random run."""
+    source = _source(folder, rng)
+    is_even = isinstance(source, Dataset) or source.order["batching"] == "mixed"
+    by_tokens = is_even and "n_tokens" in source.schema.names and rng.random() < 0.4
+    how: dict[str, Any] = {
+        "shuffle": ["block", "block", "full", False][rng.integers(4)],
+        "seed": int(rng.integers(100)),
+        "drop_last": bool(rng.random() < 0.3),
+        "window": [None, 1, 2][rng.integers(3)],
+        "row_ids": True,
+        "transform": noisy,
+        "num_threads": [None, 0, 2][rng.integers(3)],
+    }
+
+    def make(rank: int, ranks: int) -> Loader:
+        rows = 5 if is_even and ranks == 2 else 6 // ranks  # Those of a homogeneous global batch stay the same.
+        size = {"batch_tokens": 60, "length": "n_tokens"} if by_tokens else {"batch_size": rows}
+        return make_loader(source, **size, **how, world=World(rank, ranks))
+
+    return make
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, (torch.Tensor, np.ndarray)):
+        return type(found) is type(expected) and found.tolist() == expected.tolist() and found.dtype == expected.dtype
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_equal(found[name], expected[name]) for name in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    return bool(found == expected)
+
+
+@pytest.mark.parametrize("seed", seeds(6, 200))
+def test_a_run_is_read_again_by_formula(folder: Path, seed: int) -> None:
+    """A run that is killed, and goes on on other ranks, some epochs long."""
+    rng = np.random.default_rng(seed)
+    make, state = _loaders(folder, rng), None
+    for _ in range(4):
+        ranks = int(rng.choice([1, 2, 3, 6]))
+        loaders, fresh = [make(rank, ranks) for rank in range(ranks)], make(0, ranks)
+        if state is not None:
+            for loader in (*loaders, fresh):
+                loader.load_state_dict(state)
+        epoch = fresh.rank_sampler.epoch
+        steps = [None, 1, 4][rng.integers(3)]
+        iterators = [iter(loader) for loader in loaders]
+        got = [list(islice(iterator, steps)) for iterator in iterators]
+        assert len(set(map(len, got))) == 1
+        first = _first_step(fresh)
+        for number, batches in enumerate(zip(*got, strict=True)):
+            rows = fresh.rows_at(epoch, first + number)
+            assert [each.tolist() for each in rows] == [batch["row_id"].tolist() for batch in batches]
+            again = [fresh.batch_at(epoch, first + number, rank) for rank in range(ranks)]
+            assert all(map(_equal, again, batches))
+        if steps is None:
+            with pytest.raises(IndexError):
+                fresh.rows_at(epoch, first + len(got[0]))
+        state = loaders[-1].state_dict()
+        for iterator in iterators:
+            iterator.close()
+
+
+def _first_step(loader: Loader) -> int:
+    """Return the number of the step with which the next loop begins."""
+    sampler = loader.rank_sampler
+    return next(number for number in range(10_000) if _begins(loader, number) >= sampler.cursor)
+
+
+def _begins(loader: Loader, step: int) -> int:
+    try:
+        return loader.rank_sampler.at(loader.rank_sampler.epoch, step).cursor
+    except ConfigError:  # on other ranks
+        return -1
+    except IndexError:
+        return loader.rank_sampler.num_rows
+
+
+@pytest.mark.slow
+def test_a_batch_of_a_worker_is_made_again(folder: Path) -> None:
+    loader = make_loader(folder, 16, transform=noisy, num_workers=1, cache=False, world=World(0, 1))
+    assert all(_equal(loader.batch_at(0, number), batch) for number, batch in enumerate(loader))
+
+
+def test_steps_that_are_not_there_are_errors(folder: Path) -> None:
+    loader = make_loader(folder, 16, cache=False, world=World(0, 2))
+    assert len(loader.rows_at(5, len(loader) - 1)) == 2
+    with pytest.raises(IndexError, match=f"epoch 5 has no step {len(loader)}"):
+        loader.rows_at(5, len(loader))
+    with pytest.raises(ConfigError, match="rank=2 is not among the 2 ranks"):
+        loader.batch_at(5, 0, rank=2)
+    other = make_loader(folder, 10, cache=False, world=World(0, 1))
+    state = next(iter(other)) and other.state_dict()
+    loader.load_state_dict(state)
+    assert loader.rows_at(0, 0)[0].tolist() == other.rank_sampler.order.rows(0, range(10, 26)).tolist()
+    state["cursor"] = 50
+    loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match="step 0 of epoch 0 came before the state was saved"):
+        loader.rows_at(0, 0)
+
+
+def test_later_epochs_have_the_weights_that_are_set(folder: Path) -> None:
+    sources = {name: make_dataset(folder / f"{name}.parquet", cache=False) for name in SIZES}
+    mixture = mix(sources, [1, 1, 1])
+    loader, again = (make_loader(mixture, 8, row_ids=True, world=World(0, 1)) for _ in range(2))
+    batches = iter(loader)
+    seen = [next(batches)]
+    mixture.set_weights([8, 1, 1])
+    coming = loader.rows_at(1, 2)[0].tolist()
+    assert [rows.tolist() for rows in loader.rows_at(0, 0)] == [seen[0]["row_id"].tolist()]
+    list(batches)
+    assert coming == [batch["row_id"] for batch in loader][2].tolist() != again.rows_at(0, 2)[0].tolist()
