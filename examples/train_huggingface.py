@@ -7,6 +7,7 @@ TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds fixed-siz
 
 import argparse
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -40,8 +41,9 @@ def main():
     parser.add_argument("--cache-dir")
     args = parser.parse_args()
 
-    run = {"eval_strategy": "epoch", "label_names": ["label"], "report_to": "none"}
+    run = {"eval_strategy": "epoch", "label_names": ["label"], "report_to": "none", "ddp_find_unused_parameters": False}
     run |= {f"per_device_{part}_batch_size": args.batch_size for part in ("train", "eval")}  # which it logs
+    run["use_cpu"] = not torch.cuda.is_available()  # else the ranks of a machine without GPUs train without DDP
     arguments = TrainingArguments("checkpoints", num_train_epochs=args.epochs, **run)
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     loader = make_loader(args.train, args.batch_size, **options)
