@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 
-from dataload.catalog.table_options import of_delta, of_fsspec
+from dataload.catalog.table_options import of_delta, to_delta
 from dataload.catalog.tables import DELTA_URL, FileOfTable, Positions, Snapshot, at_version, shown, text_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 from dataload.extras import required
@@ -33,6 +33,7 @@ FEATURES = {  # of readers
 }
 MAPPING = b"delta.columnMapping."
 
+COPY = "copy its rows to plain Parquet, such as by spark.table(name).write.parquet(copy), and name the copy"
 EARLIER = 256  # versions, among which to look for footers
 
 T = TypeVar("T")
@@ -64,24 +65,25 @@ def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Any:
     deltalake = required("deltalake", "delta", "a Delta table")
     place, named = at_version(url)
     place = place.removeprefix("file://")
-    if named is not None and not named.isdecimal():
-        raise ConfigError(f"{DELTA_URL}{shown(url)}: the version {named!r} of a Delta table must be a whole number")
-    options = of_delta(storage_options)
-    table = _reading(f"{DELTA_URL}{shown(place)}", lambda: deltalake.DeltaTable(place, storage_options=options))
-    if named is not None and int(named) != table.version():
-        newest = table.version()
+    options = to_delta(place, storage_options)
+
+    def opened(version: int | None = None) -> Any:
+        return deltalake.DeltaTable(place, version=version, storage_options=options)
+
+    if named is None:
+        return _reading(f"{DELTA_URL}{shown(place)}", opened)
+    try:
+        return opened(int(named))
+    except Exception as error:  # noqa: BLE001 (deltalake raises those of many kinds)
+        newest = _reading(f"{DELTA_URL}{shown(place)}", opened).version()
         if int(named) > newest:
             raise ConfigError(
                 f"{DELTA_URL}{shown(place)} has no version {named}: its newest is {newest}; leave out @{named} for it"
-            )
-        try:
-            table.load_as_version(int(named))
-        except Exception as error:  # noqa: BLE001 (deltalake raises those of many kinds)
-            raise ConfigError(
-                f"{DELTA_URL}{shown(place)}: version {named} cannot be read any more, of {newest + 1} versions: the "
-                f"log of old ones is removed after delta.logRetentionDuration: {_line(error)}"
-            ) from cause_of(error)
-    return table
+            ) from None
+        raise ConfigError(
+            f"{DELTA_URL}{shown(place)}: version {named} cannot be read any more, of {newest + 1} versions: the "
+            f"log of old ones is removed after delta.logRetentionDuration: {_line(error)}"
+        ) from cause_of(error)
 
 
 def _reading(url: str, call: Callable[[], T]) -> T:
@@ -93,9 +95,9 @@ def _reading(url: str, call: Callable[[], T]) -> T:
     except Exception as error:  # noqa: BLE001 (deltalake raises those of many kinds)
         if type(error).__name__ == "TableNotFoundError" or "no files in log segment" in str(error).lower():
             raise OriginNotFound(f"{url}: there is no Delta table, no _delta_log: check the URL") from cause_of(error)
-        raise OriginError(f"{url}: the log of the table cannot be read by deltalake: {_line(error)}") from cause_of(
-            error
-        )
+        if "unsupported" in (text := _line(error)).lower() or "not supported" in text.lower():
+            raise DataError(f"{url} has something that deltalake cannot read: {text}; {COPY}") from cause_of(error)
+        raise OriginError(f"{url}: the log of the table cannot be read by deltalake: {text}") from cause_of(error)
 
 
 def _line(error: BaseException) -> str:
@@ -107,10 +109,7 @@ def _snapshot(table: Any, url: str, root: str, version: int) -> Snapshot:
     unknown = sorted(set(protocol.reader_features or ()) - FEATURES)
     if unknown or protocol.min_reader_version > READER_VERSION:
         what = f"the feature {unknown[0]!r}" if unknown else f"version {protocol.min_reader_version}"
-        raise DataError(
-            f"{url} asks its readers for {what}, which dataload does not have: copy its rows to plain Parquet, such as "
-            "by spark.table(name).write.parquet(copy), and name the copy"
-        )
+        raise DataError(f"{url} asks its readers for {what}, which dataload does not have: {COPY}")
     if variant := _variant(json.loads(table.schema().to_json())):
         raise DataError(
             f"{url} has the column {variant!r} of the type variant, which dataload cannot read: cast it to text"
@@ -147,7 +146,7 @@ def _snapshot(table: Any, url: str, root: str, version: int) -> Snapshot:
         columns,
         range(version - 1, max(-1, version - 1 - EARLIER), -1),
         _deleted(table) if has_vectors else {},
-        of_fsspec(root, table._storage_options),  # noqa: SLF001 (nothing public has them)
+        of_delta(root, table._storage_options),  # noqa: SLF001 (nothing public has them)
     )
 
 

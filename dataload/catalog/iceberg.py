@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -13,16 +15,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataload.catalog.table_options import of_fsspec, of_iceberg
-from dataload.catalog.tables import ICEBERG_URL, FileOfTable, Positions, Snapshot, at_version, text_of
+from dataload.catalog.table_options import of_iceberg, to_iceberg
+from dataload.catalog.tables import ICEBERG_URL, FileOfTable, Positions, Snapshot, text_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 from dataload.extras import required
 from dataload.formats.schema import flatten
 from dataload.formats.table_columns import ID, STORED, TableColumns, with_fields
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.redact import cause_of, redacted
+from dataload.runtime.redact import cause_of, quotes_input, redacted
+from dataload.runtime.text import counted
 
 DELETES_AT_ONCE = 16
+CATALOG_SECONDS = 60.0  # a load balancer's usual limit
 NO_SUCH = {"NoSuchTableError", "NoSuchNamespaceError", "NoSuchIdentifierError", "NoSuchPropertyException"}
 COPY = "copy the rows, such as by spark.table(name).write.parquet(copy), and name the copy"
 PUFFIN = b"PFA1"  # the first and the last bytes
@@ -48,7 +52,7 @@ def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> 
     """
     if isinstance(source, (str, os.PathLike)):
         url = os.fspath(source)
-        return _reading(redacted(url), lambda: _snapshot(_opened(url, storage_options), url))
+        return _reading(redacted(url), lambda: _snapshot(*_opened(url, storage_options)))
     if hasattr(source, "scan"):
         table = f"{ICEBERG_URL}{getattr(source.catalog, 'name', None)}/{'.'.join(source.name())}"
         return _reading(redacted(table), lambda: _snapshot(source.scan(), table))
@@ -61,30 +65,63 @@ def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> 
     return _reading(redacted(table), lambda: _snapshot(source, table))
 
 
-def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Any:
-    """Return a scan of the table and the snapshot that a URL names."""
+def location_of(url: str) -> str:
+    """Return the URL of the folder of the table that a URL names; errors are those of `iceberg_snapshot`."""
+    return _reading(redacted(url), lambda: _plain(_opened(url, None)[0].table_metadata.location))
+
+
+def _parts(url: str) -> tuple[str, str | None, int | None]:
+    """Return the URL of a table, and the snapshot and the schema that it names: "URL@snapshot~schema" or less."""
+    place, mark, named = url.partition("@")
+    snapshot, tilde, schema = named.rpartition("~")
+    if tilde and schema.isdecimal():
+        return place, snapshot, int(schema)
+    return place, named if mark else None, None
+
+
+def _opened(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str, int | None]:
+    """Return a scan of the table and the snapshot that a URL names, the table's URL, and the schema that it names."""
     required("pyiceberg.table", "iceberg", "an Iceberg table")
     from pyiceberg.catalog import load_catalog
 
-    place, named = at_version(url)
+    place, named, schema_id = _parts(url)
     name, _, identifier = place.removeprefix(ICEBERG_URL).partition("/")
     if not name or "." not in identifier:
         raise ConfigError(f"{redacted(url)} must be {ICEBERG_URL}catalog/namespace.table, perhaps with @snapshot")
-    try:
-        catalog = load_catalog(name, **of_iceberg(storage_options))
-    except ValueError as error:
-        raise ConfigError(
-            f"{redacted(url)}: pyiceberg knows no catalog {name!r}: describe it in ~/.pyiceberg.yaml, or by variables "
-            f"PYICEBERG_CATALOG__{name.upper()}__URI: {_line(error)}"
-        ) from cause_of(error)
-    scan = catalog.load_table(identifier).scan()
+
+    def load() -> Any:
+        try:
+            catalog = load_catalog(name, **to_iceberg(storage_options))
+        except ValueError as error:
+            raise ConfigError(
+                f"{redacted(url)}: pyiceberg knows no catalog {name!r}: describe it in ~/.pyiceberg.yaml, or by "
+                f"variables PYICEBERG_CATALOG__{name.upper()}__URI: {_line(error)}"
+            ) from cause_of(error)
+        return catalog.load_table(identifier).scan()
+
+    scan = _answered(redacted(place), load)
     if named is None:
-        return scan
+        return scan, place, None
     metadata = scan.table_metadata
     found = metadata.snapshot_by_id(int(named)) if named.lstrip("-").isdecimal() else metadata.snapshot_by_name(named)
     if found is None:
         raise _no_snapshot(redacted(place), named, metadata)
-    return scan.update(snapshot_id=found.snapshot_id)
+    return scan.update(snapshot_id=found.snapshot_id), place, schema_id
+
+
+def _answered(table: str, call: Callable[[], T]) -> T:
+    """Return what a call of a catalog returns. pyiceberg itself waits for ever.
+
+    Raises:
+        OriginError: It has not answered after `CATALOG_SECONDS`.
+    """
+    try:
+        return DaemonExecutor(1, "dataload-catalog").submit(call).result(CATALOG_SECONDS)
+    except FutureTimeoutError:
+        raise OriginError(
+            f"{table}: the catalog has not answered for {CATALOG_SECONDS} s: check its uri, and that this host reaches "
+            "it"
+        ) from None
 
 
 def _no_snapshot(table: str, named: object, metadata: Any) -> ConfigError:
@@ -118,13 +155,14 @@ def _reading(table: str, call: Callable[[], T]) -> T:
 
 
 def _line(error: BaseException) -> str:
+    if quotes_input(error):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return redacted(" ".join(str(error).split()))
 
 
-def _snapshot(scan: Any, table: str) -> Snapshot:
+def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
     from pyiceberg.expressions import AlwaysTrue
 
-    table = at_version(table)[0]
     metadata = scan.table_metadata
     if scan.limit is not None:
         raise ConfigError(
@@ -135,9 +173,19 @@ def _snapshot(scan: Any, table: str) -> Snapshot:
     snapshot = scan.snapshot()
     if snapshot is None:
         raise DataError(f"{redacted(table)} has no snapshot, so no rows: write some first")
-    url = f"{redacted(table)}@{snapshot.snapshot_id}"
     schema = scan.update(selected_fields=("*",)).projection()
+    if schema_id is not None and (schema := metadata.schema_by_id(schema_id)) is None:
+        raise ConfigError(f"{redacted(table)} has no schema {schema_id}: leave out ~{schema_id} for the snapshot's own")
+    url = f"{redacted(table)}@{snapshot.snapshot_id}"
+    if snapshot.schema_id not in (None, schema.schema_id):  # columns that were renamed or added since
+        url += f"~{schema.schema_id}"
     columns = _columns(schema, metadata, url)
+    filters = None
+    if not isinstance(scan.row_filter, AlwaysTrue):
+        try:
+            filters = _expression(scan, schema)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
     try:
         tasks = list(scan.plan_files())
     except ValueError as error:
@@ -148,17 +196,16 @@ def _snapshot(scan: Any, table: str) -> Snapshot:
             f"applies: run rewrite_data_files, or {COPY}"
         ) from error
     identities = {spec.spec_id: _identities(spec, schema) for spec in metadata.specs().values()}
-    filters = None if isinstance(scan.row_filter, AlwaysTrue) else _expression(scan, schema)
     chosen = None if "*" in scan.selected_fields else flatten(_arrow(scan.projection())).names
     return Snapshot(
         url,
         snapshot.snapshot_id,
         _plain(metadata.location),
-        sorted((_file(task.file, identities, url) for task in tasks), key=lambda file: file.url),
+        sorted((_file(task.file, identities, metadata, url) for task in tasks), key=lambda file: file.url),
         columns,
         _earlier(snapshot, metadata),
         _deleted(tasks, scan.io, url),
-        of_fsspec(metadata.location, scan.io.properties),
+        of_iceberg(metadata.location, scan.io.properties),
         chosen,
         filters,
     )
@@ -227,7 +274,7 @@ def _identities(spec: Any, schema: Any) -> list[tuple[int, str, pa.DataType]]:
     return found
 
 
-def _file(file: Any, identities: Mapping[int, Any], url: str) -> FileOfTable:
+def _file(file: Any, identities: Mapping[int, Any], metadata: Any, url: str) -> FileOfTable:
     kind = getattr(file.file_format, "value", str(file.file_format))
     if kind.upper() != "PARQUET":
         raise DataError(f"{url}: {redacted(file.file_path)} is a file of {kind}, and only Parquet is read: {COPY}")
@@ -237,7 +284,14 @@ def _file(file: Any, identities: Mapping[int, Any], url: str) -> FileOfTable:
     for position, name, type_ in identities.get(file.spec_id, ()):
         if (value := file.partition[position]) is not None:
             constants.append((name, text_of(pa.array([getattr(value, "bytes", value)], type_))[0]))
-    return FileOfTable(_plain(file.file_path), int(file.file_size_in_bytes), constants=tuple(constants))
+    # Iceberg writes no file twice, but another table may have a file where a dropped one had its own.
+    counts = [file.record_count, file.column_sizes, file.lower_bounds, file.upper_bounds]
+    content = [
+        str(metadata.table_uuid),
+        *(sorted(each.items()) if isinstance(each, Mapping) else each for each in counts),
+    ]
+    stamp = hashlib.blake2b(repr(content).encode(), digest_size=8, person=b"iceberg file").hexdigest()
+    return FileOfTable(_plain(file.file_path), int(file.file_size_in_bytes), stamp, tuple(constants))
 
 
 def _plain(url: str) -> str:
@@ -266,11 +320,11 @@ def _equality_deletes(snapshot: Any, io: Any) -> str:
 
 def _deleted(tasks: Iterable[Any], io: Any, url: str) -> dict[str, Positions]:
     """Return the deleted rows of each data file that has some."""
-    wanted: dict[str, set[str]] = {}  # by delete file, the data files
+    wanted: dict[str, dict[str, int]] = {}  # by delete file, the data files and their rows
     formats: dict[str, str] = {}
     for task in tasks:
         for delete in task.delete_files:
-            wanted.setdefault(delete.file_path, set()).add(task.file.file_path)
+            wanted.setdefault(delete.file_path, {})[task.file.file_path] = task.file.record_count
             formats[delete.file_path] = getattr(delete.file_format, "value", str(delete.file_format)).upper()
 
     def read(path: str) -> list[tuple[str, Positions]]:
@@ -284,16 +338,12 @@ def _deleted(tasks: Iterable[Any], io: Any, url: str) -> dict[str, Positions]:
             ) from cause_of(error)
         try:
             if formats[path] == "PARQUET":
-                found = list(_positions(data))
-            elif formats[path] == "PUFFIN":
-                found = list(vectors_of(data))
-            else:
-                raise DataError(f"{redacted(path)} has deletes in {formats[path]}, which dataload cannot read: {COPY}")
+                return list(_positions(data, wanted[path]))
+            if formats[path] == "PUFFIN":
+                return list(vectors_of(data, wanted[path]))
         except (ValueError, LookupError, TypeError, OSError, OverflowError, pa.ArrowException) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(f"{redacted(path)}, a delete file of {url}, cannot be read: {_line(error)}") from error
-        return [(file, rows) for file, rows in found if file in wanted[path]]
+        raise DataError(f"{redacted(path)} has deletes in {formats[path]}, which dataload cannot read: {COPY}")
 
     parts: dict[str, list[Positions]] = {}
     read_all = DaemonExecutor(DELETES_AT_ONCE, "dataload-deletes").map(read, sorted(wanted))
@@ -302,21 +352,28 @@ def _deleted(tasks: Iterable[Any], io: Any, url: str) -> dict[str, Positions]:
     return {_plain(file): np.unique(np.concatenate(rows)) for file, rows in parts.items()}
 
 
-def _positions(data: bytes) -> Iterator[tuple[str, Positions]]:
-    """Yield the data files of a file of position deletes, and the rows that it deletes of each."""
+def _positions(data: bytes, files: Container[str]) -> Iterator[tuple[str, Positions]]:
+    """Yield those of some data files that a file of position deletes names, and the rows that it deletes of each."""
     table = pq.read_table(pa.BufferReader(data), columns=["file_path", "pos"])
     paths = table["file_path"].combine_chunks().dictionary_encode()
     paths = paths.combine_chunks() if isinstance(paths, pa.ChunkedArray) else paths
     codes, rows = paths.indices.to_numpy(zero_copy_only=False), table["pos"].to_numpy()
-    for number, path in enumerate(paths.dictionary.to_pylist()):
-        yield path, rows[codes == number].astype(np.int64)
+    by_path = np.argsort(codes, kind="stable")
+    ends = np.cumsum(np.bincount(codes, minlength=len(paths.dictionary)))
+    for path, own in zip(paths.dictionary.to_pylist(), np.split(rows[by_path], ends[:-1]), strict=True):
+        if path in files:
+            yield path, own.astype(np.int64)
 
 
-def vectors_of(data: bytes) -> Iterator[tuple[str, Positions]]:
-    """Yield the data files of a Puffin file of deletion vectors, and the rows that each vector deletes.
+def vectors_of(data: bytes, files: Mapping[str, int]) -> Iterator[tuple[str, Positions]]:
+    """Yield some data files, and the rows that a Puffin file of deletion vectors deletes of each.
+
+    Args:
+        data: The Puffin file.
+        files: Names of the data files, and how many rows each has.
 
     Raises:
-        ValueError: The bytes are no such file.
+        ValueError: The bytes are no such file, or it has no vector for one of the files.
 
     Notes: https://iceberg.apache.org/puffin-spec/
     """
@@ -330,9 +387,10 @@ def vectors_of(data: bytes) -> Iterator[tuple[str, Positions]]:
     if size > len(data) - TRAILER - 8:
         raise ValueError("its footer is cut short")
     footer = json.loads(data[-TRAILER - size : -TRAILER])
-    for blob in footer["blobs"]:
-        if blob["type"] != VECTOR:
-            continue
+    blobs = {blob["properties"]["referenced-data-file"]: blob for blob in footer["blobs"] if blob["type"] == VECTOR}
+    for name, rows in files.items():
+        if (blob := blobs.get(name)) is None:
+            raise ValueError(f"it has no deletion vector for {redacted(name)}")
         start, length = int(blob["offset"]), int(blob["length"])
         if blob.get("compression-codec") or start < 0 or length < 12 or start + length > len(data):
             raise ValueError("a deletion vector is compressed or cut short")
@@ -346,4 +404,6 @@ def vectors_of(data: bytes) -> Iterator[tuple[str, Positions]]:
         ):
             raise ValueError("a deletion vector is damaged")
         bitmap = BitMap64.deserialize(content[4:])
-        yield blob["properties"]["referenced-data-file"], np.fromiter(bitmap, np.int64, len(bitmap))
+        if bitmap and bitmap.max() >= rows:  # A few bytes may stand for billions of rows.
+            raise ValueError(f"it deletes row {bitmap.max()} of {redacted(name)}, which has {counted(rows, 'row')}")
+        yield name, np.fromiter(bitmap, np.int64, len(bitmap))

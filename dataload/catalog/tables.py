@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dataload.catalog.footer_cache import FooterLocation, Metadata
 from dataload.catalog.manifest import VERSION, Manifest, manifest_of
 from dataload.catalog.selection import Mask, Selection
 from dataload.catalog.sources import TABLE_URLS
+from dataload.catalog.table_options import scheme_of
 from dataload.errors import ConfigError, DataError
 from dataload.formats.arrow_types import is_bytes, is_text
 from dataload.formats.hive_partitions import Constants
@@ -113,6 +115,20 @@ def snapshot_of(source: Any, storage_options: Mapping[str, Any] | None) -> Snaps
     return iceberg_snapshot(source, storage_options)
 
 
+def folder_of(url: str) -> str:
+    """Return the URL of the folder of a table that a URL names.
+
+    Raises:
+        ConfigError: As for `snapshot_of`.
+        OriginError: The catalog fails.
+    """
+    if url.startswith(DELTA_URL):
+        return at_version(url.removeprefix(DELTA_URL))[0]
+    from dataload.catalog.iceberg import location_of
+
+    return location_of(url)
+
+
 def read_table(
     source: Any,
     storage_options: Mapping[str, Any] | None,
@@ -160,12 +176,19 @@ def open_table(
         DataError: The snapshot has no files.
     """
     if not snapshot.files:
-        raise DataError(f"{snapshot.url} has no files, so no rows: name a version that has some")
+        what = "name a version that has some" if snapshot.filters is None else "none may match the scan's row filter"
+        raise DataError(f"{snapshot.url} has no files, so no rows: {what}")
+    for each in snapshot.files:  # The log of a table may come from anybody who writes to its store.
+        if scheme_of(each.url) != scheme_of(snapshot.root):
+            raise DataError(
+                f"{snapshot.url} names the file {redacted(each.url)}, which is not in the store of the table: if you "
+                "trust it, copy the file there"
+            )
     first, *others = {_store_of(each.url): each.url for each in snapshot.files}.values()
     options = dict(snapshot.storage_options if storage_options is None else storage_options)
     blocks = Blocks.open(open_source(first, options, others), config)
     path_of = _paths(snapshot, blocks)
-    return blocks, [
+    files = [
         TableFile(
             path_of(each.url),
             each.size,
@@ -175,6 +198,9 @@ def open_table(
         )
         for each in snapshot.files
     ]
+    if twice := next((one.name for one, other in pairwise(files) if one.path == other.path), None):
+        raise DataError(f"{snapshot.url} lists {twice} twice, so its rows come twice: delete one of the two entries")
+    return blocks, files
 
 
 def manifest_of_table(
@@ -294,6 +320,8 @@ def _check_end(file: str, rows: int, deleted: Mapping[str, Positions]) -> None:
 def text_of(values: pa.Array | pa.ChunkedArray) -> list[int | str | None]:
     """Return values of one type as `hive_partitions.constant` takes them."""
     kind = values.type
+    if pa.types.is_time(kind):
+        return list(values.cast(pa.int64() if kind.bit_width == 64 else pa.int32()).to_pylist())
     if isinstance(kind, pa.BaseExtensionType):
         values, kind = (
             values.storage if isinstance(values, pa.Array) else values.cast(kind.storage_type),
@@ -308,13 +336,15 @@ def text_of(values: pa.Array | pa.ChunkedArray) -> list[int | str | None]:
 
 def shown(url: str) -> str:
     """Return the URL of a table without credentials. Before the "@" of Azure's URLs is the name of a container."""
+    if "://" not in url:
+        return url
     return url.partition("?")[0] if url.startswith(AZURE) else redacted(url)
 
 
 def at_version(url: str) -> tuple[str, str | None]:
-    """Return the URL of a table, and the version that it names behind an "@"; None: it names none."""
-    table, mark, version = url.rpartition("@")
-    return (table, version) if mark and "/" not in version else (url, None)
+    """Return the URL of a table, and the number that it names behind an "@"; None: it names none."""
+    table, _, version = url.rpartition("@")
+    return (table, version) if table and version.isdecimal() else (url, None)
 
 
 def _is_of(package: str, name: str, source: object) -> bool:

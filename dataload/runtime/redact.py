@@ -44,15 +44,20 @@ def redacted(text: object) -> str:
 
 
 def cause_of(error: Exception) -> Exception | None:
-    """Return `error` as the cause of another one; None if the traceback would show credentials of a URL."""
+    """Return `error` as the cause of another one; None if the traceback would, or may, show credentials."""
     shown: list[BaseException] = [error]
     for seen in shown:  # It grows. Causes may make a cycle.
         text = " ".join("".join(traceback.format_exception_only(seen)).split())
-        if redacted(text) != text:
+        if redacted(text) != text or quotes_input(seen):
             return None
         members = seen.exceptions if isinstance(seen, BaseExceptionGroup) else ()
         shown += [each for each in (seen.__cause__ or seen.__context__, *members) if each and each not in shown]
     return error
+
+
+def quotes_input(error: BaseException) -> bool:
+    """Return whether an error is one of pydantic's, whose text quotes what was given: perhaps a store's answer."""
+    return type(error).__module__.startswith("pydantic")
 
 
 def without_credentials(text: str) -> str:

@@ -19,7 +19,8 @@ from deltalake import DeltaTable, write_deltalake
 from table_rows import check_same, rows_of
 
 from dataload import make_dataset, make_loader, mix
-from dataload.errors import ConfigError, DataError, OriginNotFound
+from dataload.cli import app
+from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
 
 SECRET = "s3cret-of-the-table"
 
@@ -138,15 +139,42 @@ def test_unknown_reader_features_are_refused_by_name(table):
             }
         },
     )
-    with pytest.raises((DataError, OSError), match="telepathy"):
+    with pytest.raises(DataError, match=r"telepathy.*copy its rows to plain Parquet"):
         make_dataset(f"delta+{table}", cache=False)
+    assert ids(f"delta+{table}@1") == list(range(8))
 
 
 def test_a_version_that_is_not_there_is_named_with_the_newest(table):
     with pytest.raises(ConfigError, match=r"has no version 9: its newest is 1; leave out @9"):
         make_dataset(f"delta+{table}@9", cache=False)
-    with pytest.raises(ConfigError, match="the version 'new' of a Delta table must be a whole number"):
+    with pytest.raises(OriginNotFound, match="table@new: there is no Delta table"):
         make_dataset(f"delta+{table}@new", cache=False)
+
+
+@pytest.mark.parametrize("name", ["x@y", "two  spaces", "50%?", "x@3/t"])
+def test_a_pin_opens_a_table_again_whatever_its_folder_is_called(name, tmp_path):
+    write_deltalake(f"{tmp_path}/{name}", rows(0, 4))
+    pinned = make_dataset(f"delta+{tmp_path}/{name}", cache=False).manifest.pinned
+    write_deltalake(f"{tmp_path}/{name}", rows(4, 4), mode="append")
+    assert ids(pinned) == list(range(4))
+
+
+@pytest.mark.parametrize("url", ["file:///etc/rows.parquet", "/etc/rows.parquet", "http://127.0.0.1:9/rows.parquet"])
+def test_a_table_in_a_store_names_no_files_elsewhere(url, remote):
+    remote.write(0, 4)
+    stats = {"size": 500, "modificationTime": 1, "dataChange": True, "partitionValues": {}}
+    log = json.dumps({"add": {"path": url, **stats}}).encode()
+    remote.bucket.put(f"table/_delta_log/{1:020}.json", log)
+    with pytest.raises(DataError, match=r"rows.parquet, which is not in the store of the table"):
+        make_dataset(remote.table, cache=False)
+
+
+def test_rows_of_a_table_leave_the_cache_by_its_url(table, tmp_path):
+    rows_of(make_dataset(f"delta+{table}", cache_dir=tmp_path / "cache"))
+    evict = ["cache", "evict", f"delta+{table}@1", "--cache-dir", str(tmp_path / "cache")]
+    app.app(evict, standalone_mode=False)
+    with pytest.raises(DataloadError, match="the cache holds no blobs of"):
+        app.app(evict, standalone_mode=False)
 
 
 def test_a_version_whose_log_is_gone_is_told(table):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import traceback
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +17,22 @@ import pytest
 
 pytest.importorskip("pyiceberg")
 
-from iceberg_histories import add_deletes, catalog_in, puffin
+from iceberg_histories import DELETE_SCHEMA, add_deletes, catalog_in, puffin
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import IncrementalAppendScan
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
-from pyiceberg.types import DateType, IntegerType, LongType, NestedField, StringType, StructType, UUIDType
+from pyiceberg.types import DateType, IntegerType, LongType, NestedField, StringType, StructType, TimeType, UUIDType
 from pyiceberg.utils.config import Config
 from table_rows import check_same, rows_of
 
 from dataload import make_dataset, make_loader
 from dataload.catalog.iceberg import vectors_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
+
+VENDED = {"s3.access-key-id": "id", "s3.secret-access-key": "VENDEDSECRET"}
 
 
 def rows(first: int, count: int) -> pa.Table:
@@ -127,15 +133,18 @@ def test_default_values_fill_files_that_lack_a_column(table):
 
 def test_values_of_a_partition_stand_for_a_column_that_files_lack(catalog, tmp_path):
     """A table that was made of the files of Hive has its keys in the metadata only."""
-    schema = Schema(NestedField(1, "id", LongType(), False), NestedField(2, "key", UUIDType(), False))
-    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "key"))
+    fields = (NestedField(2, "key", UUIDType(), False), NestedField(3, "time", TimeType(), False))
+    schema = Schema(NestedField(1, "id", LongType(), False), *fields)
+    keys = (PartitionField(2, 1000, IdentityTransform(), "key"), PartitionField(3, 1001, IdentityTransform(), "time"))
+    spec = PartitionSpec(*keys)
     made = catalog.create_table("space.hive", schema, partition_spec=spec)
     key = uuid.uuid4()
     path = tmp_path / "plain.parquet"
     pq.write_table(pa.table([[5]], schema=_with_ids(["id"])), path)
-    _add_file(made, path, key.bytes)
+    _add_file(made, path, key.bytes, 3_600_000_001)
     [row] = make_dataset(made, cache=False)
     assert (int(row["id"]), row["key"]) == (5, key)
+    assert int(row["time"]) == 3_600_000_001  # microseconds
 
 
 def _with_ids(names: list[str]) -> pa.Schema:
@@ -194,21 +203,74 @@ def test_files_of_other_formats_are_refused_by_name(table):
         make_dataset(table, cache=False)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "row"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "row", "name"])
 def test_a_damaged_deletion_vector_is_refused_by_name(damage, table, tmp_path):
     [file, _] = data_files(table)
-    data = puffin({file.file_path: [1, 2 if damage != "row" else 99]})
+    data = puffin({file.file_path if damage != "name" else "other": [1, 2 if damage != "row" else 99]})
     place = 8 + int.from_bytes(data[4:8], "big") - 2  # of the last row
-    data = {"cut": data[:-5], "flip": data[:place] + b"\3" + data[place + 1 :], "row": data}[damage]
+    data = {"cut": data[:-5], "flip": data[:place] + b"\3" + data[place + 1 :], "row": data, "name": data}[damage]
     path = tmp_path / "vector.puffin"
     path.write_bytes(data)
     add_deletes(table, path, file, FileFormat.PUFFIN, 2)
-    with pytest.raises(DataError, match="delete file"):
+    whose = {"row": "it deletes row 99 of .* which has 4 rows", "name": "it has no deletion vector for"}
+    with pytest.raises(DataError, match=f"vector.puffin, a delete file of iceberg.*{whose.get(damage, '')}"):
         make_dataset(table, cache=False)
 
 
+def test_one_delete_file_is_for_several_data_files(table, tmp_path):
+    first, second = data_files(table)
+    paths = [second.file_path, first.file_path, "file:///of/another/snapshot.parquet", second.file_path]
+    pq.write_table(pa.table([paths, [3, 0, 7, 0]], schema=DELETE_SCHEMA), tmp_path / "deletes.parquet")
+    add_deletes(table, tmp_path / "deletes.parquet", first, FileFormat.PARQUET, 4)
+    assert ids(table) == sorted(table.scan().to_arrow()["id"].to_pylist())
+    assert len(ids(table)) == 5
+
+
+def test_a_file_that_is_listed_twice_is_refused(table):
+    [file, _] = data_files(table)
+    table.add_files([file.file_path], check_duplicate_files=False)
+    with pytest.raises(DataError, match=r"iceberg://lake/space.table@\d+ lists .*parquet twice"):
+        make_dataset(table, cache=False)
+
+
+def test_a_file_that_another_table_wrote_again_has_no_rows_of_the_cache(catalog, tmp_path):
+    """At an equal size, which is all that Iceberg says of a file."""
+    path, found = tmp_path / "rows.parquet", []
+    for start in (100, 200):
+        made = catalog.create_table_if_not_exists("space.again", _with_ids(["id"]))
+        pq.write_table(pa.table([np.arange(start, start + 50)], schema=_with_ids(["id"])), path, use_dictionary=False)
+        _add_file(made, path)
+        found.append(make_dataset(made, cache_dir=tmp_path / "cache")["id"].tolist())
+        size = path.stat().st_size
+        catalog.drop_table("space.again")
+    assert found == [list(range(100, 150)), list(range(200, 250))]
+    assert path.stat().st_size == size
+
+
+def test_a_pin_names_the_columns_too(table):
+    """Those of a table may be renamed without a new snapshot."""
+    with table.update_schema() as update:
+        update.rename_column("id", "key")
+    dataset = make_dataset(table, cache=False)
+    assert dataset.manifest.pinned.endswith("~1")
+    again = make_dataset(dataset.manifest.pinned, cache=False)
+    assert again.fingerprint == dataset.fingerprint
+    assert again["key"].tolist() == dataset["key"].tolist()
+    snapshot = dataset.manifest.pinned.partition("~")[0]
+    assert ids(snapshot) == list(range(8))  # the names that it had
+    with pytest.raises(ConfigError, match="has no schema 7: leave out ~7"):
+        make_dataset(f"{snapshot}~7", cache=False)
+
+
+def test_a_filter_that_cannot_be_applied_is_told(table):
+    with pytest.raises(ConfigError, match=r"the scan's row_filter cannot be applied"):
+        make_dataset(table.scan(row_filter="id > 'x'"), cache=False)
+    with pytest.raises(DataError, match=r"has no files, so no rows: none may match the scan's row filter"):
+        make_dataset(table.scan(row_filter="id > 1000"), cache=False)
+
+
 def test_deletion_vectors_of_large_files_are_read():
-    [(name, found)] = vectors_of(puffin({"a file": list(range(0, 200_000, 3))}))
+    [(name, found)] = vectors_of(puffin({"a file": list(range(0, 200_000, 3))}), {"a file": 200_000})
     assert name == "a file"
     assert found.tolist() == list(range(0, 200_000, 3))
 
@@ -241,6 +303,39 @@ def test_a_catalog_that_does_not_answer_is_told(monkeypatch):
     ) as found:
         make_dataset("iceberg://down/space.table", cache=False)
     assert "s3cret" not in str(found.value)
+
+
+def test_a_catalog_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr("dataload.catalog.iceberg.CATALOG_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # which takes connections, and answers none
+        monkeypatch.setenv("PYICEBERG_CATALOG__SILENT__URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+        with pytest.raises(OriginError, match=r"iceberg://silent/space.table: the catalog has not answered for 0.1 s"):
+            make_dataset("iceberg://silent/space.table", cache=False)
+
+
+class Catalog(BaseHTTPRequestHandler):
+    """Answers a table with credentials of its store, and with metadata that are none."""
+
+    def do_GET(self) -> None:
+        content = {"defaults": {}, "overrides": {}} if "/config" in self.path else {"config": VENDED, "metadata": {}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_answer_that_cannot_be_read_shows_no_credentials(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Catalog) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PYICEBERG_CATALOG__VENDING__URI", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+        with pytest.raises(OriginError, match=r"iceberg://vending/space.table: .* \(ValidationError\)") as found:
+            make_dataset("iceberg://vending/space.table", cache=False)
+        server.shutdown()
+    assert VENDED["s3.secret-access-key"] not in "".join(traceback.format_exception(found.value))
 
 
 def test_a_table_without_snapshots_is_told(catalog):

@@ -91,10 +91,14 @@ def evict(
 
 
 def _path(url: str) -> str:
-    """Return the path of a URL at its origin. Raise ConfigError for an empty URL or an unknown protocol."""
+    """Return the path of a URL, or of a table's folder, at its origin. Raise ConfigError for an unknown protocol."""
     import fsspec
 
     from dataload.cache.origin.source import split_chain
+    from dataload.catalog.tables import folder_of, is_table
+
+    if is_table(url):
+        url = folder_of(url)
 
     _, origin_url = split_chain(url)  # without "tiercache"
     if not origin_url:
