@@ -154,7 +154,7 @@ def _reading(table: str, call: Callable[[], T]) -> T:
         ) from cause_of(error)
 
 
-def _line(error: BaseException) -> str:
+def _line(error: Any) -> str:
     if quotes_input(error):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return redacted(" ".join(str(error).split()))
