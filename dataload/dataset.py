@@ -24,6 +24,7 @@ from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.features import class_names, features_of
 from dataload.catalog.locations import Location, Locator, MadeLocation
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
+from dataload.catalog.recipe import Recipe, changed_from, plain, public_name, rows_text
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, source_paths
@@ -136,6 +137,11 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         raise NotImplementedError
 
     @property
+    def fingerprint(self) -> str:
+        """Hex digest of the rows."""
+        raise NotImplementedError
+
+    @property
     def row_groups(self) -> tuple[RowGroup, ...]:
         """All row groups in the order of their rows."""
         return tuple(group for dataset in self.datasets for group in dataset.manifest.row_groups)
@@ -211,6 +217,7 @@ class Dataset(MapStyle):
         row_groups: The row groups that have rows of the dataset, in file order.
         block_lengths: Rows of the dataset in each of these row groups, as a `ShardedSampler` takes them: int64 [M].
         fingerprint: Digest of the objects, their versions, the selected rows and the maps.
+        recipe: The calls that made it, see `dataload.catalog.recipe`.
         window: Default number of row groups that a loader shuffles together.
 
     Example:
@@ -237,6 +244,7 @@ class Dataset(MapStyle):
     """
 
     packing: Packing | None = None
+    recipe: Recipe = ()
 
     def __init__(
         self,
@@ -432,7 +440,9 @@ class Dataset(MapStyle):
         Raises:
             ConfigError: The fractions are not positive or do not sum to 1, or there are fewer rows than splits.
         """
-        return [self._of(part) for part in split_manifest(self.manifest, fractions, seed)]
+        parts = split_manifest(self.manifest, fractions, seed)
+        how = {"fractions": list(map(float, fractions)), "seed": seed}
+        return [self._of(part, split={**how, "part": number}) for number, part in enumerate(parts)]
 
     @with_plain_arguments
     def filter(self, filters: Filters) -> Dataset:
@@ -458,7 +468,7 @@ class Dataset(MapStyle):
             )
         made = {name for stage in self.stages for name in stage.made}
         try:
-            return self._of(narrow(self.manifest, self.blocks, filters, made, self.errors))
+            return self._of(narrow(self.manifest, self.blocks, filters, made, self.errors), filter=plain(filters))
         except ConfigError as error:
             hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
             raise ConfigError(f"{error}{hint}") from error
@@ -474,7 +484,8 @@ class Dataset(MapStyle):
             ConfigError: There are no rows, a number comes twice, or the mask is not as long as the dataset.
             IndexError: The dataset has no such row.
         """
-        return self._of(subset(self.manifest, _as_array(rows)))
+        numbers = _as_array(rows)
+        return self._of(subset(self.manifest, numbers), select=rows_text(numbers, len(self)))
 
     def exclude(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Dataset:
         """Return the dataset without some rows, in file order, such as bad ones or those of a request for erasure.
@@ -502,7 +513,8 @@ class Dataset(MapStyle):
             [1, 2, 3, 5]
             >>> folder.cleanup()
         """
-        return self._of(excluded(self.manifest, _as_array(row_ids)))
+        numbers = _as_array(row_ids)
+        return self._of(excluded(self.manifest, numbers), exclude=rows_text(numbers, len(self)))
 
     def map(
         self,
@@ -543,7 +555,7 @@ class Dataset(MapStyle):
         """
         readable = self if self.known_failure is None else self.skipping()
         stage = readable._stage_of(function, columns, version, processes)  # noqa: SLF001 (of the same class)
-        return self._of(self.manifest, [*self.stages, stage])
+        return self._of(self.manifest, [*self.stages, stage], map=stage.function.name)
 
     @with_plain_arguments
     def flat_map(
@@ -666,9 +678,12 @@ class Dataset(MapStyle):
         """The dataset that a function of `flat_map` will be called for, to count its rows; None: that is done."""
         return None
 
-    def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None) -> Dataset:
+    def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None, **call: Any) -> Dataset:
+        """Return a dataset of other rows or stages. call: the method that makes it, and what its recipe says of it."""
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
-        return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors)
+        found = Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors)
+        found.recipe = (*self.recipe, call) if call else self.recipe
+        return found
 
 
 class _FlatDataset(Dataset):
@@ -682,6 +697,7 @@ class _FlatDataset(Dataset):
     def __init__(self, source: Dataset, stage: Stage) -> None:
         self._source, self._stage = source, stage
         self.schema, self.blocks, self._counting = stage.schema, source.blocks, threading.Lock()
+        self.recipe = (*source.recipe, {"flat_map": stage.function.name})
 
     def __getattr__(self, name: str) -> Any:
         if name not in _COUNTED:
@@ -718,7 +734,8 @@ class _FlatDataset(Dataset):
             stage = with_counts(own, self._stage)
             stages = [*source.stages, stage]
             manifest = stage.flattened(fingerprint_of(source.manifest, stages[:-1], last=stage.key))
-            vars(self).update(vars(source._of(manifest, stages)))  # noqa: SLF001 (of the same class)
+            rows = source._of(manifest, stages, **self.recipe[-1])  # noqa: SLF001 (of the same class)
+            vars(self).update(vars(rows))
 
 
 _COUNTED = frozenset(
@@ -801,15 +818,23 @@ def make_dataset(
         from dataload.catalog.filters import check_form
 
         check_form(filters)
+    chosen_columns = columns
     if is_table(source):
         manifest, blocks, columns = read_table(source, storage_options, config, columns, errors)
+        named: Any = manifest.pinned
     else:
         paths = source_paths(source)
+        named = [public_name(path) for path in paths]
         blocks = Blocks.open(open_source(paths[0], storage_options, paths[1:]), config)
         manifest = resolve(paths, blocks, columns, partitioning, errors)
     if filters is not None:
         manifest = narrow(manifest, blocks, filters, errors=errors)
-    return Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors)
+    found = Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors)
+    how = {"columns": chosen_columns, "filters": plain(filters), "fill_null": plain(fill_null)}
+    how |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
+    usual = {"null_masks": False, "errors": "raise", "partitioning": "hive"}
+    found.recipe = ({"make_dataset": {"source": named, **changed_from(usual, how)}},)
+    return found
 
 
 def _as_array(numbers: Any) -> npt.NDArray[Any]:

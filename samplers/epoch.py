@@ -59,6 +59,15 @@ class EpochOrder:
             done = end
         return rows
 
+    def place_of(self, row: int) -> int:
+        """Return the place of a row, as `rows` takes it."""
+        first, length = self._placement.first, self._placement.length
+        piece = int(np.flatnonzero((first <= row) & (row < first + length))[0])
+        before = int(self._starts[np.flatnonzero(self._pieces == piece)[0]]) + row - int(first[piece])
+        window = self._window_at(before)
+        begin = int(self._window_starts[window])
+        return begin + self._windows.get(window, self._window).index_of(before - begin)
+
     def first_needs(self, place: int, end: int, starts: Int64) -> Iterator[tuple[int, int]]:
         """Yield (place, row group) at the first place of one stream that needs each row group, in ascending order.
 

@@ -71,6 +71,9 @@ class PositionOrder(Protocol):
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
         """Return the rows at these positions of the epoch: int64 [k]."""
 
+    def positions_of(self, epoch: int, row: int) -> Int64:
+        """Return where a row comes in an epoch, ascending: int64 [k]."""
+
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
     ) -> Iterator[tuple[int, int]]:
@@ -299,6 +302,28 @@ class RankSampler(DistributedSampler[int]):
         found.seek(epoch, cursor)
         return found
 
+    def at_row(self, cursor: int) -> Self:
+        """Return a sampler that begins after `cursor` rows of the epoch. This one stays where it is."""
+        found = copy(self)
+        found.seek(self.epoch, cursor)
+        return found
+
+    def later(self, batches: int) -> Self:
+        """Return a sampler that begins so many global batches later in the epoch. This one stays where it is."""
+        return self.at_row(self._advanced(self.order, self.position, batches)) if batches else self
+
+    def batches_left(self) -> int:
+        """Return the batches of each rank in the rest of the epoch."""
+        return self._share.num_batches(self.num_rows - self.cursor)
+
+    def batch_with(self, position: int) -> int:
+        """Return the number, counted from here, of the global batch that has a position of the epoch."""
+        return (position - self.cursor) // self.global_batch_size
+
+    def step_of(self, cursor: int) -> tuple[int, int]:
+        """Return the number of whole steps in `cursor` rows of an epoch, and what is left over."""
+        return divmod(cursor, self.global_batch_size)
+
     def of_rank(self, rank: int) -> Self:
         """Return the sampler of another rank at the same place."""
         found = copy(self)
@@ -440,7 +465,7 @@ class RankSampler(DistributedSampler[int]):
 
     def _cursor_of(self, step: int) -> int | None:
         """Return the rows of the epoch before a step. None: it has fewer."""
-        before, rest = divmod(self.cursor, self.global_batch_size)
+        before, rest = self.step_of(self.cursor)
         self._check_known(step, before if rest else 0)
         return min(rest + step * self.global_batch_size, self.num_rows)
 

@@ -132,6 +132,13 @@ class TokenOrder:
             found[chosen] = self.plan(epoch, window).rows[requested[chosen] - borders[window]]
         return found
 
+    def positions_of(self, epoch: int, row: int) -> Int64:
+        """Return where a row comes in an epoch, ascending: int64 [k]."""
+        borders = self.borders(epoch)
+        windows = {self.window_at(epoch, position) for position in self._base.positions_of(epoch, row).tolist()}
+        found = [borders[window] + np.flatnonzero(self.plan(epoch, window).rows == row) for window in sorted(windows)]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
     ) -> Iterator[tuple[int, int]]:

@@ -112,12 +112,28 @@ class TokenSampler(RankSampler):
     def _cut(self, order: PositionOrder, num_replicas: int) -> PositionOrder:
         return cast("PositionOrder", TokenOrder(cast("Any", order), self._budget, num_replicas))
 
+    def batches_left(self) -> int:
+        """Return the batches of each rank in the rest of the epoch."""
+        whole, rest = divmod(sum(1 for _ in self._ends()), self.num_replicas)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def batch_with(self, position: int) -> int:
+        """Return the number, counted from here, of the step that has a position of the epoch."""
+        return sum(1 for _ in takewhile(position.__ge__, self._ends())) // self.num_replicas
+
+    def step_of(self, cursor: int) -> tuple[int, int]:
+        """Return the number of whole steps in `cursor` rows of the epoch, and how many batches are left over."""
+        return divmod(sum(1 for _ in takewhile(cursor.__ge__, self._ends(0))), self.num_replicas)
+
     def _cursor_of(self, step: int) -> int | None:
-        borders = partial(chain, [0])
-        done = sum(1 for _ in takewhile(self.cursor.__gt__, borders(self.order.ends_from(self.epoch, 0))))
-        before, rest = divmod(done, self.num_replicas)
+        before, rest = self.step_of(self.cursor)
         self._check_known(step, before if rest else 0)
-        return next(islice(borders(self.order.ends_from(self.epoch, 0)), rest + step * self.num_replicas, None), None)
+        return next(islice(chain([0], self._ends(0)), rest + step * self.num_replicas, None), None)
+
+    def _ends(self, cursor: int | None = None) -> Iterator[int]:
+        """Yield where the batches of the epoch end, from a number of rows on; None: from here."""
+        ends: Iterator[int] = self.order.ends_from(self.epoch, self.cursor if cursor is None else cursor)
+        return ends
 
     def _is_over(self, order: Any, position: Position) -> bool:
         if not self.drop_last:

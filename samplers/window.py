@@ -42,6 +42,10 @@ class Window:
         numbers += self._shifts.take(pieces, mode="clip")
         return numbers
 
+    def index_of(self, number: int) -> int:
+        """Return the index in the shuffled window of a row, given its index before the shuffle."""
+        return int(self._shuffled.inverse[np.array([number])][0])
+
     def first_uses(self, number: int) -> Iterable[tuple[int, int]]:
         """Return (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""
         few = LOOKUPS * len(self.first_rows) <= MOST_LOOKUPS

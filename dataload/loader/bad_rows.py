@@ -11,11 +11,11 @@ from time import monotonic
 import numpy as np
 
 from dataload.catalog.locations import Location
+from dataload.catalog.recipe import ranges
 from dataload.errors import RowError
 from dataload.rows.columns import Array
 from dataload.rows.row_errors import is_of_a_row
 
-MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
 SEARCH_SECONDS = 10.0  # for the row that raised, before its exception goes on
 CALL_SECONDS = 5.0  # of the call that raised; after a longer one there is no search
@@ -76,21 +76,6 @@ def _note(numbers: Array, name: str, position: int | None, locate: Callable[[int
         lines.append(f"row {position} of the batch is the first that raises: row {row} of the dataset ({place.text})")
     lines.append(f"To look at them: {place.look(row)}")
     return "\n".join(lines)
-
-
-def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:
-    """Return the numbers in ascending order as text of at most `most` characters, such as "0-3, 7, 9-12"."""
-    ordered = np.unique(numbers)
-    last = np.append(np.diff(ordered) != 1, True)
-    first = np.roll(last, 1)
-    texts, left = list[str](), most
-    for start, end in zip(ordered[first], ordered[last], strict=True):
-        text = f"{start}" if start == end else f"{start}-{end}"
-        left -= len(text) + len(", ")
-        if left < len("…"):
-            return ", ".join([*texts, "…"])
-        texts.append(text)
-    return ", ".join(texts)
 
 
 def replacements(numbers: Array, source: range, works: Callable[[Array], bool]) -> Array | None:

@@ -167,6 +167,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             end, shares = min(cursor + request.step, request.end), (next(by_source), loading)
             tokens, padding = request.filled or next(filled)
             answer = Answer(cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding)
+            answer.numbers = request.rows[start : start + size]
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:

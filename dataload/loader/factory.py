@@ -23,6 +23,7 @@ from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
+from dataload.loader.run_record import given_of
 from dataload.loader.samplers import DatasetSampler, MixedSampler, TokenDatasetSampler, TokenMixedSampler
 from dataload.mixture import Mixture
 from dataload.row_lengths import budget_of
@@ -209,6 +210,7 @@ def make_loader(
         local_world_size=ranks_of_host(here),
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
+        given=given_of(locals()),
         pin_memory=pin_memory,
         **_with_workers(for_torch, num_workers, prefetch),
     )

@@ -32,8 +32,9 @@ from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, hos
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, RecordedNeeds, lookahead_of, needs_of
-from dataload.loader.ranks import check_data_parallel, share_host
+from dataload.loader.ranks import check_data_parallel, process_among, share_host
 from dataload.loader.requests import Answer, Requests
+from dataload.loader.run_record import record_of
 from dataload.loader.trainer_batches import LatestLoop, TrainerBatches
 from dataload.loader.worker_transport import unpack
 from dataload.rows.batch_tree import on_device
@@ -45,6 +46,7 @@ from dataload.samplers.keys import derive_key
 from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
+from dataload.telemetry.run_ledger import Ledger
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 BATCHES_AHEAD = 8
@@ -69,6 +71,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         rank_sampler: The order of the rows, also if one of the next two is passed.
         sampler: `rank_sampler`, or torch's `SequentialSampler` for the same rows in file order.
         batch_sampler: Returns the row numbers of the batches of `rank_sampler`.
+        given: What the ledger of a run says of the arguments of `make_loader` that decide batches.
     """
 
     dataset: MapStyle
@@ -90,6 +93,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         local_world_size: int = 1,
         mesh: DeviceMesh | None = None,
         stats_dir: Path | None = None,
+        given: Mapping[str, Any] | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         if isinstance(batch_sampler, TrainerBatches):  # Lightning has made one with another sampler.
@@ -120,8 +124,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._agreement = Agreement(dataset, rank_sampler) if detected and rank_sampler.num_replicas > 1 else None
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
+        self.given = given
         self._start: Position | None = None  # of the last loop
         self._repeats = 0  # loops that began there again
+        self._latest_ledger = Ledger(None, 0, writes=False)
         self._requests = Requests(self.rank_sampler, batch_sampler)
         self._workers: dict[int, DataLoader[Answer]] = {}  # by the process that made them
         self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
@@ -279,13 +285,19 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     @closed_at_exit
     def batches_on(
-        self, device: torch.device | None = None, stats_dir: Path | None = None
+        self,
+        device: torch.device | None = None,
+        stats_dir: Path | None = None,
+        ledger_dir: Path | None = None,
+        progress: Mapping[str, int] | None = None,
     ) -> Generator[Any, None, None]:
         """Yield the batches of an epoch on `device`; otherwise the same as iterating the loader.
 
         Args:
             device: Device of the batches. The loader's own `device` has precedence over it.
             stats_dir: Folder of the statistics' log. The loader's own `stats_dir` has precedence over it.
+            ledger_dir: Folder of the run's ledger, without a folder of statistics.
+            progress: What the ledger says of the training: the optimizer steps before, and the batches of each.
 
         Raises:
             RuntimeError: The workers are persistent and a later iterator has begun, or another process began this one.
@@ -301,11 +313,15 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._latest.begin(stats, sampler.padding_of_loop(cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
+        log_dir = self.stats_dir or stats_dir
+        ledger = self._ledger(log_dir or ledger_dir)
         with (
-            recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
+            ledger,
+            recorded(self.dataset, sampler, stats, needs, in_flight, log_dir) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
             accelerate_iteration(partial(sampler.remainder_from, cursor)) as announce_last,
         ):
+            ledger.start(lambda: {**record_of(self, start), **(progress or {"step": None, "accumulate": None})})
             for answer in recorder.timed(answers):
                 used, last = answer.end, is_over(answer.end)
                 if sampler.epoch == epoch:
@@ -313,6 +329,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 if last:
                     announce_last()
                 recorder.hand_out(answer, used, last=last)
+                ledger.hand_out(answer.cursor, used, answer.numbers, answer.skipped)
                 yield answer.batch
                 check_process(owner)
                 if self.persistent_workers and self._latest.stats is not stats:
@@ -321,6 +338,19 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             self._agreement.check()
         if sampler.epoch == epoch:  # The loop may have called set_epoch.
             sampler.end_epoch()
+
+    def _ledger(self, folder: Path | None) -> Ledger:
+        """Return the ledger of the loop that begins. None of a batch sampler, which has rows of its own."""
+        sampler = self.rank_sampler
+        process = None if folder is None else process_among(sampler.num_replicas)
+        self._latest_ledger = Ledger(
+            folder if self.sampler is sampler else None, sampler.rank, writes=sampler.rank == 0 and not process
+        )
+        return self._latest_ledger
+
+    def seal(self) -> None:
+        """Record in the ledger of the run, if there is one, which rows the loop has handed out so far."""
+        self._latest_ledger.seal()
 
     def _begin_epoch(self) -> Position:
         """Return where the loop begins: a new epoch, or one that goes on."""

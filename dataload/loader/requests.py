@@ -69,6 +69,7 @@ class Answer:
         skipped: The rows that raised and were replaced.
         tokens: Values of packed documents in it.
         padding: Places of padding beside them.
+        numbers: The numbers of its rows, int64 [rows], before bad ones were replaced.
     """
 
     cursor: int
@@ -82,6 +83,7 @@ class Answer:
     skipped: tuple[int, ...] = ()
     tokens: int = 0
     padding: int = 0
+    numbers: Array | None = None
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""

@@ -194,6 +194,18 @@ class MixtureOrder:
                 rows[chosen] = self._source_rows[source].rows(epoch, indices[chosen]) + self.first_rows[source]
         return rows
 
+    def positions_of(self, epoch: int, row: int) -> Int64:
+        """Return where a row comes in an epoch, ascending: int64 [k]. A source of several streams is walked through."""
+        source = int(np.searchsorted(self.first_rows, row, "right")) - 1
+        count = self._indices_at(epoch, self.n)[source]
+        found = []
+        for index in self._source_rows[source].indices_of(epoch, row - int(self.first_rows[source]), count).tolist():
+            start, end = (limit(self._quotas, source, index, self.unit) for limit in (_earliest, _latest))
+            positions = np.arange(start, min(end + 1, self.n))
+            sources, indices = self.draws(epoch, positions)
+            found.append(positions[(sources == source) & (indices == index)])
+        return np.concatenate([np.empty(0, np.int64), *found])
+
     def window_starts(self, epoch: int) -> Int64:  # noqa: ARG002
         """Return the first position of parts of the epoch, then n: int64. None has more than a window of a source."""
         least = MOST_ROWS

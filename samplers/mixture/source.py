@@ -16,6 +16,7 @@ Int64 = npt.NDArray[np.int64]
 
 MOST_WRAPS = 1 << 40  # epochs of a source in one epoch of the mixture
 STRETCH = 1 << 14  # rows computed together: numpy's overhead for each computation is the time for 10,000 rows
+WALKED = 1 << 20  # rows that a walk through a source computes together
 FIRST_STRETCH = 1 << 8  # rows, so that the first batch does not wait for many others; each further stretch is longer
 
 
@@ -82,6 +83,19 @@ class SourceRows:
             parts.append(self._stretches.get(key, self._computed)[first : first + end - start])
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def indices_of(self, epoch: int, row: int, end: int) -> Int64:
+        """Return the indices below `end` that have a row, ascending: int64 [k]."""
+        n, found = self._order.n, [np.empty(0, np.int64)]
+        if self._small is None and self._order.num_streams == 1:
+            wraps = range(-(-end // n))
+            found += [wrap * n + self._order.positions_of(source_epoch(epoch, wrap), row) for wrap in wraps]
+        else:
+            for start in range(0, end, WALKED):
+                indices = np.arange(start, min(start + WALKED, end))
+                found.append(indices[self.rows(epoch, indices) == row])
+        indices = np.concatenate(found)
+        return indices[indices < end]
 
     def needs(
         self, epoch: int, start: int, end: int, streams: Sequence[int] | None, at_once: int = 1

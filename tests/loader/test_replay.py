@@ -18,6 +18,8 @@ from dataload import World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
+from dataload.replay import Run
+from dataload.replay.rebuild import loader_of
 
 SIZES = {"a": [60, 7, 33], "b": [41, 41], "c": [25]}  # rows of the row groups of each file
 
@@ -79,7 +81,7 @@ def _source(folder: Path, rng: np.random.Generator) -> Any:
     return mix(sources, weights, schedule=schedule, ramp=schedule is not None and maps, stop=stop, batching=batching)
 
 
-def _loaders(folder: Path, rng: np.random.Generator) -> Callable[[int, int], Loader]:
+def _loaders(folder: Path, rng: np.random.Generator) -> Callable[..., Loader]:
     """Return a function that makes the loader of a rank, among some ranks, of a random run."""
     source = _source(folder, rng)
     is_even = isinstance(source, Dataset) or source.order["batching"] == "mixed"
@@ -94,10 +96,10 @@ def _loaders(folder: Path, rng: np.random.Generator) -> Callable[[int, int], Loa
         "num_threads": [None, 0, 2][rng.integers(3)],
     }
 
-    def make(rank: int, ranks: int) -> Loader:
+    def make(rank: int, ranks: int, stats_dir: Path | None = None) -> Loader:
         rows = 5 if is_even and ranks == 2 else 6 // ranks  # Those of a homogeneous global batch stay the same.
         size = {"batch_tokens": 60, "length": "n_tokens"} if by_tokens else {"batch_size": rows}
-        return make_loader(source, **size, **how, world=World(rank, ranks))
+        return make_loader(source, **size, **how, world=World(rank, ranks), stats_dir=stats_dir)
 
     return make
 
@@ -113,33 +115,39 @@ def _equal(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("seed", seeds(6, 200))
-def test_a_run_is_read_again_by_formula(folder: Path, seed: int) -> None:
-    """A run that is killed, and goes on on other ranks, some epochs long."""
+def test_a_run_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int) -> None:
+    """A run that is killed, and goes on on other ranks, perhaps from before the kill: by its loader and its ledger."""
     rng = np.random.default_rng(seed)
     make, state = _loaders(folder, rng), None
-    for _ in range(4):
+    seen: list[list[list[int]]] = []  # the rows of each rank, by step
+    for _ in range(5):
         ranks = int(rng.choice([1, 2, 3, 6]))
-        loaders, fresh = [make(rank, ranks) for rank in range(ranks)], make(0, ranks)
+        loaders, fresh = [make(rank, ranks, tmp_path / "run") for rank in range(ranks)], make(0, ranks)
         if state is not None:
             for loader in (*loaders, fresh):
                 loader.load_state_dict(state)
-        epoch = fresh.rank_sampler.epoch
-        steps = [None, 1, 4][rng.integers(3)]
+        epoch, first = fresh.rank_sampler.epoch, _first_step(fresh)
+        steps, lost = [None, 1, 4][rng.integers(3)], int(rng.integers(3))
         iterators = [iter(loader) for loader in loaders]
         got = [list(islice(iterator, steps)) for iterator in iterators]
-        assert len(set(map(len, got))) == 1
-        first = _first_step(fresh)
+        state = loaders[-1].state_dict()
         for number, batches in enumerate(zip(*got, strict=True)):
             rows = fresh.rows_at(epoch, first + number)
-            assert [each.tolist() for each in rows] == [batch["row_id"].tolist() for batch in batches]
+            seen.append([each.tolist() for each in rows])
+            assert seen[-1] == [batch["row_id"].tolist() for batch in batches]
             again = [fresh.batch_at(epoch, first + number, rank) for rank in range(ranks)]
             assert all(map(_equal, again, batches))
         if steps is None:
             with pytest.raises(IndexError):
                 fresh.rows_at(epoch, first + len(got[0]))
-        state = loaders[-1].state_dict()
         for iterator in iterators:
+            list(islice(iterator, lost))
             iterator.close()
+    run = Run(tmp_path / "run", lambda start: loader_of(start.record, {"cache": False}))
+    for number, rows in enumerate(seen, 1):
+        [batch] = run.step(number).batches
+        assert [each.tolist() for each in batch.rows] == rows
+    assert run.verify()[2] == []
 
 
 def _first_step(loader: Loader) -> int:

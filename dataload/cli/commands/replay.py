@@ -1,0 +1,212 @@
+"""`dataload rows` and `dataload replay`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dataload.cache.config import CacheConfig
+from dataload.cli.commands.head import _plain, _text
+from dataload.cli.commands.options import Json, StorageOptions, mapping, with_cache_options
+from dataload.cli.console import FOUND_A_PROBLEM, show
+from dataload.errors import ConfigError
+from dataload.runtime.text import counted
+
+if TYPE_CHECKING:
+    from dataload.loader.loader import Loader
+    from dataload.replay import Run, Step
+    from dataload.replay.run import Batch
+
+BLOCK_BYTES = 64 << 10  # of the few row groups that are fetched
+
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="The stats_dir of make_loader, or the log_dir or checkpoint_dir of fit."),
+]
+STEP = typer.Option(min=1, help="Optimizer step, as fit counts; without fit, the batch of the run, from 1.")
+LoaderName = Annotated[
+    str | None,
+    typer.Option(
+        "--loader",
+        metavar="MODULE:FUNCTION",
+        help="A function of the run's program that takes a World and returns its loader; default: made by the ledger.",
+    ),
+]
+
+
+@with_cache_options()
+def rows(
+    folder: Folder,
+    step: Annotated[int | None, STEP] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only the rows of this rank; default: all.")] = None,
+    values: Annotated[bool, typer.Option("--show", help="Fetch the rows, and show their values.")] = False,
+    row: Annotated[int | None, typer.Option(min=0, help="Instead of a step: when this row comes.")] = None,
+    epochs: Annotated[int, typer.Option(min=0, help="With --row, epochs to look ahead after the run's last one.")] = 1,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Instead of a step: check the ledger's digests against the rows.")
+    ] = False,
+    loader: LoaderName = None,
+    *,
+    cache: CacheConfig,
+    storage_options: StorageOptions = None,
+    as_json: Json = False,
+) -> None:
+    """Tell which rows a step of a run saw, by rank, file and row group."""
+    if (step is not None) + (row is not None) + verify != 1:
+        raise ConfigError("name one of --step, --row and --verify")
+    run = _run(folder, loader, cache, storage_options)
+    if verify:
+        _show_verified(run, as_json=as_json)
+    elif row is not None:
+        _show_times(run, row, epochs, as_json=as_json)
+    else:
+        assert step is not None
+        _show_step(run, run.step(step), rank, values=values, as_json=as_json)
+
+
+@with_cache_options()
+def replay(
+    folder: Folder,
+    step: Annotated[int, STEP],
+    out: Annotated[Path, typer.Option(help="Write the batch to this file, for torch.load.")],
+    rank: Annotated[int, typer.Option(min=0, help="The rank that got it.")] = 0,
+    loader: LoaderName = None,
+    *,
+    cache: CacheConfig,
+    storage_options: StorageOptions = None,
+    as_json: Json = False,
+) -> None:
+    """Make the batch of a step again, and save it; a list of them, if the step accumulated several."""
+    import torch
+
+    run = _run(folder, loader, cache, storage_options)
+    found = run.step(step)
+    source = run.loader(found.start)
+    batches = [source.batch_at(batch.epoch, batch.number, rank) for batch in found.batches]
+    try:
+        with out.open("wb") as file:
+            torch.save(batches[0] if len(batches) == 1 else batches, file)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
+    missing = [] if loader else _left_out(found)
+    calls = [f"loader.batch_at({batch.epoch}, {batch.number}, rank={rank})" for batch in found.batches]
+    lines = [f"{out}: {', '.join(calls)}"]
+    lines += [f"without {name}: pass --loader module:function for the batch as the run had it" for name in missing]
+    show({"out": str(out), "calls": calls, "left_out": missing}, "\n".join(lines), as_json=as_json)
+
+
+def _run(folder: Path, loader: str | None, cache: CacheConfig, storage_options: str | None) -> Run:
+    from dataload.replay import Run
+    from dataload.replay.rebuild import loader_of, loader_of_program
+
+    # A cache that is opened with a limit evicts what exceeds it. Larger blocks have other row groups, too.
+    kept = replace(cache, cache_bytes=None, block_bytes=min(cache.block, BLOCK_BYTES))
+    options: dict[str, Any] = {"cache": kept, "storage_options": mapping(storage_options) or None}
+    if loader is None:
+        return Run(folder, lambda start: loader_of(start.record, options))
+    return Run(folder, lambda start: loader_of_program(loader, start.record))
+
+
+def _left_out(step: Step) -> list[str]:
+    """Return what the ledger only names: the functions that changed the values."""
+    given, recipe = step.start.record.get("loader") or {}, step.start.record["recipe"]
+    calls = [call for each in (recipe.values() if isinstance(recipe, dict) else [recipe]) for call in each]
+    maps = [f"map {call['map']}" for call in calls if "map" in call]
+    return [*dict.fromkeys(maps), *(f"{name} {given[name]}" for name in ("transform", "collate_fn") if name in given)]
+
+
+def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json: bool) -> None:
+    loader = run.loader(step.start)
+    ranks = range(loader.rank_sampler.num_replicas)
+    if rank is not None and rank not in ranks:
+        raise ConfigError(f"--rank={rank}: step {step.number} has the ranks 0 to {len(ranks) - 1}")
+    chosen = ranks if rank is None else [rank]
+    batches: list[dict[str, Any]] = [
+        {
+            "epoch": batch.epoch,
+            "batch": batch.number,
+            "ranks": [{"rank": each, "rows": _described(loader, batch, each, values=values)} for each in chosen],
+        }
+        for batch in step.batches
+    ]
+    figures = {"step": step.number, "batches": batches, "earlier_attempts": len(step.earlier)}
+    lines = []
+    for batch in batches:
+        place = f"epoch {batch['epoch']}, batch {batch['batch']}"
+        lines.append(f"step {step.number}: {place} (loader.rows_at({batch['epoch']}, {batch['batch']}))")
+        for each in batch["ranks"]:
+            skipped = step.start.skipped.get(each["rank"], ())
+            lines += [_line(each["rank"], found, replaced=found["row_id"] in skipped) for found in each["rows"]]
+    if step.earlier:
+        lines.append(f"{counted(len(step.earlier), 'earlier attempt')} had a step {step.number}, before a restart")
+    show(figures, "\n".join(lines), as_json=as_json)
+
+
+def _described(loader: Loader, batch: Batch, rank: int, *, values: bool) -> list[dict[str, Any]]:
+    """Return the rows of a rank's batch: where they are, and what they hold."""
+    from dataload.packed import SequenceLocation
+    from dataload.rows.numbered_rows import PlacedRows
+
+    dataset, numbers = loader.dataset, batch.rows[rank]
+    stream, draw = loader.rank_sampler.seeds(batch.epoch)
+    sources = dataset.rows_by_source(numbers, [1] * len(numbers))
+    found = []
+    for number, place, source in zip(numbers.tolist(), dataset.locate(numbers), sources, strict=True):
+        one = {"row_id": number, "url": _public(place.url), "row_group": place.row_group, "row": place.row}
+        one |= {"source": next(name for name, count in source.items() if count)} if source else {}
+        if isinstance(place, SequenceLocation):
+            pieces = place.documents(None if draw is None else draw[1], loader.rank_sampler.seed)
+            one["documents"] = [
+                {**each.document._asdict(), "url": _public(each.document.url), "start": each.start, "stop": each.stop}
+                for each in pieces
+            ]
+        found.append(one)
+    if values:
+        held = dataset.__getitems__(PlacedRows(numbers.tolist(), (stream, batch.cursor), draw))
+        for one, row in zip(found, held, strict=True):
+            one["values"] = {name: _plain(_listed(value)) for name, value in row.items()}
+    return found
+
+
+def _line(rank: int, found: dict[str, Any], *, replaced: bool) -> str:
+    source = f" of {found['source']}" if "source" in found else ""
+    place = f"{found['url']} row group {found['row_group']} row {found['row']}"
+    lines = [f"rank {rank}  row {found['row_id']}{source}: {place}{' (replaced: on_error=skip)' * replaced}"]
+    if "documents" in found:
+        lines[0] = f"rank {rank}  sequence {found['row_id']}{source}:"
+        for each in found["documents"]:
+            place = f"{each['url']} row group {each['row_group']} row {each['row']}"
+            lines.append(f"    values {each['start']} to {each['stop']} of {place}")
+    if "values" in found:
+        lines.append(f"    {_text(found['values'])}")
+    return "\n".join(lines)
+
+
+def _listed(value: Any) -> Any:
+    """Return a value of a row, of which tensors and arrays are lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
+
+
+def _public(url: str) -> str:
+    from dataload.runtime.redact import without_credentials
+
+    return without_credentials(url)
+
+
+def _show_times(run: Run, row: int, epochs: int, *, as_json: bool) -> None:
+    times = list(run.steps_of(row, epochs))
+    lines = [f"step {each.step}: epoch {each.epoch}, rank {each.rank}" for each in times]
+    show({"row": row, "seen": [each._asdict() for each in times]}, "\n".join(lines) or "never", as_json=as_json)
+
+
+def _show_verified(run: Run, *, as_json: bool) -> None:
+    covered, seals, differences = run.verify()
+    last = next((text for start in reversed(run.starts) for _, text in reversed(start.seals)), None)
+    figures = {"loops": len(run.starts), "rows": covered, "seals": seals, "last": last, "differences": differences}
+    text = f"{counted(covered, 'row')} of rank 0 under {counted(seals, 'seal')} in {counted(len(run.starts), 'loop')}"
+    show(figures, "\n".join(differences) or f"{text}: as sealed; the last seal is {last}", as_json=as_json)
+    if differences:
+        raise typer.Exit(FOUND_A_PROBLEM)

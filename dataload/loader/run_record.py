@@ -1,0 +1,73 @@
+"""What a loop begins with, for the ledger of its run: what its batches follow from, but for the user's functions."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from dataload.catalog.recipe import plain
+from dataload.dataset import Dataset
+from dataload.mixture import Mixture
+
+if TYPE_CHECKING:
+    from dataload.dataset import MapStyle
+    from dataload.loader.loader import Loader
+    from dataload.samplers.position import Position
+
+ARGUMENTS = {  # of make_loader, with their defaults
+    "batch_tokens": None,
+    "length": None,
+    "pad_to_multiple": None,
+    "group": None,
+    "ragged": "list",
+    "row_ids": False,
+    "on_error": "raise",
+}
+FUNCTIONS = ("transform", "collate_fn")
+PACKAGES = ("dataload", "torch", "numpy", "pyarrow")
+
+
+def record_of(loader: Loader, start: Position) -> dict[str, Any]:
+    """Return the record of a loop of this loader that begins at a position: JSON, without credentials."""
+    sampler = loader.rank_sampler
+    return {
+        "versions": _versions(),
+        "fingerprint": loader.dataset.fingerprint,
+        "recipe": recipe_of(loader.dataset),
+        "data": start.dataset,
+        "order": dict(start.options),
+        "loader": loader.given,
+        "batch_size": sampler.batch_size,
+        "drop_last": sampler.drop_last,
+        "rows": sampler.num_rows,
+        "ranks": sampler.num_replicas,
+        "nodes": sampler.num_nodes,
+        "epoch": start.epoch,
+        "cursor": start.cursor,
+    }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def given_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments of `make_loader` that decide batches, beside the order: JSON."""
+    found = {name: plain(arguments[name]) for name, usual in ARGUMENTS.items() if arguments[name] != usual}
+    for name in FUNCTIONS:
+        if (function := arguments[name]) is not None:
+            named = function if hasattr(function, "__qualname__") else type(function)
+            found[name] = f"{named.__module__}:{named.__qualname__}"
+    return found
+
+
+def recipe_of(dataset: MapStyle) -> Any:
+    """Return what made a dataset: a list of calls, or these of each source of a mixture, by name."""
+    if isinstance(dataset, Mixture):
+        return {name: list(each.recipe) for name, each in zip(dataset.names, dataset.datasets, strict=True)}
+    assert isinstance(dataset, Dataset)
+    return list(dataset.recipe)

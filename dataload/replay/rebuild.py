@@ -1,0 +1,163 @@
+"""A dataset and a loader made again from the record of a loop, by the same public functions, without its transforms."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from dataload.catalog.recipe import UNRECORDED, rows_of
+from dataload.dataset import Dataset, MapStyle, make_dataset
+from dataload.errors import ConfigError
+from dataload.loader.factory import make_loader
+from dataload.loader.loader import Loader
+from dataload.mixture import Mixture, mix
+from dataload.samplers.mixture.weights import weights_of
+from dataload.samplers.position import STATE_VERSION
+from dataload.world import World
+
+OF_MIXTURE = ("stop", "num_rows", "batching")
+log = logging.getLogger(__name__)
+
+PROGRAM = "name what makes it in the run's program: --loader module:function"
+
+
+def dataset_of(recipe: Any, options: Mapping[str, Any]) -> MapStyle:
+    """Return the dataset, or the mixture, of a recipe. `map` is left out: it changes values and no rows.
+
+    Args:
+        recipe: As a ledger has it.
+        options: Further arguments of `make_dataset`.
+
+    Raises:
+        ConfigError: A call cannot be made again from what the recipe says.
+        OriginError: The source cannot be read.
+    """
+    if isinstance(recipe, Mapping):
+        return mix({name: _dataset_of(calls, options) for name, calls in recipe.items()})
+    return _dataset_of(recipe, options)
+
+
+def _dataset_of(calls: Any, options: Mapping[str, Any]) -> Dataset:
+    found: Any = None
+    for call in calls or [{"a program": "of its own"}]:
+        [(name, how)] = call.items()
+        values = [how, *(how.values() if isinstance(how, dict) else ())]
+        if name not in CALLS or any(isinstance(value, dict) and UNRECORDED in value for value in values):
+            raise ConfigError(f"the ledger cannot make the dataset again, because of {name}({how}): {PROGRAM}")
+        found = make_dataset(**how, **options) if name == "make_dataset" else CALLS[name](found, how)
+    return cast("Dataset", found)
+
+
+def _split(dataset: Dataset, how: Mapping[str, Any]) -> Dataset:
+    parts = dataset.split(how["fractions"], how["seed"])
+    return parts[int(how["part"])]
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "make_dataset": lambda _, how: how,
+    "filter": Dataset.filter,
+    "select": lambda dataset, rows: dataset.select(rows_of(rows)),
+    "exclude": lambda dataset, rows: dataset.exclude(rows_of(rows)),
+    "split": _split,
+    "map": lambda dataset, _: dataset,
+    "pack": lambda dataset, how: dataset.pack(**how),
+}
+"""How each call of a recipe is made again, given the dataset so far."""
+
+
+def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int = 0) -> Loader:
+    """Return the loader of a rank at the start of a loop, as the ledger has it, without transforms.
+
+    Args:
+        record: The record.
+        options: Further arguments of `make_dataset`.
+        rank: The rank.
+
+    Raises:
+        ConfigError: The dataset has other rows than it had, or the record is not complete.
+        OriginError: The source cannot be read.
+    """
+    order, given = record["order"], record.get("loader") or {}
+    dataset = dataset_of(record["recipe"], options)
+    windows: Sequence[Any] = order.get("windows") or [order.get("window")]
+    if isinstance(dataset, Mixture):
+        dataset = mix(
+            dict(zip(dataset.names, dataset.datasets, strict=True)), **{name: order[name] for name in OF_MIXTURE}
+        )
+        dataset.weights = weights_of(order["weights"])
+    kept = {name: given[name] for name in ("length", "pad_to_multiple", "group", "ragged", "row_ids") if name in given}
+    if "batch_tokens" in given:
+        kept["batch_tokens"] = given["batch_tokens"]
+    else:
+        kept |= {"batch_size": record["batch_size"], "num_streams": order["num_streams"]}
+    loader = make_loader(
+        dataset,
+        **kept,
+        shuffle=order["shuffle"],
+        seed=order["seed"],
+        window=windows[0] if len(set(windows)) == 1 else None,
+        drop_last=record["drop_last"],
+        world=_world(record, rank),
+    )
+    if dataset.fingerprint != record["fingerprint"] and "map" not in _names(record["recipe"]):
+        log.warning(
+            "the objects have been written again since the run: rows have the same numbers, perhaps other values"
+        )
+    return placed(loader, record)
+
+
+def _names(recipe: Any) -> set[str]:
+    """Return the names of the calls of a recipe."""
+    return {name for calls in (recipe.values() if isinstance(recipe, Mapping) else [recipe]) for [name] in calls}
+
+
+def loader_of_program(name: str, record: Mapping[str, Any], rank: int = 0) -> Loader:
+    """Return the loader of a rank that a function of the run's program makes, at the start of a loop.
+
+    Args:
+        name: "module:function". The function takes the `World` of the rank.
+        record: The record of the loop.
+        rank: The rank.
+
+    Raises:
+        ConfigError: There is no such function, or it returns another loader than the run had.
+    """
+    module, _, function = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--loader={name}: {error}: name a module and a function in it, such as train:loader"
+        ) from error
+    loader = make(_world(record, rank))
+    if not isinstance(loader, Loader):
+        raise ConfigError(f"--loader={name} returns {type(loader).__name__}: let it return make_loader(…, world=world)")
+    return placed(loader, record)
+
+
+def _world(record: Mapping[str, Any], rank: int) -> World:
+    ranks, nodes = record["ranks"], record["nodes"]
+    return World(rank, ranks, node_sizes=(ranks // nodes,) * nodes)
+
+
+def placed(loader: Loader, record: Mapping[str, Any]) -> Loader:
+    """Move a loader to the start of a loop, as the ledger has it. Return it.
+
+    Raises:
+        ConfigError: Its dataset or its order is another one.
+    """
+    place = {"version": STATE_VERSION, "dataset": record["data"], "epoch": record["epoch"], "cursor": record["cursor"]}
+    loader.load_state_dict({**place, **record["order"]})
+    sampler = loader.rank_sampler
+    if (sampler.num_replicas, sampler.batch_size) != (record["ranks"], record["batch_size"]):
+        raise ConfigError(
+            f"the loader has {sampler.num_replicas} ranks with a batch_size of {sampler.batch_size}, and the run had "
+            f"{record['ranks']} with {record['batch_size']}: let it detect its world, and make it as the run did"
+        )
+    return loader

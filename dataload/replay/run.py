@@ -1,0 +1,192 @@
+"""A run as its ledger tells it: the batches of a step, the steps of a row, and whether the ledger is what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.loader.loader import Loader
+from dataload.samplers.rank_sampler import RankSampler
+from dataload.telemetry.run_ledger import Chain, Start, read_ledger
+
+Rows = npt.NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """A batch of all ranks.
+
+    Attributes:
+        epoch: Its epoch.
+        number: Its number in the epoch, as `Loader.rows_at` takes it.
+        cursor: Rows of the epoch, of all ranks, before it.
+        rows: The rows of each rank.
+    """
+
+    epoch: int
+    number: int
+    cursor: int
+    rows: list[Rows]
+
+
+class Step(NamedTuple):
+    """An optimizer step, or a batch of a program without `fit`.
+
+    Attributes:
+        number: Its number, from 1.
+        start: The loop that had it, or will have it.
+        batches: Its batches.
+        earlier: The loops that had a step of this number before, until a kill, or a restart from an earlier checkpoint.
+    """
+
+    number: int
+    start: Start
+    batches: list[Batch]
+    earlier: list[Start]
+
+
+class Seen(NamedTuple):
+    """One time that a row comes.
+
+    Attributes:
+        step: The number of the step.
+        epoch: Its epoch.
+        rank: The rank that gets it.
+    """
+
+    step: int
+    epoch: int
+    rank: int
+
+
+class Run:
+    """The loops of a run.
+
+    Args:
+        folder: The folder of the ledger.
+        open_loader: Returns the loader of the first rank at the start of a loop.
+
+    Raises:
+        ConfigError: There is no ledger.
+    """
+
+    def __init__(self, folder: Path, open_loader: Callable[[Start], Loader]) -> None:
+        self.starts = read_ledger(folder)
+        self._open = open_loader
+        self._loaders: dict[int, Loader] = {}
+        self._before = self._steps_before()
+
+    def loader(self, start: Start) -> Loader:
+        """Return the loader of the first rank at the start of a loop."""
+        if start.number not in self._loaders:
+            self._loaders = {start.number: self._open(start)}
+        return self._loaders[start.number]
+
+    def step(self, number: int) -> Step:
+        """Return a step, given its number, at least 1."""
+        *earlier, start = [each for each in self.starts if self._before[each.number] < number] or self.starts[:1]
+        sampler, left = self.loader(start).rank_sampler, number - 1 - self._before[start.number]
+        each = _batches_of_a_step(start)
+        while left >= (steps := -(-sampler.batches_left() // each)):
+            left -= steps
+            sampler = sampler.at(sampler.epoch + 1, 0)
+        count = min(each, sampler.batches_left() - left * each)
+        batches = [_batch_of(sampler.later(left * each + number)) for number in range(count)]
+        again = [each for each in earlier if self._before[each.number] + self._steps_of(each) >= number]
+        return Step(number, start, batches, again)
+
+    def steps_of(self, row: int, epochs: int = 0) -> Iterator[Seen]:
+        """Yield when a row came and will come, in the order of the steps, until this many epochs after the last one."""
+        for start in self.starts:
+            loader = self.loader(start)
+            if row >= len(loader.dataset):
+                continue
+            sampler, before = loader.rank_sampler, self._before[start.number]
+            last = min(self._before[start.number + 1 :], default=None)
+            each = _batches_of_a_step(start)
+            yield from _times(sampler, row, before, each, last)
+            if start is self.starts[-1]:
+                for _ in range(epochs):
+                    before += -(-sampler.batches_left() // each)
+                    sampler = sampler.at(sampler.epoch + 1, 0)
+                    yield from _times(sampler, row, before, each, None)
+
+    def verify(self) -> tuple[int, int, list[str]]:
+        """Compute the digests of the ledger again. Return the rows that they cover, the seals, and what differs."""
+        rows, seals, differences = 0, 0, list[str]()
+        for start in self.starts:
+            if start.seals:
+                covered, difference = self._checked(start)
+                rows, seals = rows + covered, seals + len(start.seals)
+                differences += [] if difference is None else [f"epoch {start.epoch}, row {start.cursor}: {difference}"]
+        return rows, seals, differences
+
+    def _checked(self, start: Start) -> tuple[int, str | None]:
+        """Return the rows of a loop that its seals cover, and how they differ from those of the order; None: not."""
+        chain, left, rows = Chain(start.lines), dict(start.seals), 0
+        sampler, last = self.loader(start).rank_sampler, max(left)
+        for run, cursor, size in sampler.steps():
+            for begin, batch in zip(range(cursor, sampler.num_rows, size), run, strict=False):
+                end = min(begin + size, sampler.num_rows)
+                chain.add(begin, batch)
+                rows += len(batch)
+                if (text := left.pop(end, None)) is not None and text != chain.text:
+                    return rows, f"the rows up to row {end} of the epoch, or lines before, were others"
+                if end >= last:
+                    return rows, "it has a seal where no batch ends" if left else None
+        return rows, "it has a seal after the end of the epoch"
+
+    def _steps_before(self) -> list[int]:
+        """Return the steps before each loop."""
+        found = list[int]()
+        for start in self.starts:
+            known = start.record.get("step")
+            found.append(self._derived(start, found) if known is None else known)
+        return found
+
+    def _derived(self, start: Start, before: list[int]) -> int:
+        """Return the batches before a loop of a program without `fit`: those of the epoch up to it, and before that."""
+        for earlier in reversed(self.starts[: start.number]):
+            if earlier.epoch == start.epoch and earlier.cursor <= start.cursor:
+                return before[earlier.number] + self._steps_of(earlier, start.cursor)
+            if earlier.epoch < start.epoch:
+                end = earlier.seals[-1][0] if earlier.seals else earlier.record["rows"]
+                return before[earlier.number] + self._steps_of(earlier, end)
+        return 0
+
+    def _steps_of(self, start: Start, end: int | None = None) -> int:
+        """Return the steps of a loop up to a number of rows of its epoch; None: of those that it has handed out."""
+        if end is None:
+            end = start.seals[-1][0] if start.seals else start.record["rows"]
+        given = start.record.get("loader") or {}
+        if "batch_tokens" in given:
+            sampler = self.loader(start).rank_sampler
+            batches = sampler.batches_left() - sampler.at_row(end).batches_left()
+        else:
+            size = start.record["ranks"] * start.record["batch_size"]
+            whole, rest = divmod(max(0, end - start.cursor), size)
+            batches = whole + (rest > 0 and not start.record["drop_last"])
+        return -(-batches // _batches_of_a_step(start))
+
+
+def _batches_of_a_step(start: Start) -> int:
+    return max(1, start.record.get("accumulate") or 1)
+
+
+def _batch_of(sampler: RankSampler) -> Batch:
+    rows = [next(sampler.of_rank(rank).batches()) for rank in range(sampler.num_replicas)]
+    return Batch(sampler.epoch, sampler.step_of(sampler.cursor)[0], sampler.cursor, rows)
+
+
+def _times(sampler: RankSampler, row: int, before: int, each: int, last: int | None) -> Iterator[Seen]:
+    """Yield when a row comes in the rest of the epoch of a sampler, up to the step `last`; None: all."""
+    batches, positions = sampler.batches_left(), sampler.order.positions_of(sampler.epoch, row)
+    numbers = {sampler.batch_with(position) for position in positions[positions >= sampler.cursor].tolist()}
+    for number in sorted({*numbers, batches - 1}):  # The last one may have the row as padding.
+        step = before + number // each + 1
+        if 0 <= number < batches and (last is None or step <= last):
+            rows = _batch_of(sampler.later(number)).rows
+            yield from (Seen(step, sampler.epoch, rank) for rank, own in enumerate(rows) if row in own)

@@ -1,0 +1,200 @@
+"""`dataload rows` and `dataload replay`: the rows of steps, the steps of rows, and batches again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dataload import World, make_dataset, make_loader, mix
+from dataload.cli.app import app
+from dataload.errors import ConfigError
+from dataload.loader.loader import Loader
+
+RNG = np.random.default_rng(7)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    lengths = RNG.integers(1, 20, 150)
+    tokens = pa.array([np.arange(length) for length in lengths], pa.list_(pa.int64()))
+    table = pa.table({"id": range(150), "tokens": tokens, "n_tokens": lengths})
+    (tmp_path / "data").mkdir()
+    for name, start, rows in (("a", 0, 90), ("b", 90, 40), ("c", 130, 20)):
+        pq.write_table(table.slice(start, rows), tmp_path / "data" / f"{name}.parquet", row_group_size=17)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what a command about the run in `tmp_path / "run"` prints as JSON, and its exit code."""
+    monkeypatch.setenv("DATALOAD_CACHE_DIR", str(tmp_path / "command"))
+
+    def call(name: str, *words: str, code: int = 0) -> Any:
+        done = CliRunner().invoke(app, [name, str(tmp_path / "run"), *words, "--json"], catch_exceptions=False)
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout)
+
+    return call
+
+
+def made(folder: Path, kind: str, rank: int, ranks: int, stats_dir: Path) -> Loader:
+    """Return the loader of a rank over a dataset of some kind."""
+    data = make_dataset(folder / "a.parquet", cache=False)
+    how: dict[str, Any] = {"batch_size": 5}
+    if kind == "mixture":
+        parts = {name: make_dataset(folder / f"{name}.parquet", cache=False) for name in "abc"}
+        data = mix(parts, [3, 2, 1], stop="all_exhausted")
+    elif kind == "tokens":
+        how = {"batch_tokens": 64, "length": "n_tokens"}
+    elif kind == "packed":
+        data = data.pack(16)
+    elif kind == "selected":
+        data = data.filter([("id", ">", 3)]).exclude([5, 7]).split([0.7, 0.3])[0]
+    return make_loader(data, **how, row_ids=True, stats_dir=stats_dir, world=World(rank, ranks))
+
+
+@pytest.mark.parametrize("kind", ["plain", "mixture", "tokens", "packed", "selected"])
+def test_the_steps_of_a_row_are_exact_over_five_epochs(folder: Path, tmp_path: Path, run: Any, kind: str) -> None:
+    loaders = [made(folder, kind, rank, 2, tmp_path / "run") for rank in range(2)]
+    steps: list[tuple[int, list[list[int]]]] = []  # the epoch, and the rows of each rank
+    for epoch in range(4):
+        together = zip(*loaders, strict=True)
+        steps += [(epoch, [batch["row_id"].tolist() for batch in batches]) for batches in together]
+    coming = [loaders[0].rows_at(4, number) for number in range(len(loaders[0]))]
+    steps += [(4, [rows.tolist() for rows in each]) for each in coming]
+    for row in (0, 33, len(loaders[0].dataset) - 1):
+        expected = [
+            {"step": number, "epoch": epoch, "rank": rank}
+            for number, (epoch, ranks) in enumerate(steps, 1)
+            for rank, rows in enumerate(ranks)
+            if row in rows
+        ]
+        assert run("rows", "--row", str(row), "--epochs", "1")["seen"] == expected
+    number = len(steps) // 2
+    [batch] = run("rows", "--step", str(number))["batches"]
+    assert [[each["row_id"] for each in rank["rows"]] for rank in batch["ranks"]] == steps[number - 1][1]
+
+
+def test_rows_are_located_and_shown(folder: Path, tmp_path: Path, run: Any) -> None:
+    loader = made(folder, "mixture", 0, 1, tmp_path / "run")
+    batches = list(loader)
+    [batch] = run("rows", "--step", "3", "--rank", "0", "--show")["batches"]
+    rows = batch["ranks"][0]["rows"]
+    assert [row["values"]["id"] for row in rows] == batches[2]["id"].tolist()
+    assert [row["values"]["tokens"] for row in rows] == [tokens.tolist() for tokens in batches[2]["tokens"]]
+    for row, place in zip(rows, loader.dataset.locate(batches[2]["row_id"]), strict=True):
+        assert (row["url"], row["row_group"], row["row"]) == place
+        assert place.url.endswith(f"{row['source']}.parquet")
+
+
+def test_a_packed_sequence_tells_its_documents(folder: Path, tmp_path: Path, run: Any) -> None:
+    batches = list(made(folder, "packed", 0, 1, tmp_path / "run"))
+    [batch] = run("rows", "--step", "2", "--show")["batches"]
+    for row, tokens in zip(batch["ranks"][0]["rows"], batches[1]["tokens"], strict=True):
+        values = [value for each in row["documents"] for value in range(each["start"], each["stop"])]
+        assert values == tokens.tolist()[: len(values)]
+        assert row["values"]["tokens"] == tokens.tolist()
+
+
+def test_show_fetches_the_footers_and_the_row_groups_of_the_step(
+    bucket: Any, dataset_of: Any, tmp_path: Path, run: Any
+) -> None:
+    url = dataset_of([[4000] * 10, [4000] * 10])
+    dataset = make_dataset(url, storage_options=bucket.options, cache=False)
+    loader = make_loader(dataset, 4, window=1, stats_dir=tmp_path / "run", world=World(0, 1))
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    needed = {place[:2] for place in dataset.locate(loader.rows_at(0, 0)[0])}
+    chunks = sum(group.bytes for group in dataset.row_groups if (f"s3://{group.file.path}", group.number) in needed)
+    bucket.server.reset()
+    run("rows", "--step", "1", "--show", "--storage-options", json.dumps(bucket.options))
+    footers, edges = 2 * (64 << 10), 2 * len(needed) * (64 << 10)  # A range is fetched in blocks of 64 KiB.
+    assert bucket.server.stats()["get_bytes"] <= footers + chunks + edges
+
+
+def test_replay_saves_the_batch(folder: Path, tmp_path: Path, run: Any) -> None:
+    batches = list(made(folder, "plain", 1, 2, tmp_path / "run"))
+    list(made(folder, "plain", 0, 2, tmp_path / "run"))
+    done = run("replay", "--step", "4", "--rank", "1", "--out", str(tmp_path / "batch.pt"))
+    again = torch.load(tmp_path / "batch.pt")
+    assert again["id"].tolist() == batches[3]["id"].tolist()
+    assert done["calls"] == ["loader.batch_at(0, 3, rank=1)"]
+
+
+PROGRAM = """
+from dataload import make_dataset, make_loader
+
+def add(batch, rng):
+    return {**batch, "noise": rng.random(4).tolist()}
+
+def ids(batch):
+    return {"id": batch["id"]}
+
+def loader(world, **options):
+    data = make_dataset(FOLDER, cache=False).flat_map(ids, columns=["id"])
+    return make_loader(data, 6, transform=add, world=world, **options)
+"""
+
+
+def test_a_program_s_own_loader_is_replayed(
+    folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train_of_replay.py").write_text(PROGRAM.replace("FOLDER", repr(str(folder))))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "train_of_replay", raising=False)
+    train_of_replay = importlib.import_module("train_of_replay")
+
+    batches = list(train_of_replay.loader(World(0, 1), stats_dir=tmp_path / "run"))
+    name = "train_of_replay:loader"
+    run("replay", "--step", "4", "--out", str(tmp_path / "batch.pt"), "--loader", name)
+    assert torch.load(tmp_path / "batch.pt")["noise"] == batches[3]["noise"]
+    assert run("rows", "--verify", "--loader", name)["differences"] == []
+    failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "4"])
+    assert "flat_map" in str(failed.exception)
+    assert "--loader module:function" in str(failed.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rows"], "name one of --step, --row and --verify"),
+        (["rows", "--step", "1", "--rank", "7"], "--rank=7: step 1 has the ranks 0 to 0"),
+        (["rows", "--step", "1", "--loader", "no_such_module:loader"], "No module named 'no_such_module'"),
+        (["rows", "--step", "1", "--loader", "builtins:repr"], "returns str: let it return make_loader"),
+        (["rows", "--step", "1", "--loader", "train_of_replay:other"], "2 ranks with a batch_size of 3, and the run"),
+        (["replay", "--step", "1", "--out", "/nowhere/batch.pt"], "/nowhere/batch.pt cannot be written"),
+    ],
+)
+def test_wrong_use_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setenv("DATALOAD_CACHE_DIR", str(tmp_path / "command"))
+    monkeypatch.chdir(tmp_path)
+    made(folder, "plain", 0, 1, tmp_path / "run").batch_at(0, 0)
+    next(iter(made(folder, "plain", 0, 1, tmp_path / "run")))
+    text = f"def other(_):\n    return make_loader({str(folder / 'a.parquet')!r}, 3, world=World(0, 2), cache=False)\n"
+    (tmp_path / "train_of_replay.py").write_text(f"from dataload import World, make_loader\n{text}")
+    monkeypatch.delitem(sys.modules, "train_of_replay", raising=False)
+    done = CliRunner().invoke(app, [words[0], str(tmp_path / "run"), *words[1:]])
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+
+
+def test_verify_exits_with_1_for_a_changed_ledger(folder: Path, tmp_path: Path, run: Any) -> None:
+    list(made(folder, "plain", 0, 1, tmp_path / "run"))
+    assert run("rows", "--verify")["differences"] == []
+    path = tmp_path / "run" / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"drop_last":false', '"drop_last":true'))
+    assert len(run("rows", "--verify", code=1)["differences"]) == 1

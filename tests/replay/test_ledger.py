@@ -1,0 +1,168 @@
+"""The ledger of a run: small, whole after any kill, without credentials, and sealed."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import World, make_dataset, make_loader
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError
+from dataload.replay import Run
+from dataload.replay.rebuild import loader_of
+from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.token_sampler import TokenSampler
+from dataload.telemetry.run_ledger import FILE, read_ledger
+
+ROWS = 120
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    pq.write_table(pa.table({"id": range(ROWS)}), tmp_path / "rows.parquet", row_group_size=10)
+    return make_dataset(tmp_path / "rows.parquet", cache=False)
+
+
+def again(folder: Path) -> Run:
+    return Run(folder, lambda start: loader_of(start.record, {"cache": False}))
+
+
+def loop(dataset: Dataset, folder: Path, batches: int | None = None, state: Any = None, **how: Any) -> Any:
+    """Take some batches of a loader. Return its state."""
+    loader = make_loader(dataset, 10, stats_dir=folder, world=World(0, 1), **how)
+    if state is not None:
+        loader.load_state_dict(state)
+    iterator = iter(loader)
+    list(islice(iterator, batches))
+    iterator.close()
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize("restarts", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_restart_takes_65_bytes(dataset: Dataset, tmp_path: Path, restarts: int) -> None:
+    loader = make_loader(dataset, 10, stats_dir=tmp_path / "run", world=World(0, 1), num_threads=0)
+    for restart in range(restarts):
+        loader.set_epoch(restart)
+        iterator = iter(loader)
+        next(iterator)
+        iterator.close()
+    lines = (tmp_path / "run" / FILE).read_bytes().splitlines(keepends=True)
+    assert len(read_ledger(tmp_path / "run")) == restarts
+    assert sum(map(len, lines[1:])) + len(lines[0]) * restarts / 1000 <= (restarts << 16) / 1000
+
+
+def test_a_ledger_that_is_cut_at_any_byte_is_read_and_goes_on(dataset: Dataset, tmp_path: Path) -> None:
+    state = loop(dataset, tmp_path / "run", 2)
+    state = loop(dataset, tmp_path / "run", 2, state, seed=3)
+    whole = (tmp_path / "run" / FILE).read_bytes()
+    first = whole.index(b"\n")
+    starts = len(read_ledger(tmp_path / "run"))
+    for size in range(len(whole)):
+        folder = tmp_path / f"cut-{size % 7}"
+        folder.mkdir(exist_ok=True)
+        (folder / FILE).write_bytes(whole[:size])
+        if size < first:
+            with pytest.raises(ConfigError, match="no start of a loop"):
+                read_ledger(folder)
+        else:
+            assert 1 <= len(read_ledger(folder)) <= starts
+        if size % 64 == 0 or size >= len(whole) - 2:
+            loop(dataset, folder, 1, state, seed=4)
+            last = read_ledger(folder)[-1]
+            assert last.record["order"]["seed"] == 0  # that of the epoch of the state
+            assert (last.epoch, last.cursor) == (0, 40)
+            assert last.record["ranks"] == 1
+            assert again(folder).verify()[2] == []
+
+
+def test_the_ledger_has_no_credentials(bucket: Any, dataset_of: Any, tmp_path: Path) -> None:
+    url, options = dataset_of([[8, 8]]), bucket.options
+    loop(make_dataset(url, storage_options=options, cache=False), tmp_path / "run", 1)
+    text = (tmp_path / "run" / FILE).read_text()
+    assert url in text
+    assert not [value for value in _texts(options) if value in text]
+
+
+def _texts(options: Any) -> list[str]:
+    if isinstance(options, dict):
+        return [text for value in options.values() for text in _texts(value)]
+    return [str(options)] if options else []
+
+
+def test_another_version_or_world_is_a_line_of_what_changed(dataset: Dataset, tmp_path: Path) -> None:
+    state = loop(dataset, tmp_path / "run", 3)
+    for rank in range(2):
+        loader = make_loader(dataset, 5, stats_dir=tmp_path / "run", world=World(rank, 2))
+        loader.load_state_dict(state)
+        list(loader)
+    lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
+    assert [line.keys() - {"chain"} for line in lines[1:]] == [{"to"}, {"batch_size", "ranks", "cursor"}, {"to"}]
+
+
+def test_replaced_rows_are_named(dataset: Dataset, tmp_path: Path) -> None:
+    def check(batch: dict[str, Any]) -> dict[str, Any]:
+        if 17 in batch["id"]:
+            raise ValueError("bad")
+        return batch
+
+    for rank in range(2):
+        loader = make_loader(
+            dataset, 5, stats_dir=tmp_path / "run", world=World(rank, 2), transform=check, on_error="skip"
+        )
+        list(loader)
+    skipped = [start.skipped for start in read_ledger(tmp_path / "run")]
+    step = next(number for number in range(12) if any(17 in rows for rows in loader.rows_at(0, number)))
+    rank = next(rank for rank, rows in enumerate(loader.rows_at(0, step)) if 17 in rows)
+    assert skipped == [{rank: [17]}]
+    assert again(tmp_path / "run").verify()[2] == []
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_verify_finds_one_changed_row(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: bool
+) -> None:
+    size: dict[str, Any] = {"batch_tokens": 600, "length": "id"} if tokens else {"batch_size": 10}
+
+    def epoch(folder: Path) -> list[str]:
+        list(make_loader(dataset, **size, stats_dir=folder, world=World(0, 1)))
+        return again(folder).verify()[2]
+
+    assert epoch(tmp_path / "run") == []
+    owner = TokenSampler if tokens else RankSampler
+    steps = owner.steps
+
+    def changed(self: Any, *place: Any) -> Any:
+        for rows, cursor, step in steps(self, *place):
+            yield np.where(rows == 17, 18, rows), cursor, step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "steps", changed)
+        list(make_loader(dataset, **size, stats_dir=tmp_path / "run", world=World(0, 1)))
+    [difference] = again(tmp_path / "run").verify()[2]
+    assert "the rows up to row" in difference
+    # and a changed line
+    path = tmp_path / "other" / FILE
+    assert epoch(tmp_path / "other") == []
+    path.write_text(path.read_text().replace('"seed":0', '"seed":1'))
+    assert again(tmp_path / "other").verify()[2] != []
+
+
+def test_a_folder_without_a_ledger_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name the stats_dir of make_loader"):
+        read_ledger(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_ends_no_loop(
+    dataset: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FILE).mkdir()
+    assert loop(dataset, tmp_path / "run")["epoch"] == 1
+    assert "the ledger of the run ends here" in caplog.text
