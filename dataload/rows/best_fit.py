@@ -53,21 +53,29 @@ def fewest(sizes: Array, room: int) -> int:
     return best_fit(np.sort(sizes)[::-1].tolist(), room)[1]
 
 
-def shuffled(sizes: Array, room: int, count: int) -> Array:
+def shuffled(sizes: Array, room: int, count: int, first: int = 0) -> tuple[Array, int]:
     """Return the bin of each size, int64 [n], in as many bins as `fewest` takes: `count`.
 
     The order of the sizes is that of a shuffle, and decides which ones share a bin. So neighbours differ from epoch to
     epoch, also where no two sizes are equal: each size is taken as a larger one by chance, as long as that needs no
     more bins.
+
+    Args:
+        sizes: As for `fewest`.
+        room: The same.
+        count: As above.
+        first: The first place in `SHIFTS` to try.
+
+    Returns: the bins, and the place of what worked.
     """
     order = np.arange(len(sizes))
-    for shift in (*SHIFTS, None):
+    for tried in range(first, len(SHIFTS) + 1):
         # In integers, so that each machine finds the same bins.
-        keys = sizes if shift is None else sizes * ((len(sizes) << shift) + order)
+        keys = sizes if tried == len(SHIFTS) else sizes * ((len(sizes) << SHIFTS[tried]) + order)
         taken = np.argsort(-keys, kind="stable")
         found, needed = best_fit(sizes[taken].tolist(), room)
         if needed == count:
             break
     bins = np.empty(len(sizes), np.int64)
     bins[taken] = found
-    return bins
+    return bins, tried

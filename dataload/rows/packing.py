@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,29 +72,53 @@ class Packing:
 
 @dataclass(frozen=True)
 class Line:
-    """The documents of a row group in a line, in the order of an epoch.
+    """The documents of a row group in a line, in the order of an epoch, cut into the pieces of its sequences.
 
     Args:
-        begins: Where each piece of a document begins in the line, ascending: int64 [pieces].
-        documents: The document of each piece, by its number in the row group: int64 [pieces].
-        skipped: Values of the document before the piece; None: a piece is a whole document.
-        borders: Where each sequence begins in the line, and where the last one ends: int64 [sequences + 1].
-        firsts: The first piece that each sequence has a part of: int64 [sequences].
-        stops: One more than the last such piece: int64 [sequences].
+        pieces: The document of each piece, by its number in the row group; the values of the document before the piece;
+            and those of the piece, at least 1: uint32 [3, pieces].
+        firsts: The first piece of each sequence, then the number of pieces: int64 [sequences + 1].
     """
 
-    begins: Array
-    documents: Array
-    skipped: Array | None
-    borders: Array
+    pieces: Array
     firsts: Array
-    stops: Array
 
     @classmethod
-    def of(cls, begins: Array, sizes: Array, documents: Array, skipped: Array | None, borders: Array) -> Line:
-        """Return the line of these pieces, none of them empty."""
-        firsts = np.searchsorted(begins + sizes, borders[:-1], "right")
-        return cls(begins, documents, skipped, borders, firsts, np.searchsorted(begins, borders[1:], "left"))
+    def of(cls, documents: Array, starts: Array, lengths: Array, firsts: Array) -> Line:
+        """Return the line of these pieces. A blob holds fewer than 2**32 values, and so does a document."""
+        return cls(np.stack((documents, starts, lengths), dtype=np.uint32, casting="unsafe"), firsts)
+
+
+class Lines:
+    """The lines of several row groups, one after the other, so that one look finds the pieces of any sequences.
+
+    Args:
+        lines: The line of each row group.
+
+    Attributes:
+        of: The same lines, in the same order, as views.
+    """
+
+    def __init__(self, lines: Mapping[int, Line]) -> None:
+        groups = sorted(lines)
+        own = [lines[group] for group in groups]
+        before = np.cumsum([0, *(line.firsts[-1] for line in own)])
+        self._groups = np.array(groups)
+        self._starts = np.cumsum([0, *(len(line.firsts) for line in own[:-1])])
+        self._firsts = np.concatenate([line.firsts + pieces for line, pieces in zip(own, before[:-1], strict=True)])
+        self._pieces = np.concatenate([line.pieces for line in own], axis=1)
+        parts = dict(zip(groups, np.split(self._pieces, before[1:-1], axis=1), strict=True))
+        self.of = {group: Line(parts[group], line.firsts) for group, line in lines.items()}
+
+    def pieces_of(self, groups: Array, numbers: Array) -> tuple[Array, Array]:
+        """Return the pieces of sequences, given their row groups and their numbers in them.
+
+        Returns: the pieces as in `Line`, int64 [3, pieces]; how many each sequence has, int64 [n].
+        """
+        places = self._starts[np.searchsorted(self._groups, groups)] + numbers
+        firsts = self._firsts[places]
+        counts = self._firsts[places + 1] - firsts
+        return self._pieces[:, ranges(firsts, counts)].astype(np.int64), counts
 
 
 def sequences_of(lengths: Array, packing: Packing) -> int:
@@ -104,7 +129,22 @@ def sequences_of(lengths: Array, packing: Packing) -> int:
     return int((lengths // packing.length).sum()) + fewest(rests[rests > 0], packing.length)
 
 
-def line_of(lengths: Array, order: Array, count: int, packing: Packing) -> Line:
+def shift_of(lengths: Array, count: int, packing: Packing) -> int:
+    """Return which shift of `best_fit.SHIFTS` to try first in all epochs: that which works in file order.
+
+    Args:
+        lengths: As for `line_of`.
+        count: The same.
+        packing: The same.
+    """
+    if packing.split:
+        return 0
+    rests = lengths % packing.length
+    full = int((lengths // packing.length).sum())
+    return shuffled(rests[rests > 0], packing.length, count - full)[1]
+
+
+def line_of(lengths: Array, order: Array, count: int, packing: Packing, shift: int) -> Line:
     """Return the line of the documents of a row group.
 
     Args:
@@ -112,11 +152,14 @@ def line_of(lengths: Array, order: Array, count: int, packing: Packing) -> Line:
         order: Numbers of the documents in the order of the epoch, int64 [documents].
         count: Number of sequences.
         packing: How they are packed.
+        shift: That of `shift_of`.
 
     Raises:
         ValueError: They make another number of sequences.
     """
-    return (_split if packing.split else _whole)(lengths, order, count, packing.length)
+    if packing.split:
+        return _split(lengths, order, count, packing.length)
+    return _whole(lengths, order, count, packing.length, shift)
 
 
 def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
@@ -128,30 +171,31 @@ def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
         raise ValueError(f"{total:,} values, for which {count:,} sequences are too few")
     # The footer counts empty documents, too. Then all sequences are a little shorter, and none has padding only, of
     # which the mean loss would be NaN.
-    numbers = np.arange(count + 1)
+    numbers = np.arange(count)
     borders = numbers * length if total > (count - 1) * length else numbers * total // max(1, count)
-    return Line.of(np.cumsum(sizes) - sizes, sizes, order, None, borders)
+    begins = np.cumsum(sizes) - sizes
+    starts = np.unique(np.concatenate((begins, borders[borders < total])))
+    which = np.searchsorted(begins, starts, "right") - 1
+    firsts = np.append(np.searchsorted(starts, borders), len(starts))
+    return Line.of(order[which], starts - begins[which], np.diff(starts, append=total), firsts)
 
 
-def _whole(lengths: Array, order: Array, count: int, length: int) -> Line:
+def _whole(lengths: Array, order: Array, count: int, length: int, shift: int) -> Line:
     """Return the rest of each document, after the sequences that it fills alone, with those that fit; then these."""
     rests = lengths[order] % length
     order, rests = order[rests > 0], rests[rests > 0]
     full = lengths // length
-    bins = shuffled(rests, length, count - int(full.sum()))
-    by_bin = np.argsort(bins, kind="stable")
-    order, rests, bins = order[by_bin], rests[by_bin], bins[by_bin]
-    ends = np.cumsum(rests)
-    starts = ends - rests
-    first_of_bin = np.searchsorted(bins, bins)
     alone = np.repeat(np.arange(len(lengths)), full)
+    bins, _ = shuffled(rests, length, count - len(alone), shift)
     if (needed := int(bins.max(initial=-1)) + 1 + len(alone)) != count:
         raise ValueError(f"documents for {needed:,} sequences, and not for {count:,}")
-    borders = np.arange(count + 1) * length
-    begins = np.concatenate((bins * length + starts - starts[first_of_bin], borders[count - len(alone) : count]))
-    skipped = np.concatenate((lengths[order] - rests, length * ranges(np.zeros(len(full), np.int64), full)))
+    by_bin = np.argsort(bins, kind="stable")
+    order, rests = order[by_bin], rests[by_bin]
+    firsts = np.concatenate((np.searchsorted(bins[by_bin], np.arange(count - len(alone))), np.arange(len(alone) + 1)))
+    firsts[count - len(alone) :] += len(order)
+    before = np.concatenate((lengths[order] - rests, length * ranges(np.zeros(len(full), np.int64), full)))
     sizes = np.concatenate((rests, np.full(len(alone), length)))
-    return Line.of(begins, sizes, np.concatenate((order, alone)), skipped, borders)
+    return Line.of(np.concatenate((order, alone)), before, sizes, firsts)
 
 
 def ranges(firsts: Array, counts: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,14 +13,16 @@ from dataload.catalog.locations import Location
 from dataload.errors import DataError
 from dataload.formats.schema import Field
 from dataload.rows.columns import Array
-from dataload.rows.packing import Line, Packing, line_of, ranges
+from dataload.rows.open_row_groups import evictions
+from dataload.rows.packing import Line, Lines, Packing, line_of, shift_of
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, Loads, RowStore, Selected
 from dataload.rows.sequences import Sequences, lengths_in
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.keys import derive_key
-from dataload.samplers.lru import LRU
 from dataload.samplers.permutation import KeyedPermutation
+
+MOST_DRAWS = 4  # of which lines are kept: those of other loaders, and of the epoch before
 
 
 class SequenceStore(RowStore):
@@ -54,26 +56,18 @@ class SequenceStore(RowStore):
         self._first_documents = np.concatenate(([0], np.cumsum(documents)))
         self._first_sequences = np.concatenate(([0], np.cumsum(sequences)))
         self._group_index = IntervalIndex(self._first_sequences)
+        self._shifts = np.full(len(sequences), -1, np.int8)  # of each row group; -1: not known yet
         super().__init__(row_groups, capacity, selected, by_use=by_use)
 
     def after_fork_in_child(self) -> None:
         super().after_fork_in_child()
-        self._keep_lines()
+        self._lines: Mapping[Draw, Lines] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(SequenceStore, by_use=self._by_use)
         own = self._packing, self._documents, self._sequences, self._locate
         _, how, state = super().__reduce__()
         return make, (*own, *how), state
-
-    def serve(self, loader: object, working_set: int, ahead: int, transient_ahead: int = 0) -> tuple[int, int]:
-        served = super().serve(loader, working_set, ahead, transient_ahead)
-        self._keep_lines()
-        return served
-
-    def _keep_lines(self) -> None:
-        """Keep the lines of the row groups of two windows: batches may be at the border of both."""
-        self._lines: LRU[tuple[int, Draw], Line] = LRU(2 * max(1, self._working_set))
 
     @property
     def row_bytes(self) -> int:
@@ -100,38 +94,29 @@ class SequenceStore(RowStore):
             DataError: The columns of a document have different lengths. It names the document.
         """
         groups = self._group_index.find(rows)
-        numbers = rows - self._first_sequences[groups]
-        by_group = np.argsort(groups, kind="stable")
-        present, places = np.unique(groups[by_group], return_index=True)
-        parts = list(zip(present.tolist(), np.split(by_group, places[1:]), strict=True))
-        super().gather(self._first_documents[present], stop, loads)  # requests the row groups, all at once
-        lines = [self._lines.get((group, draw), partial(self._line, stop)) for group, _ in parts]
-        firsts, counts, starts, stops = (np.empty_like(rows) for _ in range(4))
-        for line, (_, chosen) in zip(lines, parts, strict=True):
-            of_line = numbers[chosen]
-            firsts[chosen] = line.firsts[of_line]
-            starts[chosen], stops[chosen] = line.borders[of_line], line.borders[of_line + 1]
-            counts[chosen] = line.stops[of_line] - firsts[chosen]
-        ends = np.concatenate(([0], np.cumsum(counts)))
-        begins, documents = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
-        skipped = np.zeros(ends[-1], np.int64)
-        for line, (group, chosen) in zip(lines, parts, strict=True):
-            pieces, places = ranges(firsts[chosen], counts[chosen]), ranges(ends[chosen], counts[chosen])
-            begins[places] = line.begins[pieces]
-            documents[places] = line.documents[pieces] + self._first_documents[group]
-            if line.skipped is not None:
-                skipped[places] = line.skipped[pieces]
-        found = super().gather(documents, stop)
-        name = self._packing.column
-        starts, stops = np.repeat(starts, counts), np.repeat(stops, counts)
-        cut = np.maximum(starts - begins, 0)  # of the piece, which is of the sequence before
-        sizes = found.spans(next(field for field in self._fields if field.name == name))[:, 1] - skipped
-        lengths = np.minimum(begins + sizes, stops) - begins - cut
-        return Sequences(self._packing, found, skipped + cut, lengths, ends, documents)
+        needed, lines = np.unique(groups).tolist(), self._lines.get(draw)
+        if lines is None or not lines.of.keys() >= set(needed):
+            super().gather(self._first_documents[needed], stop, loads)  # requests the row groups, all at once
+            lines, loads = self._with_lines(needed, draw, stop), None
+        (documents, starts, lengths), counts = lines.pieces_of(groups, rows - self._first_sequences[groups])
+        documents += np.repeat(self._first_documents[groups], counts)
+        firsts = np.concatenate(([0], np.cumsum(counts)))
+        return Sequences(self._packing, super().gather(documents, stop, loads), starts, lengths, firsts, documents)
 
-    def _line(self, stop: Future[None] | None, key: tuple[int, Draw]) -> Line:
+    def _with_lines(self, needed: Sequence[int], draw: Draw, stop: Future[None] | None) -> Lines:
+        """Return the lines of these row groups, and those that were kept. Threads may do so at once."""
+        kept = dict(self._lines[draw].of) if draw in self._lines else {}
+        kept |= {group: self._line(group, draw, stop) for group in needed if group not in kept}
+        # Those of two windows: batches may be at the border of both.
+        for group in evictions(kept, 2 * max(1, self._working_set), needed):
+            del kept[group]
+        lines = Lines(kept)
+        others = {other: those for other, those in self._lines.items() if other != draw}
+        self._lines = dict([*others.items(), (draw, lines)][-MOST_DRAWS:])
+        return lines
+
+    def _line(self, group: int, draw: Draw, stop: Future[None] | None) -> Line:
         """Return the documents of a row group in the order of an epoch."""
-        group, draw = key
         first, count = int(self._first_documents[group]), int(self._documents[group])
         documents = super().gather(np.arange(first, first + count), stop)
         lengths, differing = lengths_in(documents, self._packing)
@@ -142,8 +127,11 @@ class SequenceStore(RowStore):
         if draw is not None:
             _, number = self.row_groups.of(group)  # as in the dataset alone, also in a mixture
             order = KeyedPermutation(count, derive_key("documents", *draw, number))[:]
+        sequences = int(self._sequences[group])
+        if self._shifts[group] < 0:
+            self._shifts[group] = shift_of(lengths, sequences, self._packing)
         try:
-            return line_of(lengths, order, int(self._sequences[group]), self._packing)
+            return line_of(lengths, order, sequences, self._packing, int(self._shifts[group]))
         except ValueError as error:
             raise DataError(
                 f"{self._locate(first).text} and the rest of its row group have {error}, as were counted before: if a "

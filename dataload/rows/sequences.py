@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from dataload.errors import ConfigError
-from dataload.formats.schema import Field
 from dataload.rows.collate import Batch, Empty, spans
 from dataload.rows.columns import Array, lengths_of
 from dataload.rows.packing import BOUNDS, LONGEST, POSITIONS, SEGMENTS, Packing, ranges
@@ -89,13 +87,32 @@ class Sequences:
         """
         if group:
             raise ConfigError(f"group={dict(group)!r} joins single numbers to one tensor, and sequences have none")
+        which, lengths, numbers = self._placed
         fields = {field.name: field for field in self.documents.layout.fields}
-        batch = {}
+        starts, is_value, batch = np.zeros_like(lengths), numbers > 0, {}
         for name, pad in zip(self.packing.columns, self.packing.pads, strict=True):
-            batch[name] = self._copied(fields[name], pad, empty)
-        batch[SEGMENTS] = self._tensor(self._segments(), empty)
+            field, size = fields[name], fields[name].element_bytes
+            starts[is_value] = self.documents.spans(field)[:, 0] + self.starts
+            padding = np.full(lengths[~is_value].max(initial=0), pad, field.dtype).view(np.uint8).data
+            heaps = [*(blob.heap(field) for blob in self.documents.blobs), padding]
+            bounds = which.tolist(), (starts * size).tolist(), ((starts + lengths) * size).tolist()
+            # Writable, and faster than a slice assignment for each piece.
+            joined = bytearray().join([heaps[heap][start:stop] for heap, start, stop in zip(*bounds, strict=True)])
+            batch[name] = self._tensor(np.frombuffer(joined, field.dtype), empty)
+        batch[SEGMENTS] = self._tensor(np.repeat(numbers, lengths), empty)
         batch[POSITIONS] = self._tensor(self._positions(), empty)
         return batch
+
+    def _positions(self) -> Array:
+        """Return the place of each value in its segment, from 0; of padding, 0: int32 [n, length]."""
+        length, lengths = self.packing.length, self._placed[1]
+        begins = (np.cumsum(lengths) - lengths) % length
+        positions = np.repeat(begins.astype(np.int32), lengths).reshape(-1, length)
+        np.subtract(np.arange(length, dtype=np.int32), positions, out=positions)
+        short = np.flatnonzero(self.filled < length)
+        for row, stop in zip(short.tolist(), self.filled[short].tolist(), strict=True):
+            positions[row, stop:] = 0
+        return positions
 
     def with_bounds(self, batches: Iterator[Batch], sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch]:
         """Add the bounds of the segments to batches of these sizes, if they are wanted."""
@@ -113,12 +130,12 @@ class Sequences:
 
     @cached_property
     def _placed(self) -> tuple[Array, Array, Array]:
-        """The pieces and, after those of a sequence, its padding: blob, length, and number in the sequence from 1.
+        """The pieces and, after those of a sequence, its padding: blob, length, and segment in the sequence from 1.
 
-        The padding has the number 0, and the blob after all others.
+        The padding is segment 0, and its blob the one after all others.
         """
         counts = np.diff(self.firsts)
-        numbers = ranges(np.ones(len(self), np.int64), counts)
+        numbers = ranges(np.ones(len(self), np.int64), counts).astype(np.int32)
         which, lengths = self.documents.which, self.lengths
         rest = self.packing.length - self.filled
         short = np.flatnonzero(rest)
@@ -127,40 +144,6 @@ class Sequences:
             which = np.insert(which, ends, len(self.documents.blobs))
             lengths, numbers = np.insert(lengths, ends, rest[short]), np.insert(numbers, ends, 0)
         return which, lengths, numbers
-
-    def _copied(self, field: Field, pad: Any, empty: Empty | None) -> torch.Tensor:
-        """Return the values of a column, Tensor [n, length]."""
-        which, lengths, numbers = self._placed
-        heaps = [blob.heap(field) for blob in self.documents.blobs]
-        heaps.append(memoryview(np.full(self.packing.length, pad, field.dtype).tobytes()))
-        firsts = np.zeros(len(which), np.int64)
-        firsts[numbers > 0] = self.documents.spans(field)[:, 0] + self.starts
-        size, shape = field.element_bytes, (len(self), self.packing.length)
-        dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
-        tensor = torch.empty(shape, dtype=dtype, device="cpu") if empty is None else empty(shape, dtype)
-        memory = tensor.numpy().reshape(-1).view(np.uint8).data
-        ends = np.cumsum(lengths)
-        places = np.stack((firsts, firsts + lengths, ends - lengths, ends), axis=1) * size
-        # A slice that is copied and dropped at once: a list of them would wake the garbage collector.
-        for blob, (start, stop, here, end) in zip(which.tolist(), places.tolist(), strict=True):
-            memory[here:end] = heaps[blob][start:stop]
-        return tensor
-
-    def _segments(self) -> Array:
-        """Return the number of each value's segment in its sequence, from 1; 0 is padding."""
-        _, lengths, numbers = self._placed
-        return np.repeat(numbers.astype(np.int32), lengths)
-
-    def _positions(self) -> Array:
-        """Return the place of each value in its segment, from 0."""
-        _, lengths, numbers = self._placed
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
-        positions -= np.repeat((ends - lengths).astype(np.int32), lengths)
-        padding = np.flatnonzero(numbers == 0)
-        for start, stop in zip((ends - lengths)[padding].tolist(), ends[padding].tolist(), strict=True):
-            positions[start:stop] = 0
-        return positions
 
     def _tensor(self, values: Array, empty: Empty | None) -> torch.Tensor:
         return _tensor(values, (len(self), self.packing.length), empty)
