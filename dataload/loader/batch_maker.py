@@ -165,8 +165,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
             end, shares = min(cursor + request.step, request.end), (next(by_source), loading)
-            tokens, padding = request.filled or next(filled)
-            answer = Answer(cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding)
+            tokens, padding, left_out = next(filled)
+            tokens, padding = request.filled or (tokens, padding)
+            answer = Answer(
+                cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding, left_out=left_out
+            )
             answer.numbers = request.rows[start : start + size]
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)

@@ -55,6 +55,7 @@ class EpochRecorder:
             if answer is None:
                 return
             stats.count(answer.rows, answer.by_source, answer.skipped, answer.tokens, answer.padding)
+            stats.skipped_rows += answer.left_out
             stats.waited_for(loading, answer.loading)
             yield answer
 

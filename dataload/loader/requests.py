@@ -70,6 +70,7 @@ class Answer:
         tokens: Values of packed documents in it.
         padding: Places of padding beside them.
         numbers: The numbers of its rows, int64 [rows], before bad ones were replaced.
+        left_out: Documents that a function of `map` failed with, and that it counts.
     """
 
     cursor: int
@@ -84,6 +85,7 @@ class Answer:
     tokens: int = 0
     padding: int = 0
     numbers: Array | None = None
+    left_out: int = 0
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""

@@ -34,7 +34,7 @@ class Run(Collector):
     def collect(self) -> Iterator[Metric]:
         names = ["run", "rank"]
         rows = CounterMetricFamily("dataload_rows", "Rows handed to the training loop.", labels=names)
-        skipped = CounterMetricFamily("dataload_skipped_rows", "Rows that raised and were replaced.", labels=names)
+        skipped = CounterMetricFamily("dataload_skipped_rows", "Rows that raised and were skipped.", labels=names)
         seconds = CounterMetricFamily("dataload_seconds", "Time in the loop over the loader.", labels=names)
         waits = CounterMetricFamily("dataload_wait_seconds", "Time waited for batches.", labels=[*names, "cause"])
         read = CounterMetricFamily("dataload_bytes", "Bytes, by the tier that served them.", labels=[*names, "tier"])

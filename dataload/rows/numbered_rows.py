@@ -167,13 +167,17 @@ class NumberedRows(list[dict[str, Any]]):
         """Return the same rows with other computed columns and other arguments of `to_batch`."""
         return NumberedRows(self._records, self.numbers, self._locate, computed=computed, **shape)
 
-    def tokens(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the tokens and the places of padding in consecutive batches; none if these are no sequences."""
-        if isinstance(self._records, Records):
-            return [(0, 0)] * len(sizes)
-        filled = np.add.reduceat(self._records.filled, [span.start for span in spans(sizes)])
-        places = [self._records.packing.length * size for size in sizes]
-        return [(tokens, each - tokens) for tokens, each in zip(filled.tolist(), places, strict=True)]
+    def tokens(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return the tokens, the places of padding and the documents left out of batches; none of what isn't packed."""
+        records = self._records
+        if isinstance(records, Records):
+            return [(0, 0, 0)] * len(sizes)
+        filled, left_out = (
+            np.add.reduceat(each, [span.start for span in spans(sizes)]).tolist()
+            for each in (records.filled, records.left_out)
+        )
+        places = [records.packing.length * size for size in sizes]
+        return [(tokens, each - tokens, out) for tokens, each, out in zip(filled, places, left_out, strict=True)]
 
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""

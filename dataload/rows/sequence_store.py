@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,16 +12,19 @@ import numpy as np
 
 from dataload.catalog.locations import Location
 from dataload.errors import DataError
-from dataload.formats.schema import Field
+from dataload.formats.schema import NULL, Field
 from dataload.rows.columns import Array
 from dataload.rows.open_row_groups import evictions
 from dataload.rows.packing import Line, Lines, Packing, line_of, shift_of
+from dataload.rows.row_block import Records
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, Loads, RowStore, Selected
 from dataload.rows.sequences import Sequences, lengths_in
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.keys import derive_key
 from dataload.samplers.permutation import KeyedPermutation
+
+log = logging.getLogger(__name__)
 
 MOST_DRAWS = 4  # of which lines are kept: those of other loaders, and of the epoch before
 
@@ -62,6 +66,8 @@ class SequenceStore(RowStore):
     def after_fork_in_child(self) -> None:
         super().after_fork_in_child()
         self._lines: Mapping[Draw, Lines] = {}
+        # A sequence for each document that a function of `map` failed with, which counts it: ascending, int64 [failed].
+        self._left_out = np.empty(0, np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(SequenceStore, by_use=self._by_use)
@@ -101,7 +107,9 @@ class SequenceStore(RowStore):
         (documents, starts, lengths), counts = lines.pieces_of(groups, rows - self._first_sequences[groups])
         documents += np.repeat(self._first_documents[groups], counts)
         firsts = np.concatenate(([0], np.cumsum(counts)))
-        return Sequences(self._packing, super().gather(documents, stop, loads), starts, lengths, firsts, documents)
+        left_out = np.searchsorted(self._left_out, rows, "right") - np.searchsorted(self._left_out, rows)
+        found = super().gather(documents, stop, loads)
+        return Sequences(self._packing, found, starts, lengths, firsts, documents, left_out)
 
     def _with_lines(self, needed: Sequence[int], draw: Draw, stop: Future[None] | None) -> Lines:
         """Return the lines of these row groups, and those that were kept. Threads may do so at once."""
@@ -123,6 +131,7 @@ class SequenceStore(RowStore):
         if differing is not None:
             row, how = differing
             raise DataError(f"{self._locate(first + row).text}: {how}: packed columns need equal lengths in each row")
+        self._note_failed(group, documents)
         order = np.arange(count)
         if draw is not None:
             _, number = self.row_groups.of(group)  # as in the dataset alone, also in a mixture
@@ -137,3 +146,21 @@ class SequenceStore(RowStore):
                 f"{self._locate(first).text} and the rest of its row group have {error}, as were counted before: if a "
                 "function of map made them, it must make the same values each time; else write the file again"
             ) from error
+
+    def _note_failed(self, group: int, documents: Records) -> None:
+        """Divide the documents of a row group that are left out among its sequences. Warn of the first one."""
+        for errors in (field for field in documents.layout.ragged if field.kind == "error"):
+            failed = np.flatnonzero(documents.spans(errors)[:, 1] != NULL)
+            if not len(failed):
+                continue
+            if not len(self._left_out):
+                [text] = documents[failed[0] : failed[0] + 1].views(errors)
+                log.warning(
+                    'on_error="skip": %s: %s; the document is left out, and stats() counts such as skipped_rows',
+                    self._locate(int(self._first_documents[group] + failed[0])).text,
+                    str(text or b"", "utf-8"),
+                )
+            first, end = self._first_sequences[group : group + 2]
+            others = self._left_out[(self._left_out < first) | (self._left_out >= end)]
+            own = first + failed * (end - first) // len(documents)
+            self._left_out = np.sort(np.concatenate((others, own)))

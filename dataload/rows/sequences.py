@@ -27,6 +27,7 @@ class Sequences:
         lengths: Values of the piece: int64 [pieces].
         firsts: The first piece of each sequence, then the number of pieces: int64 [n + 1].
         numbers: The numbers of the documents in their dataset: int64 [pieces].
+        left_out: Documents that a function of `map` failed with, which each sequence counts: int64 [n].
     """
 
     packing: Packing
@@ -35,12 +36,13 @@ class Sequences:
     lengths: Array
     firsts: Array
     numbers: Array
+    left_out: Array
 
     @classmethod
     def none(cls, packing: Packing, documents: Records) -> Sequences:
         """Return an empty batch. documents: an empty batch of documents."""
         nothing = np.empty(0, np.int64)
-        return cls(packing, documents, nothing, nothing, np.zeros(1, np.int64), nothing)
+        return cls(packing, documents, nothing, nothing, np.zeros(1, np.int64), nothing, nothing)
 
     @property
     def place(self) -> str:
@@ -61,6 +63,7 @@ class Sequences:
             lengths=self.lengths[pieces],
             firsts=firsts - firsts[0],
             numbers=self.numbers[pieces],
+            left_out=self.left_out[part],
         )
 
     @cached_property

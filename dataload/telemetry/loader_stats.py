@@ -80,8 +80,9 @@ class LoaderStats:
         retries_origin: Requests among them that were repeated after a transient error.
         requests_limited: Requests among them that waited because this process had its part of `in_flight` under way.
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
-        skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
-        skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
+        skipped_rows: Rows that raised and were replaced (`on_error="skip"`), and documents that raised and were left
+            out of packed sequences.
+        skipped_row_ids: The numbers of the first `MOST_ROW_IDS` rows that were replaced.
         tokens: Values of packed documents, or tokens of a token budget, without padding.
         padding_tokens: Places of padding beside them.
         rows_by_source: `rows` by source of a mixture, by name. A replaced row counts for its own source.
@@ -201,7 +202,7 @@ class LoaderStats:
 
     def __str__(self) -> str:
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
-        skipped = f"{self.skipped_rows:,} rows that raised are replaced; " if self.skipped_rows else ""
+        skipped = f"{self.skipped_rows:,} rows that raised are skipped; " if self.skipped_rows else ""
         where = f"epoch {self.epoch}" + (f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else "")
         tokens = f", {self.tokens_per_second:,.0f} tokens/s, {self.padding_share:.2%} padding" if self.tokens else ""
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""

@@ -143,7 +143,7 @@ def test_bad_rows_are_replaced_by_good_ones_of_their_batch(numbers: Dataset, wor
     assert x_of(batches)[3:] == [[*range(first, first + 50)] for first in range(150, N, 50)]
     assert all(torch.equal(batch["row_id"], batch["x"]) for batch in batches)
     assert (loader.stats().skipped_rows, loader.stats().skipped_row_ids) == (4, [7, 8, 9, 120])
-    assert "4 rows that raised are replaced" in str(loader.stats())
+    assert "4 rows that raised are skipped" in str(loader.stats())
     assert loader.stats().rows == N
 
 

@@ -15,7 +15,7 @@ import torch
 from pyarrow import feather
 from torch.utils.data import Subset
 
-from dataload import CacheConfig, make_dataset, make_loader, mix
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 
@@ -143,6 +143,12 @@ def failing(batch: dict[str, Any]) -> dict[str, Any]:
     return same(batch)
 
 
+def failing_often(batch: dict[str, Any]) -> dict[str, Any]:
+    if (batch["id"] % 5 == 0).any():
+        raise LookupError("no fifth row")
+    return same(batch)
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_filtered_selected_and_mapped_documents_are_packed(
     dataset: Dataset, lengths: list[int | None], split: bool
@@ -178,12 +184,34 @@ def test_splits_pack_all_documents(dataset: Dataset, lengths: list[int | None]) 
     assert len({part.fingerprint for part in parts}) == 2
 
 
-def test_documents_that_map_fails_with_are_left_out(dataset: Dataset, lengths: list[int | None]) -> None:
+def test_documents_that_map_fails_with_are_left_out(dataset: Dataset, lengths: list[int | None], caplog: Any) -> None:
     packed = _packed(dataset.map(failing), LENGTH)
     with pytest.raises(DataError, match=r"row group 0 row 7: map .*failing: .*no row 7"):
         make_loader(packed, 4)
-    found = _epoch(packed, LENGTH, on_error="skip")
-    documents.check_epoch(found, [None if row == 7 else size for row, size in enumerate(lengths)], LENGTH, split=True)
+    kept = [None if row == 7 else size for row, size in enumerate(lengths)]
+    for _ in range(2):
+        loader = make_loader(packed, 4, on_error="skip")
+        found = [sequence for batch in loader for sequence in documents.segments_of(batch, LENGTH)]
+        documents.check_epoch(found, kept, LENGTH, split=True)
+        assert (loader.stats().skipped_rows, loader.stats().skipped_row_ids) == (1, [])
+        [warned] = [record.getMessage() for record in caplog.records if "on_error" in record.getMessage()]
+        assert "row group 0 row 7: map" in warned
+        assert "no row 7" in warned
+        assert "the document is left out" in warned
+        caplog.clear()
+
+
+def test_each_document_left_out_counts_once_also_over_a_resume(dataset: Dataset) -> None:
+    packed = _packed(dataset.map(failing_often), LENGTH)
+    first = make_loader(packed, 2, on_error="skip", world=World(0, 1))
+    for _ in zip(first, range(20), strict=False):
+        pass
+    rest = make_loader(packed, 2, on_error="skip", world=World(0, 1))
+    rest.load_state_dict(first.state_dict())
+    for _ in rest:
+        pass
+    assert 0 < rest.stats().skipped_rows < 18
+    assert first.stats().skipped_rows + rest.stats().skipped_rows == 18
 
 
 def test_a_transform_that_fails_with_a_sequence_skips_it(dataset: Dataset) -> None:

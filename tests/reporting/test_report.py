@@ -69,7 +69,7 @@ def test_replaced_rows_of_all_ranks_are_counted_and_some_are_listed():
     total = added(ranks)
     assert (total.skipped_rows, total.skipped_row_ids) == (170, [*range(80), *range(100, 120)])
     assert len(total.skipped_row_ids) == MOST_ROW_IDS
-    assert "170 rows that raised are replaced; " in str(total)
+    assert "170 rows that raised are skipped; " in str(total)
     assert "replaced" not in str(ranks[1])
 
 
