@@ -328,6 +328,11 @@ class Dataset(MapStyle):
         return order_key_of(self.manifest)
 
     @property
+    def padding_share(self) -> float:
+        """Fraction of padding in the sequences of a packed dataset, in [0, 1]; 0 of rows."""
+        return 0.0
+
+    @property
     def known_nulls(self) -> str | None:
         """Which columns are known to have nulls that end a loop; None: none. See `known_nulls.known_nulls`."""
         return known_nulls(self._decoded, self._columns, self.fill_null, null_masks=self.null_masks)

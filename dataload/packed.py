@@ -34,7 +34,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
 from dataload.samplers.window_size import default_window
 
-VERSION = 2
+VERSION = 3
 LONGEST_SEQUENCE = (1 << 31) - 1
 _OF_DOCUMENTS = frozenset(("manifest", "blocks", "fill_null", "null_masks", "errors", "stages", "_columns"))
 
@@ -115,23 +115,33 @@ class PackedDataset(Dataset):
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.int64]:
-        """The sequences of each row group, int64 [row groups]. Footers count null and empty documents as a value."""
+        """The sequences of each row group, and the values in them: int64 [2, row groups].
+
+        Footers count null and empty documents as a value.
+        """
         manifest, packing = self.manifest, self.packing
         if (values := self._by_footers) is not None:
-            return packing.filled(values)
+            return np.stack((packing.filled(values), values))
         cache = self.cached_row_groups()
 
+        def of(number: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
+            selection = self.stored_selection
+            own = lengths if selection is None else lengths[selection.mask(number)]
+            return sequences_of(own, packing), int(own.sum())
+
         def count() -> bytes:
-            found = np.zeros(len(manifest.row_groups), "<i8")
-            filled = np.flatnonzero(manifest.block_lengths).tolist()
-            what = f"the values of {packing.column!r}"
-            for number, lengths in each_counted(LengthMaker(cache, packing.column), filled, what):
-                selection = self.stored_selection
-                own = lengths if selection is None else lengths[selection.mask(number)]
-                found[number] = sequences_of(own, packing)
+            found = np.zeros((2, len(manifest.row_groups)), "<i8")
+            filled, maker = np.flatnonzero(manifest.block_lengths).tolist(), LengthMaker(cache, packing.column)
+            for number, counts in each_counted(maker, filled, f"the values of {packing.column!r}", of):
+                found[:, number] = counts
             return found.tobytes()
 
         return counted_once(cache, f"sequences {VERSION} {packing.key} {cache.plan.digest}", manifest, count)
+
+    @property
+    def padding_share(self) -> float:
+        sequences, values = map(int, self._counts.sum(axis=1))
+        return 1 - values / max(1, sequences * self.packing.length)
 
     @cached_property
     def _by_footers(self) -> npt.NDArray[np.int64] | None:
@@ -156,7 +166,8 @@ class PackedDataset(Dataset):
         """Sequences of each row group, int64 [row groups]."""
         if not self._counts.any():
             raise ConfigError(f"column {self.packing.column!r} has no value in any document: there is nothing to pack")
-        return self._counts
+        sequences: npt.NDArray[np.int64] = self._counts[0]
+        return sequences
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]
@@ -266,7 +277,7 @@ class PackedDataset(Dataset):
         files = f"{counted(len(groups), 'row group')} of {counted(len(urls), 'file')}"
         documents = counted(self.manifest.num_rows, "document")
         if self.uncounted is None:
-            what = f"{counted(int(self._counts.sum()), 'sequence')} {of} from {documents} in {files}"
+            what = f"{counted(int(self._counts[0].sum()), 'sequence')} {of} from {documents} in {files}"
         else:
             size = decimal(sum(group.bytes for group in groups))
             what = f"sequences {of}, not counted yet: {documents} in {files}, {size}, will be read once for that"

@@ -43,12 +43,12 @@ class RowLengths:
     """
 
     def __init__(self, datasets: Sequence[Dataset], column: str) -> None:
-        self._datasets, self._column = tuple(datasets), column
+        self._datasets, self.column = tuple(datasets), column
         for dataset in datasets:
             _check(dataset, column)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowLengths, (self._datasets, self._column)
+        return RowLengths, (self._datasets, self.column)
 
     def __call__(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the lengths of rows, given their numbers: int64 [k] both."""
@@ -69,16 +69,16 @@ class RowLengths:
         return found.hexdigest()
 
     @property
-    def mean(self) -> float:
-        """The mean length."""
-        return sum(float(each.sum(dtype=np.int64)) for each in self._each) / max(1, int(self._firsts[-1]))
+    def means(self) -> tuple[float, ...]:
+        """The mean length of each dataset."""
+        return tuple(float(each.sum(dtype=np.int64)) / max(1, len(each)) for each in self._each)
 
     def check(self, most: int) -> None:
         """Raise DataError if a row is longer than a batch may be. It names the row."""
         for dataset, lengths in zip(self._datasets, self._each, strict=True):
             if len(lengths) and (longest := int(lengths.max())) > most:
                 row = int(lengths.argmax())
-                place = f"{dataset.locate(row).text}: column {self._column!r}"
+                place = f"{dataset.locate(row).text}: column {self.column!r}"
                 if longest == UNKNOWN:
                     raise DataError(f"{place} has no length: lengths are whole numbers from 0 to 2**32 - 2")
                 raise DataError(
@@ -88,28 +88,33 @@ class RowLengths:
 
     @cached_property
     def _each(self) -> tuple[Lengths, ...]:
-        return tuple(_lengths_of(dataset, self._column) for dataset in self._datasets)
+        return tuple(_lengths_of(dataset, self.column) for dataset in self._datasets)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of each dataset."""
+        return tuple(map(len, self._each))
 
     @cached_property
     def _firsts(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([0, *map(len, self._each)])
+        return np.cumsum([0, *self.rows])
 
     @cached_property
     def _index(self) -> IntervalIndex:
         return IntervalIndex(self._firsts)
 
 
-def budget_of(datasets: Sequence[Dataset], tokens: int, column: str, multiple: int) -> TokenBudget:
-    """Return what batches of these datasets are cut by. The first call of a host reads all lengths.
+def budget_of(lengths: RowLengths, tokens: int, multiple: int) -> TokenBudget:
+    """Return what batches of rows of these lengths are cut by. The first call of a host reads all of them.
 
     Raises:
-        ConfigError: The column has no lengths.
         DataError: A row is longer than a batch.
         OriginError: The origin failed.
     """
-    lengths = RowLengths(datasets, column)
     lengths.check(tokens // multiple * multiple)
-    return TokenBudget(tokens, lengths, lengths.mean, multiple, f"{column} {lengths.digest}")
+    means = lengths.means
+    mean = float(np.average(means, weights=lengths.rows)) if any(lengths.rows) else 0.0
+    return TokenBudget(tokens, lengths, mean, multiple, f"{lengths.column} {lengths.digest}", means)
 
 
 def _check(dataset: Dataset, column: str) -> None:
@@ -124,7 +129,8 @@ def _check(dataset: Dataset, column: str) -> None:
         hint = did_you_mean(column, schema.names, f"there are {few(map(repr, schema.names))}")
         raise ConfigError(f"length={column!r} is not in the dataset: {hint}")
     [field] = fields_of(pa.schema([schema.field(column)]))
-    if field.shape or not (field.kind == "list" or (field.kind == "dense" and np.dtype(field.dtype).kind in "iu")):
+    is_number = field.kind == "dense" and not field.shape and np.dtype(field.dtype).kind in "iu"
+    if not (is_number or field.kind == "list"):
         raise ConfigError(
             f"length={column!r} is {schema.field(column).type}: name a column of integers, or of lists of numbers"
         )

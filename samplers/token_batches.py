@@ -21,6 +21,7 @@ from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
 from dataload.samplers.mixture.order import MixtureOrder
+from dataload.samplers.mixture.weights import Weights, knots
 from dataload.samplers.order import Order
 from dataload.samplers.permutation import KeyedPermutation
 
@@ -40,6 +41,7 @@ class TokenBudget:
         mean: Mean length.
         multiple: Padded lengths are multiples of it.
         name: Identifies the lengths.
+        means: Mean length of each source of a mixture.
     """
 
     tokens: int
@@ -47,6 +49,14 @@ class TokenBudget:
     mean: float
     multiple: int = 1
     name: str = ""
+    means: tuple[float, ...] = ()
+
+    def mean_of(self, weights: Weights | None) -> float:
+        """Return about the mean length of the rows of an epoch. weights: of a mixture; None: each row comes once."""
+        if weights is None or not self.means:
+            return self.mean
+        shares = np.mean([np.array(each) / sum(each) for each in knots(weights).weights], axis=0)
+        return float(shares @ np.array(self.means))
 
     def padded(self, lengths: Int64) -> Int64:
         """Return lengths with padding: int64 [k]. An empty row counts as one token."""
@@ -82,7 +92,8 @@ class TokenOrder:
         self._base, self.budget, self.together = order, budget, together
         self.batch_tokens, self.pad_to_multiple = budget.tokens, budget.multiple
         self.n, self.chosen = order.n, order.chosen
-        self._least = -int(-STEPS * together * budget.tokens // max(budget.mean, 1.0))  # rows of a plan window
+        mean = budget.mean_of(getattr(order, "weights", None))
+        self._least = -int(-STEPS * together * budget.tokens // max(mean, 1.0))  # rows of a plan window
         self._borders: LRU[int, list[int]] = LRU(2)
         self._plans: LRU[tuple[int, int], Plan] = LRU(4)
         self._counts: LRU[int, list[int]] = LRU(4)
@@ -174,6 +185,17 @@ class TokenOrder:
                 raise ConfigError(f"position {position} is inside a batch: give all that state_dict() returned")
             yield from ends[first:].tolist()
             position = borders[window + 1]
+
+    def filled(self, epoch: int) -> tuple[int, int]:
+        """Return the tokens of an epoch and the places of padding beside them, for which all lengths are read."""
+        tokens = places = 0
+        for window in range(len(self.borders(epoch)) - 1):
+            rows, ends = self._cuts(epoch, window)
+            lengths = self.budget.lengths(rows)
+            sizes = np.diff(ends, prepend=0)
+            tokens += int(lengths.sum())
+            places += int((self.budget.padded(lengths)[ends - sizes] * sizes).sum())  # Each begins with its longest.
+        return tokens, places - tokens
 
     def batches(self, epoch: int) -> int:
         """Return the batches of an epoch, for which all lengths are read."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Subset
@@ -26,7 +27,7 @@ from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.loader.run_record import given_of
 from dataload.loader.samplers import DatasetSampler, MixedSampler, TokenDatasetSampler, TokenMixedSampler
 from dataload.mixture import Mixture
-from dataload.row_lengths import budget_of
+from dataload.row_lengths import RowLengths, budget_of
 from dataload.rows.known_nulls import IN_PYTHON
 from dataload.rows.numbered_rows import ROW_IDS
 from dataload.samplers.order import Shuffle
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from dataload.formats.text import TextErrors
 
 log = logging.getLogger(__name__)
+
+MUCH_PADDING = 0.1  # of the places in packed sequences, from which on a loader warns
 
 
 @known_keywords(CacheConfig, others=True)
@@ -175,19 +178,24 @@ def make_loader(
         dataset = dataset.skipping()
     elif dataset.known_failure is not None:
         raise DataError(dataset.known_failure)
+    _warn_of_padding(dataset, here)
     padding = None if collate_fn is not None else pad_to_multiple  # A function gets the lists as they are.
-    shape = _shape(dataset, ragged, group, row_ids=row_ids, pad_to_multiple=padding)
+    lengths = None if batch_tokens is None else RowLengths(dataset.datasets, cast("str", length))
+    shape = _shape(dataset, ragged, group, row_ids=row_ids)
+    if padding is not None:
+        shape |= {"pad_to_multiple": padding, "lengths": lengths}
     maker = BatchMaker(dataset, shape, collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
     order: dict[str, Any] = {"window": window, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-    if batch_tokens is None:
+    if batch_tokens is None or lengths is None:
         batch_size = operator.index(cast("int", batch_size))  # torch takes no other types
         sampler = _sampler(dataset, here, batch_size, num_streams, **order)
     else:
         if isinstance(dataset, Mixture) and dataset.order["batching"] == "homogeneous":
             raise ConfigError('batch_tokens and batching="homogeneous" both say what a batch has: use one of them')
-        budget = budget_of(dataset.datasets, batch_tokens, cast("str", length), pad_to_multiple or 1)
-        batch_size = max(1, int(batch_tokens / max(1.0, budget.mean)))  # about
+        budget = budget_of(lengths, batch_tokens, pad_to_multiple or 1)
+        weights = dataset.weights if isinstance(dataset, Mixture) else None
+        batch_size = max(1, int(batch_tokens / max(1.0, budget.mean_of(weights))))  # about
         sampler = _sampler(dataset, here, batch_size, 1, budget=budget, **order)
     if sampler.num_rows and sampler.finished_at(0):
         size, least = f" of {sampler.global_batch_size}", f"batch_size={batch_size}"
@@ -213,6 +221,20 @@ def make_loader(
         given=given_of(locals()),
         pin_memory=pin_memory,
         **_with_workers(for_torch, num_workers, prefetch),
+    )
+
+
+def _warn_of_padding(dataset: MapStyle, here: World) -> None:
+    """Warn if packed sequences have much padding, which small row groups leave."""
+    worst = max(dataset.datasets, key=lambda each: each.padding_share)
+    if here.rank or worst.packing is None or worst.padding_share < MUCH_PADDING:
+        return
+    log.warning(
+        "%.0f%% of the packed sequences is padding: documents share sequences within their row group, which has %.1f "
+        "of them on average. Write larger row groups%s",
+        100 * worst.padding_share,
+        np.mean(worst.block_lengths[worst.block_lengths > 0]),
+        "" if worst.packing.split else ", cut documents with split=True, or pack longer sequences",
     )
 
 
@@ -251,12 +273,11 @@ def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch:
     return {**dataloader_kwargs, **factor, "num_workers": num_workers}
 
 
-def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool, pad_to_multiple: int | None) -> dict[str, Any]:
+def _shape(dataset: MapStyle, ragged: str, group: Any, *, row_ids: bool) -> dict[str, Any]:
     """Return the arguments of `NumberedRows`. Batches may have computed columns, see `MapStyle.computed`."""
     added = ROW_IDS if row_ids else {}
     if taken := dataset.computed.keys() & added.keys():
         raise ConfigError(
             f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column"
         )
-    padded = {} if pad_to_multiple is None else {"pad_to_multiple": pad_to_multiple}
-    return {"ragged": ragged, **padded, "group": group, "computed": {**dataset.computed, **added}}
+    return {"ragged": ragged, "group": group, "computed": {**dataset.computed, **added}}

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,14 +70,14 @@ def with_counts(source: RowGroupCache, stage: Stage) -> Stage:
             made_rows[number] = found.sum()
         return made_rows.tobytes()
 
-    rows = counted_once(source, f"flat_map {VERSION} {stage.key} {source.plan.digest}", stage.manifest, count)
+    [rows] = counted_once(source, f"flat_map {VERSION} {stage.key} {source.plan.digest}", stage.manifest, count)
     if not rows.any():
         raise ConfigError(f"{stage.title} makes no row of any of the {stage.manifest.num_rows:,} rows: return some")
     return replace(stage, counts=replace(counts, rows=rows))
 
 
 def counted_once(source: RowGroupCache, what: str, manifest: Manifest, count: Callable[[], bytes]) -> Array:
-    """Return a number of each row group, int64 [row groups]. One process of the host counts them.
+    """Return numbers of each row group, int64 [numbers, row groups]. One process of the host counts them.
 
     Args:
         source: The row groups.
@@ -88,29 +89,32 @@ def counted_once(source: RowGroupCache, what: str, manifest: Manifest, count: Ca
 
     def parse(data: memoryview) -> Array:
         found = np.frombuffer(data, "<i8").astype(np.int64)
-        if len(found) != len(groups) or found.min(initial=0) < 0:
+        if len(found) % len(groups) or found.min(initial=0) < 0:
             raise ValueError("the counts are of other row groups")
-        return found
+        return found.reshape(-1, len(groups))
 
     first = Object(groups[0].file.path, 0, manifest.fingerprint)
     return Metadata(source.blocks, first, what, parse).get_or_make_once(count)
 
 
-def each_counted(maker: CountMaker, numbers: Sequence[int], what: str) -> Iterator[tuple[int, Array]]:
+def each_counted(
+    maker: CountMaker, numbers: Sequence[int], what: str, of: Callable[[int, Array], Any] = lambda _, counts: counts
+) -> Iterator[tuple[int, Any]]:
     """Yield the counts of these row groups, in order. Those that were counted before are not read again.
 
     Args:
         maker: Counts.
         numbers: The row groups.
         what: What is counted, for the log.
+        of: Returns what is yielded of a row group and its counts, in a thread.
     """
     cache = RowGroupCache(maker)
     ended = threading.Event()
     [field] = cache.plan.layout.fields
 
-    def count(number: int) -> Array:
+    def count(number: int) -> Any:
         if ended.is_set():
-            return np.empty(0, np.int64)
+            return None
         try:
             [blob] = made(cache, number)
         except BaseException:
@@ -118,7 +122,7 @@ def each_counted(maker: CountMaker, numbers: Sequence[int], what: str) -> Iterat
             raise
         column = Blob(blob, 1, cache.plan.layout).column(field)
         assert isinstance(column, Ragged)
-        return column.values.astype(np.int64)
+        return of(number, column.values.astype(np.int64))
 
     progress = ProgressLines(f"counting {what}", len(numbers), "row groups")
     threads = DaemonExecutor(IN_FLIGHT, "dataload-count")  # a row group each; the memory budget bounds their bytes

@@ -19,6 +19,7 @@ from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.order import Order
 from dataload.samplers.partition import stream_owners
+from dataload.samplers.token_batches import TokenOrder
 from dataload.samplers.window_size import default_window
 
 
@@ -111,6 +112,31 @@ def packed_of(blobs: RowGroupCache, packing: Packing) -> Packed:
         raise ConfigError(f"the files do not tell how many values {packing.column!r} has: only footers of Parquet do")
     kept = manifest.block_lengths / np.maximum(manifest.stored_lengths, 1)  # of a filter, about
     return Packed(packing, np.ceil(values * kept).astype(np.int64))
+
+
+def token_batches_of(
+    blobs: RowGroupCache, order: Order | MixtureOrder, tokens: int, length: str, multiple: int, ranks: int
+) -> TokenOrder:
+    """Return the batches of a token budget, for which the lengths of all rows are read. See `make_loader`.
+
+    Args:
+        blobs: The row groups of a dataset.
+        order: The order of its rows.
+        tokens: Most tokens of a batch.
+        length: The column of the lengths.
+        multiple: Lengths are padded to multiples of it.
+        ranks: The number of ranks.
+
+    Raises:
+        ConfigError: The column has no lengths.
+        DataError: A row is longer than a batch.
+    """
+    from dataload.dataset import Dataset  # imports torch, which few plans need
+    from dataload.row_lengths import RowLengths, budget_of
+
+    names = [length] if length in blobs.manifest.schema.names else None
+    lengths = RowLengths([Dataset(blobs.manifest, blobs.blocks, names)], length)
+    return TokenOrder(order, budget_of(lengths, tokens, multiple), ranks)
 
 
 def order_of_mixture(

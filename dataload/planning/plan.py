@@ -78,9 +78,11 @@ class Plan:
         held_bytes: Decoded bytes of the row groups that are in use at a time: of two windows, or all of them.
         stored_bytes: Stored bytes of these row groups.
         memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
-        tokens: Values of an epoch's packed documents, about if filters leave some out; None: they are not packed.
-        padding_share: Fraction of padding in their sequences, in [0, 1].
-        reads_lengths: Whether the lengths of all documents are read once before the first batch.
+        tokens: Values of an epoch's packed documents, about if filters leave some out, or tokens of the rows of a token
+            budget; None: there are neither.
+        padding_share: Fraction of padding beside them, in [0, 1].
+        reads_lengths: Whether the lengths of all documents, or rows, are read once before the first batch.
+        batches: Batches of a token budget on each rank, in epoch 0; None: there is none.
         weights: Where the weights of a mixture change within an epoch, as text; None: nowhere.
         advice: Recommendations, a line each.
     """
@@ -115,6 +117,7 @@ class Plan:
     tokens: int | None = None
     padding_share: float = 0.0
     reads_lengths: bool = False
+    batches: int | None = None
     advice: tuple[str, ...] = ()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dataload.catalog.locations import Location
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.rows.collate import Batch, Empty, columns_of, cut, row_values, spans, with_lists, with_strings
+from dataload.rows.collate import Batch, Empty, Padded, columns_of, cut, row_values, spans, with_lists, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.packing import OF_BATCHES
 from dataload.rows.row_block import Records
@@ -57,6 +57,7 @@ class NumberedRows(list[dict[str, Any]]):
         numbers: Their numbers in the dataset, int64 [B].
         locate: Returns the location of a row of the dataset, given its number.
         computed: Columns of batches that are computed from the numbers.
+        lengths: Returns the lengths of rows, given their numbers, int64 [B] both. No padded list may be longer.
         **shape: Arguments of `to_batch`.
 
     Attributes:
@@ -79,6 +80,7 @@ class NumberedRows(list[dict[str, Any]]):
         locate: Locate,
         *,
         computed: Computed | None = None,
+        lengths: Callable[[Array], Array] | None = None,
         **shape: Any,
     ) -> None:
         super().__init__([None] * len(numbers))  # type: ignore[list-item]
@@ -86,6 +88,7 @@ class NumberedRows(list[dict[str, Any]]):
         self.numbers = numbers
         self._locate = locate
         self._computed = computed or {}
+        self._lengths = lengths
         self._shape = shape
         self._is_filled = False
 
@@ -154,6 +157,7 @@ class NumberedRows(list[dict[str, Any]]):
         records = self._records
         make: Callable[..., Batch] = records.columns if isinstance(records, Sequences) else partial(columns_of, records)
         batch = reading(records.place, make, **self._shape, empty=empty)
+        self._check_lengths(batch)
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self.numbers),), torch.int64
@@ -162,6 +166,20 @@ class NumberedRows(list[dict[str, Any]]):
             batch[name] = column
         parts = cut(batch, sizes, empty)
         return records.with_bounds(parts, sizes, empty) if isinstance(records, Sequences) else parts
+
+    def _check_lengths(self, batch: Batch) -> None:
+        """Raise DataError for a padded list that is longer than the token budget counts."""
+        for name, column in batch.items():
+            if self._lengths is None or not isinstance(column, Padded):
+                continue
+            found, counted = np.diff(column.rows.offsets), self._lengths(self.numbers)
+            longer = np.flatnonzero(found > counted)
+            if len(longer):
+                row = longer[0]
+                raise DataError(
+                    f"column {name!r} has {found[row]:,} values, and batch_tokens counts {counted[row]:,}, by the "
+                    f"column that length= names: correct it, pass length={name!r}, or leave {name!r} out with columns="
+                )
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
         """Return the same rows with other computed columns and other arguments of `to_batch`."""
@@ -182,7 +200,7 @@ class NumberedRows(list[dict[str, Any]]):
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""
         some, numbers = self._records[span], self.numbers[span]
-        return NumberedRows(some, numbers, self._locate, computed=self._computed, **self._shape)
+        return NumberedRows(some, numbers, self._locate, computed=self._computed, lengths=self._lengths, **self._shape)
 
 
 def _filled(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,6 +110,44 @@ def test_padded_columns_are_tensors_within_the_budget(dataset: Dataset) -> None:
         assert torch.equal(tokens, torch.where(expected <= lengths[:, None], expected, 0).int())
 
 
+@pytest.mark.parametrize("how", [{}, {"num_workers": 1, "transform": same}])
+def test_a_list_that_is_longer_than_its_length_says_is_an_error(tmp_path: Path, how: Any) -> None:
+    """Such a batch would be larger than the budget."""
+    lengths = [3, 2, 4, 1]
+    table = pa.table({"tokens": [[0] * size for size in lengths], "n_tokens": [3, 2, 2, 1], "id": range(4)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    dataset = make_dataset(tmp_path / "a.parquet", cache=False)
+    loader = make_loader(dataset, batch_tokens=6, length="n_tokens", pad_to_multiple=1, **how)
+    with pytest.raises(DataError, match=r"row group 1 row 0: column 'tokens' has 4 values, and batch_tokens counts 2"):
+        list(loader)
+    assert sorted(ids_of(make_loader(dataset, batch_tokens=6, length="tokens", pad_to_multiple=1, **how))) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    skipping = make_loader(dataset, batch_tokens=6, length="n_tokens", pad_to_multiple=1, on_error="skip", **how)
+    assert 2 not in ids_of(skipping)
+    assert skipping.stats().skipped_row_ids == [2]
+
+
+def test_lists_of_arrays_have_lengths(dataset: Dataset) -> None:
+    """As a function of map makes them of tensors [n, 5]."""
+
+    def boxes(batch: Any) -> Any:
+        return {"id": batch["id"], "boxes": [torch.zeros(len(tokens), 5) for tokens in batch["tokens"]]}
+
+    mapped = dataset.map(boxes, ["id", "tokens"])
+    loader = make_loader(mapped, batch_tokens=BUDGET, length="boxes", pad_to_multiple=4)
+    batches = list(loader)
+    assert sorted(ids_of(batches)) == list(range(ROWS))
+    for batch in batches:
+        rows, longest, width = batch["boxes"].shape
+        assert rows * longest <= BUDGET
+        assert (longest % 4, width) == (0, 5)
+        assert batch["boxes.length"].tolist() == LENGTHS[batch["id"].tolist()].tolist()
+
+
 def test_a_collate_function_gets_the_lists_as_they_are(dataset: Dataset) -> None:
     def sizes(rows: list[dict[str, Any]]) -> Any:
         return [len(row["tokens"]) for row in rows]

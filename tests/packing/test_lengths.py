@@ -19,7 +19,7 @@ import tiers
 from clusters import Server, running_server  # noqa: F401
 from pyarrow import feather
 
-from dataload import CacheConfig, make_dataset, make_loader
+from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cli import app
 from dataload.dataset import Dataset
 from dataload.errors import DataError
@@ -211,3 +211,34 @@ def test_the_plan_tells_sequences_tokens_and_padding(tmp_path: Path, capsys: Any
     with pytest.raises(SystemExit):
         app.main()
     assert "do not tell how many values 'tokens' has" in capsys.readouterr().err
+
+
+def test_the_plan_tells_the_batches_of_a_token_budget(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    lengths = LENGTHS + 1
+    table = pa.table({"id": range(ROWS), "n_tokens": lengths, "tokens": [[0] * int(size) for size in lengths]})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=GROUP)
+
+    def planned(*words: str) -> str:
+        command = ["dataload", "plan", str(tmp_path / "rows.parquet"), "--batch-tokens", "64", "--world-size", "2"]
+        monkeypatch.setattr("sys.argv", [*command, *words])
+        with pytest.raises(SystemExit):
+            app.main()
+        captured = capsys.readouterr()
+        return str(captured.out or captured.err)
+
+    dataset = make_dataset(tmp_path / "rows.parquet", cache=False)
+    ranks = [make_loader(dataset, batch_tokens=64, length="n_tokens", world=World(rank, 2)) for rank in range(2)]
+    for loader in ranks:
+        for _ in loader:
+            pass
+    stats = [loader.stats() for loader in ranks]
+    for length in ("n_tokens", "tokens"):
+        found = json.loads(planned("--length", length, "--json"))
+        assert found["tokens"] == lengths.sum() == sum(each.tokens for each in stats)
+        assert {found["batches"]} == {each.batches for each in stats}
+        padding = sum(each.padding_tokens for each in stats)
+        assert found["padding_share"] == pytest.approx(padding / (padding + lengths.sum()))
+    lines = " ".join(planned("--length", "n_tokens").split())
+    assert f"batches about {stats[0].batches} a rank and epoch, with {lengths.sum():,} tokens and" in lines
+    assert "length='rows' is not in the dataset" in planned("--length", "rows")
+    assert "--batch-tokens is for one URL" in planned(str(tmp_path / "rows.parquet?"))

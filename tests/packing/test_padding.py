@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import make_dataset, make_loader
+from dataload import World, make_dataset, make_loader
 from dataload.dataset import Dataset
 
 LENGTH = 512
@@ -84,6 +84,25 @@ def test_whole_documents_have_no_more_padding_than_grains_best_fit(tmp_path: Pat
             documents, length_struct={"tokens": LENGTH}, num_packing_bins=bins
         )
         assert len(packed) <= sum(1 for _ in best_fit)
+
+
+@pytest.mark.parametrize(("group", "split"), [(20, True), (20, False), (3000, True), (3000, False)])
+def test_a_loader_warns_of_much_padding(tmp_path: Path, group: int, split: bool, caplog: Any) -> None:
+    """Small row groups leave it. Each has a sequence that is not full."""
+    packed = _packed(tmp_path / "a.parquet", [64] * 3000 if split else [300] * 3000, group, split=split)
+    share = packed.padding_share
+    loader = make_loader(packed, 16)
+    for _ in loader:
+        pass
+    assert share == loader.stats().padding_share
+    warned = [record.getMessage() for record in caplog.records if "is padding" in record.getMessage()]
+    assert len(warned) == (share > 0.1)
+    assert share < 0.001 if split and group == 3000 else share > 0.1
+    if warned:
+        assert warned[0].startswith(f"{100 * share:.0f}% of the packed sequences is padding")
+        assert ("split=True" in warned[0]) == (not split)
+        make_loader(packed, 16, world=World(1, 2))
+        assert len(caplog.records) == 1
 
 
 def test_documents_that_stay_whole_meet_others_in_each_epoch(tmp_path: Path) -> None:

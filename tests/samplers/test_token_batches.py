@@ -158,6 +158,31 @@ def test_a_mixture_has_batches_within_the_budget():
     assert sorted(rows.tolist()) == sorted(samplers[0].order._base.rows(0, np.arange(4000)).tolist())
 
 
+def test_plan_windows_of_a_mixture_are_sized_by_its_weights():
+    """Of short rows by the million and a few long ones, an epoch may have mostly the long ones."""
+    lengths = np.repeat([1, 1000], [10_000, 500])
+    sources = [MixtureSource([10_000], "short"), MixtureSource([500], "long")]
+
+    def plan_windows(*weights):
+        budget = TokenBudget(4000, lengths.__getitem__, float(lengths.mean()), means=(1.0, 1000.0))
+        order = Mixed(budget, sources, 1, 0, weights=list(weights), num_rows=20_000).order
+        return len(order.borders(0)) - 1, order
+
+    few, order = plan_windows(1000, 1)
+    many, _ = plan_windows(1, 1000)
+    assert few < many
+    assert order.budget.mean_of(order.weights) == pytest.approx((1000 + 1000) / 1001)
+    resumed = order.with_options(weights=[1, 1000])
+    assert len(resumed.borders(0)) - 1 == many
+
+
+def test_tokens_and_padding_of_an_epoch_are_those_of_its_batches():
+    [sampler] = samplers_of(1, budget=budget_of(multiple=8))
+    tokens, padding = sampler.order.filled(1)
+    assert tokens == LENGTHS.sum()
+    assert tokens + padding == sum(padded(batch, 8) for batch in sampler.batches(1))
+
+
 def test_row_groups_are_needed_from_the_begin_of_their_window_on():
     [sampler] = samplers_of(1)
     order = sampler.order

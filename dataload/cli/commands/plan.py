@@ -38,12 +38,14 @@ from dataload.errors import ConfigError
 from dataload.runtime.text import counted, duration
 
 if TYPE_CHECKING:
+    from dataload.planning.orders import Packed
     from dataload.planning.plan import Plan
     from dataload.planning.simulate import Fetched
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.mixture.order import MixtureOrder
     from dataload.samplers.mixture.weights import Weights as WeightsOfSources
     from dataload.samplers.order import Order
+    from dataload.samplers.token_batches import TokenOrder
 
 TOO_SMALL = "none: this cache is too small"
 
@@ -80,6 +82,11 @@ def plan(
     ] = None,
     pack_column: Annotated[str, typer.Option(help="The column that is packed.")] = "tokens",
     split: Annotated[bool, typer.Option("--split/--no-split", help="Whether documents are cut; for --pack.")] = True,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a batch, instead of --batch-size. Reads --length.")
+    ] = None,
+    length: Annotated[str, typer.Option(help="The column of the lengths of rows, or of lists.")] = "tokens",
+    pad_to_multiple: Annotated[int, typer.Option(min=1, help="Lengths are padded to it; for --batch-tokens.")] = 1,
     bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
     latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
     price: Annotated[
@@ -91,15 +98,16 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate bytes, requests and time before reading a dataset."""
-    from dataload.planning.orders import order_of, packed_of
+    from dataload.planning.orders import packed_of, token_batches_of
     from dataload.planning.plan import plan as make_plan
     from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
     from dataload.rows.packing import Packing
 
     if len(set(urls)) < len(urls):
         raise ConfigError("the same URL twice: name it once, with the sum of its weights")
-    if pack is not None and len(urls) > 1:
-        raise ConfigError("--pack is for one URL: plan the sources of a mixture one by one")
+    for option, given in (("--pack", pack), ("--batch-tokens", batch_tokens)):
+        if given is not None and len(urls) > 1:
+            raise ConfigError(f"{option} is for one URL: plan the sources of a mixture one by one")
     world_size = world_size or num_streams
     if world_size < num_streams or (shuffle != "none" and world_size % num_streams):
         raise ConfigError(
@@ -111,20 +119,20 @@ def plan(
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
     reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
     sources = [open_row_groups(url, storage_options, unlimited, **reads, quiet=as_json) for url in urls]
-    options = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
-    packed = None
-    if pack is not None:
-        packed = packed_of(sources[0], Packing(pack, pack_column, split=split))
-        order: Order | MixtureOrder = order_of(sources[0].manifest, window=window, packed=packed, **options)
-    else:
-        order = _order(urls, sources, shares, window=window, **options)
+    options: dict[str, Any] = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
+    if batch_tokens is not None:
+        options["num_streams"] = 1  # Each node reads all of the dataset.
+    packed = None if pack is None else packed_of(sources[0], Packing(pack, pack_column, split=split))
+    order = _order(urls, sources, shares, packed=packed, window=window, **options)
+    batches, rows = None, batch_size * world_size
+    if batch_tokens is not None:
+        batches = token_batches_of(sources[0], order, batch_tokens, length, pad_to_multiple, world_size)
+        rows = batches.borders(0)[1]  # A batch may need all row groups of its plan window.
     local_world_size = math.ceil(world_size / num_streams)
-    ranks = {"batch_size": batch_size * world_size, "local_world_size": local_world_size, "nodes": num_streams}
+    ranks = {"batch_size": rows, "local_world_size": local_world_size, "nodes": num_streams}
     result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=cache.limit)
-    if packed is not None:
-        is_whole = sources[0].manifest.selection is None
-        tokens, reads_lengths = int(packed.values.sum()), not (split and is_whole)
-        result = replace(result, tokens=tokens, padding_share=packed.padding_share, reads_lengths=reads_lengths)
+    is_whole = sources[0].manifest.selection is None
+    result = replace(result, **_tokens(packed, batches, world_size, from_footers=split and is_whole))
     nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.maker.known_nulls)]
     result = replace(result, advice=(*nulls, *result.advice))
     show(asdict(result), table(lines(result)), as_json=as_json)
@@ -153,8 +161,26 @@ def _shares(urls: list[str], weights: str | None, schedule: str | None, *, ramp:
     return found
 
 
+def _tokens(packed: Packed | None, batches: TokenOrder | None, ranks: int, *, from_footers: bool) -> dict[str, Any]:
+    """Return what a plan says of the tokens of packed documents, or of the batches of a token budget."""
+    if packed is not None:
+        tokens = int(packed.values.sum())
+        return {"tokens": tokens, "padding_share": packed.padding_share, "reads_lengths": not from_footers}
+    if batches is None:
+        return {}
+    tokens, padding = batches.filled(0)
+    share = padding / max(1, tokens + padding)
+    found = {"tokens": tokens, "padding_share": share, "reads_lengths": True}
+    return {**found, "batches": -(-batches.batches(0) // ranks)}
+
+
 def _order(
-    urls: list[str], sources: list[RowGroupCache], shares: WeightsOfSources | None, **options: Any
+    urls: list[str],
+    sources: list[RowGroupCache],
+    shares: WeightsOfSources | None,
+    *,
+    packed: Packed | None,
+    **options: Any,
 ) -> Order | MixtureOrder:
     """Return the order of a dataset, or of a mixture of several."""
     from dataload.catalog.same_columns import check_same_columns
@@ -162,7 +188,7 @@ def _order(
 
     manifests = [blobs.manifest for blobs in sources]
     if len(urls) == 1:
-        return order_of(manifests[0], **options)
+        return order_of(manifests[0], packed=packed, **options)
     layouts = [blobs.plan.layout for blobs in sources]
     check_same_columns(urls, layouts, [manifest.schema for manifest in manifests])
     return order_of_mixture(manifests, shares, **options)
@@ -171,7 +197,7 @@ def _order(
 def lines(plan: Plan) -> list[tuple[str, str]]:
     """Return the (label, text) lines of a plan."""
     rate = f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
-    row = "row" if plan.tokens is None else "sequence"
+    row = "row" if plan.tokens is None or plan.batches is not None else "sequence"
     rows = f"{counted(plan.rows, row)} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
     part = "all of it" if plan.nodes == 1 or plan.shuffle is False else "the part of a node"
@@ -200,6 +226,11 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _epoch(plan: Plan) -> list[tuple[str, str]]:
+    if plan.batches is not None:
+        what = (
+            f"about {plan.batches:,} a rank and epoch, with {plan.tokens:,} tokens and {plan.padding_share:.2%} padding"
+        )
+        return [("batches", f"{what}; the lengths of all rows are read once before the first batch")]
     if plan.tokens is not None:
         first = "; the lengths of all documents are read once before the first batch" if plan.reads_lengths else ""
         about = "about " if plan.reads_lengths else ""
