@@ -170,11 +170,6 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             answer = Answer(
                 cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding, left_out=left_out
             )
-            tokens, padding, left_out = next(filled)
-            tokens, padding = request.filled or (tokens, padding)
-            answer = Answer(
-                cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding, left_out=left_out
-            )
             answer.numbers = request.rows[start : start + size]
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)

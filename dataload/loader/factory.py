@@ -93,8 +93,8 @@ def make_loader(
         length: With `batch_tokens`, the column that holds the length of each row, or a column of lists, whose lengths
             count. The first loader on a host reads it once, for all rows.
         pad_to_multiple: With `batch_tokens`, return each column of lists of numbers as one Tensor[B, longest], padded
-            with zeros up to a multiple of this number, and "<column>.length", int64 Tensor[B]. The budget counts the
-            padding.
+            with zeros up to a multiple of this number (1: to the longest), and "<column>.length", int64 Tensor[B]. The
+            budget counts the padding. A list that is longer than `length` says is a DataError.
         shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside consecutive windows of row
             groups. A batch mixes the row groups of one window only. "full" shuffles all rows, for rows that are sorted
             or partitioned by label; the cache must hold all of them. False keeps file order.

@@ -181,21 +181,22 @@ def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
 
 
 def _whole(lengths: Array, order: Array, count: int, length: int, shift: int) -> Line:
-    """Return the rest of each document, after the sequences that it fills alone, with those that fit; then these."""
-    rests = lengths[order] % length
-    order, rests = order[rests > 0], rests[rests > 0]
-    full = lengths // length
-    alone = np.repeat(np.arange(len(lengths)), full)
-    bins, _ = shuffled(rests, length, count - len(alone), shift)
+    """Return the sequences that documents fill alone, and those of their rests that fit, by the first document."""
+    sizes = lengths[order]
+    rests, full = sizes % length, sizes // length
+    short, alone = np.flatnonzero(rests), np.repeat(np.arange(len(order)), full)  # places in the order
+    bins, _ = shuffled(rests[short], length, count - len(alone), shift)
     if (needed := int(bins.max(initial=-1)) + 1 + len(alone)) != count:
         raise ValueError(f"documents for {needed:,} sequences, and not for {count:,}")
-    by_bin = np.argsort(bins, kind="stable")
-    order, rests = order[by_bin], rests[by_bin]
-    firsts = np.concatenate((np.searchsorted(bins[by_bin], np.arange(count - len(alone))), np.arange(len(alone) + 1)))
-    firsts[count - len(alone) :] += len(order)
-    before = np.concatenate((lengths[order] - rests, length * ranges(np.zeros(len(full), np.int64), full)))
-    sizes = np.concatenate((rests, np.full(len(alone), length)))
-    return Line.of(np.concatenate((order, alone)), before, sizes, firsts)
+    places = np.concatenate((alone, short))
+    sequences = np.concatenate((np.arange(len(alone)), len(alone) + bins))
+    first_places = places[np.unique(sequences, return_index=True)[1]]
+    sequences = np.argsort(np.argsort(first_places, kind="stable"))[sequences]
+    by_sequence = np.argsort(sequences, kind="stable")
+    firsts = np.searchsorted(sequences[by_sequence], np.arange(count + 1))
+    before = np.concatenate((length * ranges(np.zeros_like(full), full), (sizes - rests)[short]))
+    values = np.concatenate((np.full(len(alone), length), rests[short]))
+    return Line.of(order[places[by_sequence]], before[by_sequence], values[by_sequence], firsts)
 
 
 def ranges(firsts: Array, counts: Array) -> Array:

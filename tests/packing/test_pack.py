@@ -82,6 +82,15 @@ def test_without_a_shuffle_documents_stand_in_file_order(dataset: Dataset, lengt
     documents.check_epoch(found, lengths, LENGTH, split=True)
 
 
+def test_without_a_shuffle_whole_documents_stand_in_file_order_of_the_first_in_each_sequence(
+    dataset: Dataset, lengths: list[int | None]
+) -> None:
+    found = _epoch(_packed(dataset, LENGTH, split=False), LENGTH, epoch=1, shuffle=False)
+    assert all(pieces == sorted(pieces) for pieces in found)
+    assert [pieces[0] for pieces in found] == sorted(pieces[0] for pieces in found)
+    documents.check_epoch(found, lengths, LENGTH, split=False)
+
+
 def test_rows_by_number_are_those_without_a_shuffle(dataset: Dataset) -> None:
     packed = _packed(dataset, LENGTH)
     for batch in make_loader(packed, 4, shuffle=False, row_ids=True):
