@@ -96,8 +96,9 @@ def read_footers(
 
     objects = list(objects)
     cached = dict[Object, tuple[T, FooterLocation]]()
+    run_of = runs_of(blocks)
     for obj in objects if known else ():
-        if (location := known.get(obj)) is not None and (found := stored_footer(location, blocks)) is not None:
+        if (location := known.get(obj)) is not None and (found := stored_footer(location, run_of)) is not None:
             cached[obj] = look(parse_footer(found, obj), obj), location
             progress(obj)
     fetches = shared_executor(FOOTERS_IN_FLIGHT, "dataload-footers")  # with other datasets that are being opened
@@ -123,7 +124,7 @@ class FooterReader:
     """
 
     def __init__(self, blocks: Blocks, chunks: int) -> None:
-        runs = lru_cache(RUNS_KEPT)(partial(_cached_run, blocks))
+        runs = runs_of(blocks)
 
         def read(obj: Object, location: FooterLocation) -> Footer:
             with suppress(KeyError):
@@ -144,7 +145,7 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
     own = Metadata(blocks, obj, "footer", lambda data: parse_footer(data, obj))
     if (footer := own.get()) is not None:
         return footer
-    found = stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
+    found = stored_footer(location, runs_of(blocks)) or _footer_from_cluster(location, blocks)
     if found is not None:
         return parse_footer(found, obj)
     return own.get_or_make(lambda: _fetched_footer(obj, blocks, lambda _: None)[0])
@@ -216,19 +217,23 @@ class Metadata(Generic[T]):
         return self._checked[0]
 
 
-def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:
-    """Return the bytes of a footer, or None if its run is not cached on this host."""
+def stored_footer(location: FooterLocation, run_of: Callable[[Object], memoryview]) -> memoryview | None:
+    """Return the bytes of a footer, or None if its run is not cached on this host: `run_of` raises KeyError."""
     with suppress(KeyError):
-        return _cut(_cached_run(blocks, location.run), location.number)
+        return _cut(run_of(location.run), location.number)
     return None
 
 
-def _cached_run(blocks: Blocks, run: Object) -> memoryview:
-    """Return the blob of a run of footers. Raise KeyError if this host has not cached it."""
-    found = blocks.tier.get(run_key(run, blocks))
-    if found is None:
-        raise KeyError(run.path)
-    return found
+def runs_of(blocks: Blocks) -> Callable[[Object], memoryview]:
+    """Return what returns the blob of a run of footers and keeps it mapped; KeyError: this host has not cached it."""
+
+    def run_of(run: Object) -> memoryview:
+        found = blocks.tier.get(run_key(run, blocks))
+        if found is None:
+            raise KeyError(run.path)
+        return found
+
+    return lru_cache(RUNS_KEPT)(run_of)
 
 
 def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
@@ -239,7 +244,7 @@ def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview
         return None if run is None else _cut(run, location.number)
 
     lock = blocks.key(location.run, "fetch footers")
-    return fetch_once(blocks.tier, lock, lambda: stored_footer(location, blocks), fetch)
+    return fetch_once(blocks.tier, lock, lambda: stored_footer(location, runs_of(blocks)), fetch)
 
 
 def _fetched(tier: Tier, key: BlobKey) -> memoryview | None:

@@ -373,7 +373,7 @@ def vectors_of(data: bytes, files: Mapping[str, int]) -> Iterator[tuple[str, Pos
         files: Names of the data files, and how many rows each has.
 
     Raises:
-        ValueError: The bytes are no such file, or it has no vector for one of the files.
+        ValueError: The bytes are no such file, or it deletes rows that a data file does not have.
 
     Notes: https://iceberg.apache.org/puffin-spec/
     """
@@ -388,9 +388,9 @@ def vectors_of(data: bytes, files: Mapping[str, int]) -> Iterator[tuple[str, Pos
         raise ValueError("its footer is cut short")
     footer = json.loads(data[-TRAILER - size : -TRAILER])
     blobs = {blob["properties"]["referenced-data-file"]: blob for blob in footer["blobs"] if blob["type"] == VECTOR}
-    for name, rows in files.items():
-        if (blob := blobs.get(name)) is None:
-            raise ValueError(f"it has no deletion vector for {redacted(name)}")
+    for name, blob in blobs.items():
+        if (rows := files.get(name)) is None:
+            continue
         start, length = int(blob["offset"]), int(blob["length"])
         if blob.get("compression-codec") or start < 0 or length < 12 or start + length > len(data):
             raise ValueError("a deletion vector is compressed or cut short")

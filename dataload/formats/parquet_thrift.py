@@ -175,8 +175,8 @@ class Element(NamedTuple):
     field_id: int | None
 
 
-def schema_of(footer: bytes) -> list[Element]:
-    """Return the nodes of a file's schema, each before those below it.
+def schema_of(footer: bytes) -> tuple[list[Element], int]:
+    """Return the nodes of a file's schema, each before those below it, and the place where the schema ends.
 
     Raises:
         ValueError: The bytes are no footer.
@@ -190,7 +190,7 @@ def schema_of(footer: bytes) -> list[Element]:
             for _ in range(size if kind == STRUCT else 0):
                 element, at = _element(footer, at)
                 elements.append(element)
-            return elements
+            return elements, at
         at = _skip(footer, at, head & 15)
     raise ValueError("a footer without a schema")
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
@@ -81,6 +82,12 @@ class TableFile(Object):
         return dict(self.constants).get(name, self.columns.defaults.get(name))
 
 
+MOST_KNOWN = 8
+# By the columns of a table, the bytes of a few footers up to the end of their schema, and what was found in them. Most
+# files of a table have the same.
+_KNOWN: WeakKeyDictionary[TableColumns, list[tuple[bytes, _Names]]] = WeakKeyDictionary()
+
+
 def with_table_names(packed: memoryview, obj: TableFile) -> tuple[memoryview, dict[str, str]]:
     """Return the footer of a file as its table names the columns, and how the file calls those that it calls otherwise.
 
@@ -89,21 +96,25 @@ def with_table_names(packed: memoryview, obj: TableFile) -> tuple[memoryview, di
     Raises:
         DataError: The footer cannot be read, or the table cannot know what the file's columns are.
     """
-    try:
-        names = _Names(bytes(packed[:-TRAILER]), obj)
-    except (ValueError, IndexError) as error:
-        raise DataError(f"{obj.name} has a Parquet footer whose schema cannot be read: {error}") from error
+    footer, known = bytes(packed[:-TRAILER]), _KNOWN.setdefault(obj.columns, [])
+    names = next((names for schema, names in known if footer.startswith(schema)), None)
+    if names is None:
+        try:
+            elements, end = schema_of(footer)
+        except (ValueError, IndexError) as error:
+            raise DataError(f"{obj.name} has a Parquet footer whose schema cannot be read: {error}") from error
+        names = _Names(elements, obj)
+        known[:] = [(footer[:end], names), *known[: MOST_KNOWN - 1]]
     if not names.changed:
         return packed, {}
-    return memoryview(names.footer() + packed[-4:]), names.texts()
+    return memoryview(names.footer(footer) + packed[-4:]), names.texts()
 
 
 class _Names:
     """Finds the columns of a table in the schema of a file."""
 
-    def __init__(self, footer: bytes, obj: TableFile) -> None:
-        self._footer = footer
-        self._elements = schema_of(footer)
+    def __init__(self, elements: list[Element], obj: TableFile) -> None:
+        self._elements = elements
         table = obj.columns
         self.by_id = table.by == "id" and any(each.field_id is not None for each in self._elements)
         self.changed: dict[int, str] = {}  # by node, its new name
@@ -117,14 +128,14 @@ class _Names:
             )
         self._match(fields, nodes, set(table.schema.names))
 
-    def footer(self) -> bytes:
-        """Return the footer with the new names, and its length."""
+    def footer(self, footer: bytes) -> bytes:
+        """Return a footer of this schema with the new names, and its length."""
         parts, last = [], 0
         for node, name in sorted(self.changed.items()):
             place = self._elements[node].name
-            parts += [self._footer[last : place.start], text_of(name)]
+            parts += [footer[last : place.start], text_of(name)]
             last = place.stop
-        whole = b"".join([*parts, self._footer[last:]])
+        whole = b"".join([*parts, footer[last:]])
         return whole + len(whole).to_bytes(4, "little")
 
     def texts(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dataload.cache.blob_file import size_on_disk
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.index import Shortage
 from dataload.cache.tier import Span, blob_name
-from dataload.catalog.footer_cache import run_key, stored_footer
+from dataload.catalog.footer_cache import run_key, runs_of, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import gathered_at_once, need_of, working_set
@@ -201,8 +201,9 @@ def footers(sources: Sequence[RowGroupCache]) -> Fetched:
     """
     sizes = []
     for blobs in sources:
+        run_of = runs_of(blobs.blocks)
         for file, footer_at in {group.file: group.footer_at for group in blobs.manifest.row_groups}.items():
-            footer = stored_footer(footer_at, blobs.blocks)
+            footer = stored_footer(footer_at, run_of)
             sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
         if (sampled := blobs.maker.value_sizes) is not None:
             for column, number in product(sampled.coded, sampled.samples):

@@ -30,6 +30,7 @@ from dataload.catalog.footer_cache import (
     read_footer,
     read_footers,
     run_key,
+    runs_of,
     stored_footer,
 )
 from dataload.catalog.manifest import Manifest
@@ -61,7 +62,7 @@ def opened(bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda url: make_dataset(url, storage_options=bucket.options, cache=cache)
 
 
-def runs_of(dataset: Dataset) -> set[Object]:
+def own_runs(dataset: Dataset) -> set[Object]:
     return {group.footer_at.run for group in dataset.row_groups}
 
 
@@ -112,7 +113,7 @@ def test_one_file_more_fetches_the_footers_of_its_run(
     first = opened(dataset_of([[3, 1]] * FILES))
     assert fetched(bucket) == FILES
     second = opened(dataset_of([[3, 1]] * FILES + [[5]]))
-    [run] = runs_of(second) - runs_of(first)
+    [run] = own_runs(second) - own_runs(first)
     assert fetched(bucket) == len({group.file for group in second.row_groups if group.footer_at.run == run})
     assert second.num_rows == first.num_rows + 5
 
@@ -151,7 +152,7 @@ def test_progress_has_each_file_fetched_or_kept(
 def test_footers_are_told_apart(opened: Callable[[str], Dataset], dataset_of: Callable[..., str]) -> None:
     dataset = opened(dataset_of([[number + 1] * (1 + number % 3) for number in range(FILES)]))
     for group in dataset.row_groups:
-        assert stored_footer(group.footer_at, dataset.blocks) is not None
+        assert stored_footer(group.footer_at, runs_of(dataset.blocks)) is not None
         assert read_footer(group.file, group.footer_at, dataset.blocks).lengths[group.number] == group.rows
 
 
@@ -232,7 +233,7 @@ def test_a_part_of_a_manifest_still_says_where_footers_are(
     dataset = opened(dataset_of([[number] for number in range(1, 8)]))
     part = Manifest.from_bytes(dataset.manifest.only([1, 4, 6]).to_bytes())
     for group in part.row_groups:
-        assert stored_footer(group.footer_at, dataset.blocks) is not None
+        assert stored_footer(group.footer_at, runs_of(dataset.blocks)) is not None
         assert read_footer(group.file, group.footer_at, dataset.blocks).lengths == [group.rows]
 
 
