@@ -35,7 +35,7 @@ from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
 from dataload.loader import Loader, make_loader
 from dataload.rows.batch_tree import map_tensors
-from dataload.train.loss_monitor import LossMonitor
+from dataload.train.loss_monitor import LossMonitor, Where
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
 from dataload.train.ranks.exchange import Exchange
@@ -168,7 +168,7 @@ def run(steps: OptimizerStep, losses: LossMonitor, batches: Iterable[Any]) -> fl
 
 def take(steps: OptimizerStep, losses: LossMonitor, batch: Any) -> None:
     rows = len(batch["label"])
-    losses.add(steps.add(batch, rows, rows, last=True)[0], "benchmark")
+    losses.add(steps.add(batch, rows, rows, last=True)[0], Where(0, 1))
 
 
 def pinned_speed(batch: Tensor, device: torch.device) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dataload.errors import CorruptEntry as CorruptEntry
     from dataload.errors import DataError as DataError
     from dataload.errors import DataloadError as DataloadError
+    from dataload.errors import LossSpike as LossSpike
     from dataload.errors import NonFiniteLoss as NonFiniteLoss
     from dataload.errors import ObjectChanged as ObjectChanged
     from dataload.errors import OriginError as OriginError
@@ -32,6 +33,7 @@ _HOME = {
     "CorruptEntry": "dataload.errors",
     "DataError": "dataload.errors",
     "DataloadError": "dataload.errors",
+    "LossSpike": "dataload.errors",
     "NonFiniteLoss": "dataload.errors",
     "ObjectChanged": "dataload.errors",
     "OriginError": "dataload.errors",
@@ -49,6 +51,7 @@ __all__ = [
     "CorruptEntry",
     "DataError",
     "DataloadError",
+    "LossSpike",
     "NonFiniteLoss",
     "ObjectChanged",
     "OriginError",

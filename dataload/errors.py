@@ -72,6 +72,10 @@ class NonFiniteLoss(DataloadError, FloatingPointError):
     """A loss, or a parameter after a step, is NaN or infinite. The message names the step and the rank."""
 
 
+class LossSpike(DataloadError, ArithmeticError):
+    """A loss is far above those before it, and `fit` was told to raise. The message names the step and the rank."""
+
+
 def as_sent(error: Exception) -> Exception | None:
     """Return the error as another process receives it, or None if it cannot be pickled."""
     try:

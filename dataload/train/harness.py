@@ -22,7 +22,7 @@ from dataload.mixture import Mixture
 from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.loop import TrainingLoop
-from dataload.train.loss_monitor import LossMonitor
+from dataload.train.loss_monitor import LossMonitor, OnSpike, Spikes
 from dataload.train.modules import ModuleSelector, begin_training, check_not_wrapped, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
@@ -65,6 +65,8 @@ def fit(
     progress: bool = True,
     mesh: DeviceMesh | None = None,
     loss_weight: LossWeight | None = None,
+    spike: float | None = None,
+    on_spike: OnSpike = "log",
 ) -> list[dict[str, Any]]:
     """Train `model` in place until `epochs` epochs are done.
 
@@ -148,6 +150,8 @@ def fit(
             ranks exchange it. Batches that weigh 0 train nothing: an optimizer step of only such batches is left out,
             with that of the scheduler. In a sharded model, the gradient of their loss must be 0, as that of torch's
             losses is. Resume an epoch with the same `loss_weight`: its means add up.
+        spike: A loss of more than so many times the median of the last 128 of its rank is a spike. None: none is.
+        on_spike: "log": a warning names the step, and the command that shows its rows. "raise": LossSpike does.
 
     Returns:
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
@@ -163,6 +167,7 @@ def fit(
             damaged, another run saves into `checkpoint_dir`, a state is not plain data, or a plain parameter that a
             checkpoint would have once differs between ranks.
         NonFiniteLoss: A loss or a parameter is NaN or infinite.
+        LossSpike: A loss is a spike, with `on_spike="raise"`.
         RuntimeError: Another rank was lost (on CPUs). As in all errors of a step, a note names rank, epoch and step.
 
     Example:
@@ -179,6 +184,8 @@ def fit(
     """
     check_options(precision, accumulate, clip_grad_norm)
     check_loss_weight(loss_weight)
+    spikes = Spikes(spike, on_spike)
+    spikes.check()
     _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
     mesh, world = _data_parallel(loader, mesh)
     _check_parameters(model, optimizer, precision, alone=world.world_size == 1 and checkpoint_dir is None)
@@ -199,7 +206,7 @@ def fit(
                 OptimizerStep(exchange, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler),
                 world,
                 checkpoints,
-                LossMonitor(world.rank, check=check_finite),
+                LossMonitor(world.rank, check=check_finite, spikes=spikes),
                 checkpoint_every=checkpoint_every,
                 evaluate=evaluate,
                 mesh=mesh,

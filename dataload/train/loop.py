@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from dataload.train.epoch_metrics import (
     scores_of,
     sum_ranks,
 )
-from dataload.train.loss_monitor import LossMonitor
+from dataload.train.loss_monitor import LossMonitor, Where
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, even_batches, feed
@@ -269,10 +270,12 @@ class TrainingLoop:
         self._waited -= tally.counts["wait_seconds"]  # those before the resume
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
-        batches = batches_on(self.loader, self.steps.device, self.stats_dir)
+        progress = {"step": self.step, "accumulate": self.steps.accumulate}
+        batches = batches_on(self.loader, self.steps.device, self.stats_dir, self.checkpoints.folder, progress)
+        replay = self._replay
         begin = partial(self._begin, resumed, number)
         for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh, self.weigh):
-            self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
+            self._take(fed, tally, Where(number, self.step + 1, replay))
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             # A rank without further batches could not resume this epoch: its loader is at the next one.
             if due and not fed.ending:
@@ -283,6 +286,14 @@ class TrainingLoop:
         self._check_finite(number)
         self._waited += tally.counts["wait_seconds"]
         return tally
+
+    @property
+    def _replay(self) -> str:
+        """The folder of the run's ledger, for a command; "": there is none."""
+        if not isinstance(self.loader, Loader):
+            return ""
+        folder = self.loader.stats_dir or self.stats_dir or self.checkpoints.folder
+        return "" if folder is None else shlex.quote(str(folder))
 
     def _begin(self, resumed: Resumed, number: int) -> None:
         """End the resume. In the first epoch, check the loader's state, which it may have only within its iteration."""
@@ -295,7 +306,7 @@ class TrainingLoop:
         self.losses.settle()
         self.losses.check_parameters(self.model, f"epoch {number}, step {self.step}")
 
-    def _take(self, fed: RankBatch, tally: EpochMetrics, where: str) -> None:
+    def _take(self, fed: RankBatch, tally: EpochMetrics, where: Where) -> None:
         with stage("copy to device"):
             batch = on_device(fed.batch, self.steps.device)
         loss, scalars = self.steps.add(batch, fed.weight, fed.all_weight, last=fed.last)
@@ -334,6 +345,8 @@ class TrainingLoop:
         with stage("checkpoint"):
             own = {"generators": rng_state(self._generators), "so far": metrics, "loader": loader_state}
             own["usual weight"] = self.steps.usual_weight
+            if isinstance(self.loader, Loader):
+                self.loader.seal()
             progress = Progress(self.history, self.step, gather((self.world.rank, own)))
             self.checkpoints.save(self._states(), progress._asdict())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -108,18 +108,26 @@ def even_batches(loader: Any) -> bool:
     return None not in sizes and len(set(sizes)) == 1
 
 
-def batches_on(loader: Iterable[Any], device: torch.device, stats_dir: Path | None = None) -> Iterable[Any]:
+def batches_on(
+    loader: Iterable[Any],
+    device: torch.device,
+    stats_dir: Path | None = None,
+    ledger_dir: Path | None = None,
+    progress: Mapping[str, int] | None = None,
+) -> Iterable[Any]:
     """Return the batches of an epoch. A loader of this package itself copies them to a GPU, from pinned memory.
 
     Args:
         loader: This rank's batches.
         device: The device of the model.
         stats_dir: Where a loader of this package without a `stats_dir` writes its statistics; None: nowhere.
+        ledger_dir: As for `Loader.batches_on`.
+        progress: As for `Loader.batches_on`.
     """
     _keep_global_generator(loader)
     if not isinstance(loader, Loader):
         return loader
-    return loader.batches_on(None if device.type == "cpu" else device, stats_dir)
+    return loader.batches_on(None if device.type == "cpu" else device, stats_dir, ledger_dir, progress)
 
 
 _with_own_generator = weakref.WeakSet[DataLoader[Any]]()  # once each: torch draws more seeds for a stream of torchdata

@@ -63,6 +63,9 @@ class Checkpoints:
         folder: Where the checkpoints are; None if the run saves none.
         keep: Number of latest checkpoints of this run to keep.
 
+    Attributes:
+        folder: As above.
+
     Raises:
         ConfigError: `keep` is less than 1, or (on every rank) the ranks do not see the same folder, or another run
             saves into it.
@@ -71,7 +74,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
         if keep < 1:
             raise ConfigError(f"keep={keep}: at least 1 checkpoint is kept")
-        self._folder = on_all(lambda: None if folder is None else local_folder("checkpoint_dir", folder))
+        self.folder = on_all(lambda: None if folder is None else local_folder("checkpoint_dir", folder))
         self._keep = keep
         agree("whether there is a checkpoint_dir", self.enabled)
         self._lock: RunLock | None = None
@@ -82,10 +85,10 @@ class Checkpoints:
             raise
 
     def _open(self) -> None:
-        if self._folder is not None:
-            require_shared(self._folder, f"{UNFINISHED}probe-")
-            self._acquire(self._folder)
-        numbers = _numbers(self._folder)
+        if self.folder is not None:
+            require_shared(self.folder, f"{UNFINISHED}probe-")
+            self._acquire(self.folder)
+        numbers = _numbers(self.folder)
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
         self._earlier = self._latest  # the last checkpoint of other runs, whose checkpoints stay
@@ -123,7 +126,7 @@ class Checkpoints:
     @property
     def enabled(self) -> bool:
         """Whether the run saves checkpoints."""
-        return self._folder is not None
+        return self.folder is not None
 
     def find(self, resume: str | os.PathLike[str] | None) -> Path | None:
         """Return the checkpoint to resume from; None if there is none.
@@ -148,12 +151,12 @@ class Checkpoints:
         if found is not None and own is not None and found.samefile(own):
             self._earlier = _state_of(found)[1]
         elif self._latest:
-            log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
+            log.info("%s has checkpoints of earlier runs, up to %s: they stay", self.folder, _name(self._latest))
         return found
 
     def _search(self, resume: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None, str | None]:
         """Return the latest checkpoint in the folder, the one to resume from, and a name that only its copies have."""
-        found = own = _latest_in(self._folder)
+        found = own = _latest_in(self.folder)
         if resume != "auto":
             found = None if resume is None else _checkpoint_at(local_folder("resume", resume))
         if found is None:
@@ -175,9 +178,9 @@ class Checkpoints:
             ConfigError: Another run has saved a checkpoint of the same number.
             OSError: A rank cannot write or rename a file. As all errors of this method, every rank raises it.
         """
-        assert self._folder is not None
+        assert self.folder is not None
         self._latest += 1
-        unfinished = self._folder / f".{_name(self._latest)}-{self._run}"
+        unfinished = self.folder / f".{_name(self._latest)}-{self._run}"
         try:
             writer = _Writer(unfinished)
             with _dcp_errors():
@@ -192,15 +195,15 @@ class Checkpoints:
         except OSError as error:
             on_first(partial(self._remove, unfinished.name))  # which may make room for what the user does next
             what = f"{error.strerror or error} while a checkpoint was saved"
-            raise OSError(error.errno or errno.EIO, what, str(self._folder)) from error
+            raise OSError(error.errno or errno.EIO, what, str(self.folder)) from error
 
     def _publish(self, unfinished: Path, content: Any, layout: Any, files: dict[str, manifest.Entry]) -> None:
         """Complete the folder and rename it into place. Remove the checkpoints that are no longer kept."""
-        assert self._folder is not None
+        assert self.folder is not None
         manifest.write_json(unfinished / STATE, {"state": to_json(content), "tensors": layout})
         manifest.write(unfinished, {**files, **manifest.entries(unfinished, (TENSORS, STATE))})
         sync_folder(unfinished)
-        published = self._folder / _name(self._latest)
+        published = self.folder / _name(self._latest)
         try:
             unfinished.rename(published)
         except OSError as error:
@@ -209,15 +212,15 @@ class Checkpoints:
             raise ConfigError(
                 f"{published} is the checkpoint of another run: end that run, or give each a checkpoint_dir of its own"
             ) from None
-        sync_folder(self._folder)
-        own = [number for number in _numbers(self._folder) if number > self._earlier]
+        sync_folder(self.folder)
+        own = [number for number in _numbers(self.folder) if number > self._earlier]
         for number in own[: -self._keep]:
-            (self._folder / _name(number)).rename(self._folder / f"{UNFINISHED}{number}-leaving")
+            (self.folder / _name(number)).rename(self.folder / f"{UNFINISHED}{number}-leaving")
         self._remove(f"{UNFINISHED}*-leaving")
 
     def _remove(self, pattern: str) -> None:
         """Remove folders that hold no checkpoint of the run. On NFS, files that are open elsewhere stay until later."""
-        for folder in self._folder.glob(pattern) if self._folder else ():
+        for folder in self.folder.glob(pattern) if self.folder else ():
             try:
                 shutil.rmtree(folder)
             except OSError as error:
