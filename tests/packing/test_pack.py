@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow import feather
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Subset
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
@@ -326,6 +327,38 @@ def test_documents_without_values_cannot_be_packed(tmp_path: Path) -> None:
     feather.write_feather(pa.table({"tokens": pa.array([[], None], pa.list_(pa.int8()))}), tmp_path / "a.arrow")
     with pytest.raises(ConfigError, match="column 'tokens' has no value in any document"):
         len(make_dataset(tmp_path / "a.arrow", cache=False).pack(2))
+
+
+class DataParallel(DeviceMesh):
+    """The data-parallel dimension of a mesh of 2 x 2 ranks, as one of them sees it, without their process group."""
+
+    mesh_dim_names, shape = ("dp",), (2,)
+
+    def __init__(self, rank: int) -> None:
+        self.number = rank
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        return torch.tensor([self.number % 2, self.number % 2 + 2])
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return 2
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return (self.number // 2,)
+
+
+def test_tensor_parallel_ranks_of_a_mesh_get_equal_sequences(
+    dataset: Dataset, lengths: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, ranks = _packed(dataset, LENGTH), []
+    for rank in range(4):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+            monkeypatch.setenv(name, str(value))
+        ranks.append(_epoch(packed, LENGTH, mesh=DataParallel(rank), batch_size=1))
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+    found = [each for pair in zip(ranks[0], ranks[2], strict=True) for each in pair][: len(packed)]
+    documents.check_epoch(found, lengths, LENGTH, split=True)
 
 
 def test_mixtures_pack_all_sources_alike(tmp_path: Path) -> None:
