@@ -174,7 +174,8 @@ def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
     numbers = np.arange(count)
     borders = numbers * length if total > (count - 1) * length else numbers * total // max(1, count)
     begins = np.cumsum(sizes) - sizes
-    starts = np.unique(np.concatenate((begins, borders[borders < total])))
+    starts = np.sort(np.concatenate((begins, borders[borders < total])), kind="stable")  # two runs: faster than unique
+    starts = starts[np.diff(starts, prepend=-1) > 0]
     which = np.searchsorted(begins, starts, "right") - 1
     firsts = np.append(np.searchsorted(starts, borders), len(starts))
     return Line.of(order[which], starts - begins[which], np.diff(starts, append=total), firsts)

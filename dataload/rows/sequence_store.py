@@ -100,7 +100,7 @@ class SequenceStore(RowStore):
             DataError: The columns of a document have different lengths. It names the document.
         """
         groups = self._group_index.find(rows)
-        needed, lines = np.unique(groups).tolist(), self._lines.get(draw)
+        needed, lines = sorted(set(groups.tolist())), self._lines.get(draw)
         if lines is None or not lines.of.keys() >= set(needed):
             super().gather(self._first_documents[needed], stop, loads)  # requests the row groups, all at once
             lines, loads = self._with_lines(needed, draw, stop), None
