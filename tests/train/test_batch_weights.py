@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import assert_close, parameters_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, assert_close, build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import assert_close, build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

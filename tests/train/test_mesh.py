@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from ranks import LostError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

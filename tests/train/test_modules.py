@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, in_order, squared_error
 from torch import nn
 

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import build, in_order, squared_error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

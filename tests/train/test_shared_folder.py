@@ -9,7 +9,6 @@ import socket
 
 import pytest
 import torch
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import build, in_order, squared_error, train_in_order
 
 from dataload.errors import ConfigError

@@ -20,7 +20,6 @@ import pytest
 import torch
 from checkpoint_files import saved_state
 from nightly import NIGHTLY
-from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from torch import nn
 
 from dataload.dataset import make_dataset

@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoint_files import change_state, saved_state, seal
-from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, build, in_order, parameters_of, squared_error
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from checkpoint_files import saved_state
-from ranks import LostError, forked_ranks, launchers_store, nothing_left_behind  # noqa: F401 - fixtures
+from ranks import LostError, launchers_store
 from regression import build, in_order, parameters_of, squared_error, train_in_order
 from torch import nn
 
