@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow import feather
+from ranks import LostError
 from row_groups import make_in_background
 
 import dataload
@@ -307,42 +307,33 @@ def test_a_state_of_another_mixture_is_refused(sources: Sources) -> None:
             make_loader(mix(other), 12, world=World(0, 1)).load_state_dict(state)
 
 
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from dataload import CacheConfig, World, make_loader, mix
-
-folder, state, rows, cache = map(Path, sys.argv[1:5])
-sources = {name: str(folder / f"{name}.parquet") for name in ("a", "b", "c")}
-mixture = mix(sources, [5, 3, 2], num_rows=300, name_column="source", cache=CacheConfig(str(cache), "1GB"))
-loader = make_loader(mixture, 10, world=World(0, 1))
-if state.exists():
-    loader.load_state_dict(json.loads(state.read_text()))
-with rows.open("a") as out:
-    for batch in loader:
-        pairs = zip(batch["source"].tolist(), batch["id"].tolist(), strict=True)
-        out.write("".join(f"{source} {row}\\n" for source, row in pairs))
-        out.flush()
-        state.write_text(json.dumps(loader.state_dict()))
-        if sys.argv[5] == "kill" and loader.stats().batches == 13:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
+def train(folder: Path, rows: Path, cache: Path, dies_after: int | None) -> None:
+    """Append the rows of each batch to a file, and write the state beside it. Go on with the state that is there."""
+    sources = {name: str(folder / f"{name}.parquet") for name in ("a", "b", "c")}
+    mixture = mix(sources, [5, 3, 2], num_rows=300, name_column="source", cache=CacheConfig(str(cache), "1GB"))
+    loader, state = make_loader(mixture, 10, world=World(0, 1)), rows.with_suffix(".json")
+    if state.exists():
+        loader.load_state_dict(json.loads(state.read_text()))
+    with rows.open("a") as out:
+        for batch in loader:
+            pairs = zip(batch["source"].tolist(), batch["id"].tolist(), strict=True)
+            out.write("".join(f"{source} {row}\n" for source, row in pairs))
+            out.flush()
+            state.write_text(json.dumps(loader.state_dict()))
+            if loader.stats().batches == dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_run_continues(tmp_path: Path) -> None:
+def test_a_killed_run_continues(ranks: Any, tmp_path: Path) -> None:
     for name, count in ROWS.items():
         pq.write_table(pa.table({"id": range(count)}), tmp_path / f"{name}.parquet", row_group_size=20)
-
-    def run(rows: str, *, kill: bool) -> int:
-        arguments = [str(tmp_path), str(tmp_path / f"{rows}.json"), str(tmp_path / rows), str(tmp_path / "cache")]
-        command = [sys.executable, "-c", KILLED, *arguments, "kill" if kill else "go on"]
-        return subprocess.run(command, check=False, timeout=200).returncode
-
-    assert run("whole", kill=False) == 0
-    assert run("parts", kill=True) == -signal.SIGKILL
-    assert len((tmp_path / "parts").read_text().splitlines()) == 130
-    assert run("parts", kill=False) == 0
-    assert (tmp_path / "parts").read_text() == (tmp_path / "whole").read_text()
+    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    assert ranks(1, train, tmp_path, whole, cache, None) == [None]
+    [killed] = ranks(1, train, tmp_path, parts, cache, 13)
+    assert isinstance(killed, LostError)
+    assert len(parts.read_text().splitlines()) == 130
+    assert ranks(1, train, tmp_path, parts, cache, None) == [None]
+    assert parts.read_text() == whole.read_text()
 
 
 # Weights

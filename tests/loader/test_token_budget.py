@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from ranks import LostError
 
 from dataload import World, evaluate_over, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
@@ -192,47 +192,32 @@ def test_lengths_are_read_once_for_a_host(
     assert ids_of(first) == ids_of(second)
 
 
-RANK = """
-import json, os, signal, sys
-from itertools import islice
-from pathlib import Path
-from dataload import World, make_loader
-
-folder, cache, state, out = map(Path, sys.argv[1:5])
-rank, size, steps, dies = map(int, sys.argv[5:])
-loader = make_loader(str(folder), batch_tokens=2048, length="tokens", window=3, world=World(rank, size, rank, size),
-                     cache_dir=str(cache), cache_bytes="1GB")
-if state.exists():
-    loader.load_state_dict(json.loads(state.read_text()))
-with out.open("w") as lines:
-    for number, batch in enumerate(islice(loader, steps), 1):
-        lines.write(json.dumps([batch["id"].tolist(), loader.state_dict()]) + "\\n")
-        lines.flush()
-        if number == dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
+def train(folder: Path, cache: Path, state: Path, out: Path, steps: int, dying: int) -> None:
+    """Write the row ids and the state of each step, as a rank. The rank `dying` is killed after nine."""
+    world = World.detect()
+    options: dict[str, Any] = {"batch_tokens": 2048, "length": "tokens", "window": 3, "cache_bytes": "1GB"}
+    loader = make_loader(str(folder), world=world, cache_dir=str(cache), **options)
+    if state.exists():
+        loader.load_state_dict(json.loads(state.read_text()))
+    with (out / str(world.rank)).open("w") as lines:
+        for number, batch in enumerate(islice(loader, steps), 1):
+            lines.write(json.dumps([batch["id"].tolist(), loader.state_dict()]) + "\n")
+            lines.flush()
+            if number == 9 and world.rank == dying:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_run_goes_on_with_other_ranks_and_each_row_comes_once(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_with_other_ranks_and_each_row_comes_once(
+    ranks: Any, folder: Path, tmp_path: Path
+) -> None:
     state, seen = tmp_path / "state.json", []
-
-    def run(size: int, steps: int, dying: int = -1) -> list[list[Any]]:
-        """Return [row ids, state] of each step of each rank that all of them have taken."""
-        outs = [tmp_path / f"{size}-{rank}" for rank in range(size)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, *map(str, (folder, tmp_path / "cache", state, out))]
-                + [str(number) for number in (rank, size, steps, 9 if rank == dying else 0)]
-            )
-            for rank, out in enumerate(outs)
-        ]
-        ends = [process.wait(timeout=300) for process in ranks]
-        assert ends == [-signal.SIGKILL if rank == dying else 0 for rank in range(size)]
-        lines = [[json.loads(line) for line in out.read_text().splitlines()] for out in outs]
-        return list(map(list, zip(*lines, strict=False)))
-
     for size, steps, dying in ((4, 14, 2), (3, 11, -1), (1, 10**6, -1)):
-        taken = run(size, steps, dying)
+        out = tmp_path / str(size)
+        out.mkdir()
+        ends = ranks(size, train, folder, tmp_path / "cache", state, out, steps, dying)
+        assert [isinstance(end, LostError) for end in ends] == [rank == dying for rank in range(size)]
+        lines = [map(json.loads, (out / str(rank)).read_text().splitlines()) for rank in range(size)]
+        taken = list(zip(*lines, strict=False))  # the steps that all ranks have taken
         assert len(taken) == (9 if dying >= 0 else min(steps, len(taken)))
         for step in taken:
             [after] = {json.dumps(after) for _, after in step}  # the same on all ranks

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import documents
 import numpy as np
 import pytest
+from ranks import LostError
 
-from dataload import World, make_dataset, make_loader, mix
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
 
 LENGTH, GLOBAL = 16, 12  # of a sequence; sequences of a global batch
 PADS = {"tokens": documents.PAD, "labels": documents.LABEL_PAD}
@@ -85,38 +85,32 @@ def test_a_state_of_a_packed_dataset_has_a_number_and_no_tokens(files: dict[str,
     assert state["cursor"] == 3 * GLOBAL
 
 
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from dataload import CacheConfig, World, make_dataset, make_loader
-
-file, state, rows, cache = map(Path, sys.argv[1:5])
-packed = make_dataset(str(file), cache=CacheConfig(str(cache), "1GB")).pack(16, split=sys.argv[6] == "split")
-loader = make_loader(packed, 5, world=World(0, 1))
-if state.exists():
-    loader.load_state_dict(json.loads(state.read_text()))
-else:
-    loader.set_epoch(1)
-with rows.open("a") as out:
-    for batch in loader:
-        rows = zip(batch["tokens"].tolist(), batch["segment_ids"].tolist(), strict=True)
-        out.write("".join(f"{row} {ids}\\n" for row, ids in rows))
-        out.flush()
-        state.write_text(json.dumps(loader.state_dict()))
-        if sys.argv[5] == "kill" and loader.stats().batches == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
+def _train(file: Path, rows: Path, cache: Path, kind: str, dies_after: int | None) -> None:
+    """Append the sequences of each batch to a file, with the state beside it. Go on with the state that is there."""
+    packed = make_dataset(str(file), cache=CacheConfig(str(cache), "1GB")).pack(LENGTH, split=kind == "split")
+    loader, state = make_loader(packed, 5, world=World(0, 1)), rows.with_suffix(".json")
+    if state.exists():
+        loader.load_state_dict(json.loads(state.read_text()))
+    else:
+        loader.set_epoch(1)
+    with rows.open("a") as out:
+        for batch in loader:
+            pairs = zip(batch["tokens"].tolist(), batch["segment_ids"].tolist(), strict=True)
+            out.write("".join(f"{row} {ids}\n" for row, ids in pairs))
+            out.flush()
+            state.write_text(json.dumps(loader.state_dict()))
+            if loader.stats().batches == dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", ["split", "whole"])
-def test_a_killed_run_continues_with_the_same_tokens(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    def run(rows: str, *, kill: bool) -> int:
-        paths = [str(files["a"]), str(tmp_path / f"{rows}.json"), str(tmp_path / rows), str(tmp_path / "cache")]
-        command = [sys.executable, "-c", KILLED, *paths, "kill" if kill else "go on", kind]
-        return subprocess.run(command, check=False, timeout=200).returncode
-
-    assert run("whole", kill=False) == 0
-    assert run("parts", kill=True) == -signal.SIGKILL
-    assert len((tmp_path / "parts").read_text().splitlines()) == 35
-    assert run("parts", kill=False) == 0
-    assert (tmp_path / "parts").read_text() == (tmp_path / "whole").read_text()
+def test_a_killed_run_continues_with_the_same_tokens(
+    ranks: Any, files: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    assert ranks(1, _train, files["a"], whole, cache, kind, None) == [None]
+    [killed] = ranks(1, _train, files["a"], parts, cache, kind, 7)
+    assert isinstance(killed, LostError)
+    assert len(parts.read_text().splitlines()) == 35
+    assert ranks(1, _train, files["a"], parts, cache, kind, None) == [None]
+    assert parts.read_text() == whole.read_text()
