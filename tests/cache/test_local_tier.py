@@ -382,7 +382,7 @@ def test_many_threads_fork_at_once(tmp_path: Path) -> None:
     put(tier, "a")
 
     def fork_often() -> None:
-        for _ in range(20):
+        for _ in range(6):
             child = os.fork()
             if child == 0:
                 os._exit(0)
