@@ -170,7 +170,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             answer = Answer(
                 cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding, left_out=left_out
             )
-            answer.numbers = request.rows[start : start + size]
+            answer.request = None if start else request
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:

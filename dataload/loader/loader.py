@@ -329,7 +329,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 if last:
                     announce_last()
                 recorder.hand_out(answer, used, last=last)
-                ledger.hand_out(answer.cursor, used, answer.numbers, answer.skipped)
+                ledger.end = used
+                if (request := answer.request) is not None:
+                    ledger.hand_out(request.cursor, request.step, request.size, request.rows)
+                if answer.skipped:
+                    ledger.skip(answer.skipped)
                 yield answer.batch
                 check_process(owner)
                 if self.persistent_workers and self._latest.stats is not stats:

@@ -69,7 +69,7 @@ class Answer:
         skipped: The rows that raised and were replaced.
         tokens: Values of packed documents in it.
         padding: Places of padding beside them.
-        numbers: The numbers of its rows, int64 [rows], before bad ones were replaced.
+        request: The request that it is the first answer to; None: it is a later one.
         left_out: Documents that a function of `map` failed with, and that it counts.
     """
 
@@ -84,7 +84,7 @@ class Answer:
     skipped: tuple[int, ...] = ()
     tokens: int = 0
     padding: int = 0
-    numbers: Array | None = None
+    request: Request | None = None
     left_out: int = 0
 
     def pin_memory(self) -> Answer:

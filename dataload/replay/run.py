@@ -126,17 +126,18 @@ class Run:
 
     def _checked(self, start: Start) -> tuple[int, str | None]:
         """Return the rows of a loop that its seals cover, and how they differ from those of the order; None: not."""
-        chain, left, rows = Chain(start.lines), dict(start.seals), 0
-        sampler, last = self.loader(start).rank_sampler, max(left)
-        for run, cursor, size in sampler.steps():
-            for begin, batch in zip(range(cursor, sampler.num_rows, size), run, strict=False):
-                end = min(begin + size, sampler.num_rows)
-                chain.add(begin, batch)
-                rows += len(batch)
-                if (text := left.pop(end, None)) is not None and text != chain.text:
-                    return rows, f"the rows up to row {end} of the epoch, or lines before, were others"
-                if end >= last:
-                    return rows, "it has a seal where no batch ends" if left else None
+        chain, left, rows = Chain(start.lines), list(start.seals), 0
+        for run, cursor, size in self.loader(start).rank_sampler.steps():
+            last = cursor + size * len(run)
+            while left and left[0][0] <= last:
+                to, text = left.pop(0)
+                part = run[: -(-(to - cursor) // size)]
+                if chain.sealed(part.ravel(), to) != text:
+                    return rows, f"the rows up to row {to} of the epoch, or lines before, were others"
+                if not left:
+                    return rows + part.size, None
+            chain.add(run.ravel())
+            rows += run.size
         return rows, "it has a seal after the end of the epoch"
 
     def _steps_before(self) -> list[int]:

@@ -29,6 +29,7 @@ from dataload.runtime.redact import redacted
 FILE = "ledger.jsonl"
 DIGEST_BYTES = 12
 FIRST_SEAL = 1 << 10  # batches of a loop; each further seal comes after twice as many
+ROWS_AT_ONCE = 1 << 14  # in the chain: a call for a few leaves the interpreter to other threads as often
 MOST_SKIPPED = 1000  # rows that a loop of a rank names
 LINES = {"cursor"}, {"to", "chain"}, {"skipped", "rank"}  # what tells the kinds of lines
 NUMBERS = ("cursor", "to", "rank", "epoch", "ranks", "nodes", "rows", "batch_size", "step", "accumulate")
@@ -48,17 +49,18 @@ class Chain:
     """
 
     def __init__(self, lines: Sequence[bytes]) -> None:
-        self._hash = hashlib.blake2b(b"\n".join(lines), digest_size=DIGEST_BYTES, person=b"run ledger")
+        self._hash = hashlib.sha256(b"\n".join(lines))  # which processors have instructions for
 
-    def add(self, cursor: int, rows: Rows) -> None:
-        """Add the rows of a batch, which begins after `cursor` rows of the epoch."""
-        self._hash.update(cursor.to_bytes(8, "little"))
+    def add(self, rows: Rows) -> None:
+        """Add row numbers of batches."""
         self._hash.update(np.ascontiguousarray(rows, "<i8").data)
 
-    @property
-    def text(self) -> str:
-        """The digest."""
-        return base64.b64encode(self._hash.digest()).decode()
+    def sealed(self, rows: Rows, end: int) -> str:
+        """Return the digest with further row numbers, of which the last come before row `end` of the epoch."""
+        found = self._hash.copy()
+        found.update(np.ascontiguousarray(rows, "<i8").data)
+        found.update(end.to_bytes(8, "little"))
+        return base64.b64encode(found.digest()[:DIGEST_BYTES]).decode()
 
 
 class Ledger:
@@ -69,6 +71,9 @@ class Ledger:
         rank: The data-parallel rank.
         writes: Whether this process writes the starts and seals. All write which rows they replaced.
 
+    Attributes:
+        end: Rows of the epoch, of all ranks, that the loop has handed out; -1: none.
+
     Notes: a failure to write is logged, and the loop goes on without a ledger.
     """
 
@@ -76,7 +81,10 @@ class Ledger:
         self._path = None if folder is None else folder / FILE
         self._rank, self._writes = rank, writes
         self._chain: Chain | None = None
-        self._end, self._sealed, self._batches, self._due = -1, -1, 0, FIRST_SEAL
+        self.end = self._sealed = -1
+        self._batches, self._due = 0, FIRST_SEAL
+        self._waiting, self._rows = list[Rows](), 0  # that are handed out, but not in the chain yet
+        self._latest: tuple[int, int, int, Rows] | None = None  # as `hand_out` got them
         self._skipped = 0
 
     def __enter__(self) -> Self:
@@ -98,43 +106,58 @@ class Ledger:
             place = {"cursor": content["cursor"]}  # the mark of a start
             return {**{name: value for name, value in content.items() if known.get(name) != value}, **place}
 
-        if (added := self._append(line)) is not None:
+        if (added := self._append(line, sync=True)) is not None:
             self._chain = Chain([*lines, added])
 
-    def hand_out(self, cursor: int, end: int, rows: Rows | None, skipped: Sequence[int]) -> None:
-        """Record a batch of this rank.
+    def hand_out(self, cursor: int, step: int, size: int, rows: Rows) -> None:
+        """Record batches of this rank, of which the first is handed out, after all that were recorded before.
 
         Args:
-            cursor: Rows of the epoch before its global batch.
-            end: Rows of the epoch up to the end of its global batch.
-            rows: Its rows, int64 [n].
-            skipped: Those that were replaced.
+            cursor: Rows of the epoch before the first global batch.
+            step: Rows of each global batch.
+            size: Rows of each of these batches.
+            rows: Their rows, int64 [n].
         """
-        if skipped:
-            self._skip(skipped)
-        if self._chain is None or rows is None:
+        if self._chain is None:
             return
-        self._chain.add(cursor, rows)
-        self._end, self._batches = end, self._batches + 1
+        if self._latest is not None:
+            self._waiting.append(self._latest[-1])
+            self._rows += len(self._latest[-1])
+            if self._rows >= ROWS_AT_ONCE:
+                self._add_waiting(self._chain)
+        self._latest = cursor, step, size, rows
         if self._batches >= self._due:
             self._due *= 2
-            self.seal()
+            self._seal(cursor)
+        self._batches += -(-len(rows) // size)
 
     def seal(self) -> None:
         """Record a digest of the rows up to here."""
-        if self._chain is not None and self._end != self._sealed:
-            self._sealed = self._end
-            content = {"to": self._end, "chain": self._chain.text}
-            self._append(lambda _: content)
+        self._seal(self.end)
 
-    def _skip(self, rows: Sequence[int]) -> None:
+    def _seal(self, end: int) -> None:
+        if self._chain is None or self._latest is None or end == self._sealed:
+            return
+        self._add_waiting(self._chain)
+        cursor, step, size, rows = self._latest
+        text = self._chain.sealed(rows[: -(-(end - cursor) // step) * size], end)
+        self._sealed = end
+        self._append(lambda _: {"to": end, "chain": text})
+
+    def _add_waiting(self, chain: Chain) -> None:
+        if self._waiting:
+            chain.add(np.concatenate(self._waiting))
+            self._waiting, self._rows = [], 0
+
+    def skip(self, rows: Sequence[int]) -> None:
+        """Record rows that were replaced in a batch."""
         rows = rows[: MOST_SKIPPED - self._skipped]
         if rows:
             self._skipped += len(rows)
             self._append(lambda _: {"skipped": list(rows), "rank": self._rank})
 
-    def _append(self, line: Callable[[bytes], Mapping[str, Any]]) -> bytes | None:
-        """Append line(bytes of the file). Return it; None if that failed."""
+    def _append(self, line: Callable[[bytes], Mapping[str, Any]], *, sync: bool = False) -> bytes | None:
+        """Append line(bytes of the file), and flush it to the disk if `sync`. Return it; None if that failed."""
         if self._path is None:
             return None
         try:
@@ -146,7 +169,8 @@ class Ledger:
                 added = json.dumps(line(content), separators=(",", ":")).encode()
                 after_a_cut = b"\n" if content and not content.endswith(b"\n") else b""
                 file.write(after_a_cut + added + b"\n")
-                os.fsync(file.fileno())
+                if sync:
+                    os.fsync(file.fileno())
         except OSError as error:
             log.warning("the ledger of the run ends here: %s cannot be written: %s", self._path, error)
             self._path = None
