@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +20,20 @@ from dataload.arguments import did_you_mean, known_keywords, with_plain_argument
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.options import CacheOptions
-from dataload.cache.origin.source import open_source
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.features import class_names, features_of
+from dataload.catalog.inventory import Inventory, KnownRows, keys_of
 from dataload.catalog.locations import Location, Locator, MadeLocation
-from dataload.catalog.manifest import Manifest, RowGroup, resolve
+from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.catalog.opening import Opening, Step
 from dataload.catalog.recipe import Recipe, changed_from, plain, public_name, rows_text
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import excluded, subset
-from dataload.catalog.tables import is_table, read_table
-from dataload.errors import ConfigError
+from dataload.catalog.tables import is_table
+from dataload.errors import ConfigError, OriginNotFound
 from dataload.formats.hive_partitions import PARTITIONINGS, Partitioning
 from dataload.formats.schema import mask_name, needs_mask, structs_of
 from dataload.formats.text import TextErrors, checked_errors
@@ -61,11 +63,15 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     Attributes:
         num_rows: Number of rows.
         rowstore: The rows.
+        refreshes: Calls of `refresh`, of this snapshot and of those before.
         computed: Columns of each batch that are computed from the numbers of its rows, by name.
     """
 
     num_rows: int
     rowstore: RowStore
+    refreshes: int = 0
+    _newer: Any = None  # of the same class
+    _raising: MapStyle | None = None  # of which this one is `skipping`
     computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
 
     def __len__(self) -> int:
@@ -137,11 +143,6 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         raise NotImplementedError
 
     @property
-    def fingerprint(self) -> str:
-        """Hex digest of the rows."""
-        raise NotImplementedError
-
-    @property
     def row_groups(self) -> tuple[RowGroup, ...]:
         """All row groups in the order of their rows."""
         return tuple(group for dataset in self.datasets for group in dataset.manifest.row_groups)
@@ -158,6 +159,71 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     def skipping(self) -> MapStyle:
         """Return the same rows, of which those with which `map` fails end no others."""
         return self
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the rows."""
+        raise NotImplementedError
+
+    @property
+    def order_key(self) -> str:
+        """Hex digest that decides the order of the rows."""
+        raise NotImplementedError
+
+    @property
+    def newest(self) -> Self:
+        """The rows that loaders read from their next epoch on: those of the last `refresh`, or these."""
+        if self._newer is None and self._raising is not None and (newer := self._raising.newest) is not self._raising:
+            self._newer = newer.skipping()
+        return self if self._newer is None else self._newer
+
+    def refresh(self) -> Changes:
+        """Look for a newer snapshot of the source: folders are listed again, and tables opened at their newest version.
+
+        Loaders of this dataset read it from their next epoch on, without a restart. `loader.dataset` is then the
+        dataset of that snapshot, and this one stays as it is. What is cached stays valid: only new files are fetched.
+        Filters, `map` and `exclude` hold for the new rows, too. Each rank must call it; ranks that then read different
+        snapshots get an error in the next epoch.
+
+        Returns:
+            What has changed since the last snapshot. It is false if nothing has.
+
+        Raises:
+            ConfigError: Rows were chosen by number, as by `select`, `split` or a `Subset`, or made by `flat_map` or
+                `pack`.
+            OriginError: The source cannot be read.
+            DataError: A file is not supported.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import pyarrow as pa, pyarrow.parquet as pq
+            >>> from dataload import make_dataset, make_loader
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> pq.write_table(pa.table({"id": range(4)}), Path(folder.name) / "a.parquet")
+            >>> loader = make_loader(folder.name, 2, cache=False)
+            >>> len(loader)
+            2
+            >>> pq.write_table(pa.table({"id": range(2)}), Path(folder.name) / "b.parquet")
+            >>> loader.dataset.refresh()
+            Changes(rows=2, files_added=1, files_removed=0)
+            >>> len(loader)
+            3
+            >>> folder.cleanup()
+        """
+        before = self.newest
+        after = before.reopened()
+        before.refreshes += 1
+        if after.fingerprint == before.fingerprint:
+            return Changes()
+        after.refreshes = before.refreshes
+        self._newer = after
+        before._newer = after  # noqa: SLF001 (of the same class)
+        return Changes.between(before, after)
+
+    def reopened(self) -> Self:
+        """Return the newest snapshot of the source, with what was made of this one."""
+        raise NotImplementedError
 
     @property
     def known_failure(self) -> str | None:
@@ -245,6 +311,7 @@ class Dataset(MapStyle):
 
     packing: Packing | None = None
     recipe: Recipe = ()
+    opening: Opening | None = None
 
     def __init__(
         self,
@@ -255,8 +322,10 @@ class Dataset(MapStyle):
         null_masks: bool = False,
         stages: Sequence[Stage] = (),
         errors: TextErrors = "raise",
+        opening: Opening | None = None,
     ) -> None:
         self.manifest = manifest
+        self.opening = opening
         self.blocks = blocks
         self.fill_null = fill_null
         self.null_masks = null_masks
@@ -447,7 +516,7 @@ class Dataset(MapStyle):
         """
         parts = split_manifest(self.manifest, fractions, seed)
         how = {"fractions": list(map(float, fractions)), "seed": seed}
-        return [self._of(part, split={**how, "part": number}) for number, part in enumerate(parts)]
+        return [self._of(part, None, Step("split"), split={**how, "part": number}) for number, part in enumerate(parts)]
 
     @with_plain_arguments
     def filter(self, filters: Filters) -> Dataset:
@@ -473,7 +542,8 @@ class Dataset(MapStyle):
             )
         made = {name for stage in self.stages for name in stage.made}
         try:
-            return self._of(narrow(self.manifest, self.blocks, filters, made, self.errors), filter=plain(filters))
+            found = narrow(self.manifest, self.blocks, filters, made, self.errors)
+            return self._of(found, None, Step("filter", filters), filter=plain(filters))
         except ConfigError as error:
             hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
             raise ConfigError(f"{error}{hint}") from error
@@ -490,7 +560,7 @@ class Dataset(MapStyle):
             IndexError: The dataset has no such row.
         """
         numbers = _as_array(rows)
-        return self._of(subset(self.manifest, numbers), select=rows_text(numbers, len(self)))
+        return self._of(subset(self.manifest, numbers), None, Step("select"), select=rows_text(numbers, len(self)))
 
     def exclude(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Dataset:
         """Return the dataset without some rows, in file order, such as bad ones or those of a request for erasure.
@@ -519,7 +589,10 @@ class Dataset(MapStyle):
             >>> folder.cleanup()
         """
         numbers = _as_array(row_ids)
-        return self._of(excluded(self.manifest, numbers), exclude=rows_text(numbers, len(self)))
+        left, rows = excluded(self.manifest, numbers), numbers.astype(np.int64)
+        gone = KnownRows()
+        gone.add(self.inventory, [np.where(rows < 0, rows + len(self), rows)])
+        return self._of(left, None, Step("exclude", gone), exclude=rows_text(numbers, len(self)))
 
     def map(
         self,
@@ -560,7 +633,7 @@ class Dataset(MapStyle):
         """
         readable = self if self.known_failure is None else self.skipping()
         stage = readable._stage_of(function, columns, version, processes)  # noqa: SLF001 (of the same class)
-        return self._of(self.manifest, [*self.stages, stage], map=stage.function.name)
+        return self._of(self.manifest, [*self.stages, stage], Step("map"), map=stage.function.name)
 
     @with_plain_arguments
     def flat_map(
@@ -683,12 +756,116 @@ class Dataset(MapStyle):
         """The dataset that a function of `flat_map` will be called for, to count its rows; None: that is done."""
         return None
 
-    def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None, **call: Any) -> Dataset:
-        """Return a dataset of other rows or stages. call: the method that makes it, and what its recipe says of it."""
+    @property
+    def inventory(self) -> Inventory:
+        """Which rows the dataset has."""
+        return Inventory.of(self.manifest, self.order_key)
+
+    def reopened(self) -> Dataset:
+        """Return the newest snapshot of the source, with what was made of this one. See `refresh`."""
+        return self._at(None)
+
+    def as_of(self, table: str | None, inventory: Inventory | None) -> Dataset:
+        """Return this dataset as it was at an earlier snapshot.
+
+        Args:
+            table: The version, or a URL that ends in it, if it is one of a table.
+            inventory: The rows that it had. None: those that the same calls make of the version.
+
+        Raises:
+            ConfigError: It cannot be told.
+            OriginNotFound: A file of it is gone.
+        """
+        version = None if table is None else table.rpartition("@")[2]
+        return self._at(version, inventory, newest=False)
+
+    def _at(self, version: str | None, inventory: Inventory | None = None, *, newest: bool = True) -> Dataset:
+        if (opening := self.opening) is None:
+            raise ConfigError("this dataset cannot be made again of a new snapshot: open the source again")
+        if newest or version is not None:
+            manifest, blocks, columns = opening.open(version, newest=newest)
+        elif opening.base is not None:  # The files of a folder are those that it has now.
+            manifest, blocks, columns = opening.base, self.blocks, opening.columns
+        else:
+            manifest, blocks, columns = opening.open()
+        steps, opening = opening.steps, replace(opening, base=manifest, steps=())
+        if inventory is not None:
+            manifest = _part(manifest, inventory)
+        found = Dataset(manifest, blocks, columns, self.fill_null, self.null_masks, (), self.errors, opening)
+        for step in steps:
+            if step.name == "map" or inventory is None:  # which has the rows that the other steps have left
+                found = found._repeat(step, self.stages)
+        if inventory is not None:  # Other files may have columns that these lack.
+            vars(found)["order_key"] = inventory.order_key
+        return found
+
+    def _repeat(self, step: Step, stages: Sequence[Stage]) -> Dataset:
+        """Return what a step makes of these rows. stages: those of the dataset of which it was a step."""
+        if step.name == "map":
+            stage = replace(stages[len(self.stages)], manifest=self.manifest)
+            return self._of(self.manifest, [*self.stages, stage], step)
+        if step.name == "filter":
+            return self.filter(step.argument)
+        if step.name == "exclude":
+            return self._of(step.argument.excluded(self.manifest), None, step)
+        raise ConfigError(f"{step.name} is of the rows of one snapshot: call it again for those of the new one")
+
+    def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None, *steps: Step, **call: Any) -> Dataset:
+        """Return a dataset of other rows or stages.
+
+        Args:
+            manifest: The rows.
+            stages: The stages; None: those of this one.
+            *steps: What a refresh repeats of the call that makes it.
+            **call: The method that makes it, and what its recipe says of it.
+        """
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
-        found = Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors)
+        how = self._columns, self.fill_null, self.null_masks, kept, self.errors
+        found = Dataset(manifest, self.blocks, *how, None if self.opening is None else self.opening.then(steps))
         found.recipe = (*self.recipe, call) if call else self.recipe
         return found
+
+
+def _part(manifest: Manifest, inventory: Inventory) -> Manifest:
+    """Return the rows of an inventory. Raise OriginNotFound if a file of them is gone."""
+    found = inventory.part_of(manifest)
+    if found is None:
+        known = set(keys_of(manifest))
+        gone = list(dict.fromkeys(path for path, *rest in inventory.keys if (path, *rest) not in known))
+        raise OriginNotFound(
+            f"{few(gone)} of the interrupted epoch {'is' if len(gone) == 1 else 'are'} gone, or replaced: "
+            'on_change="continue" goes on without the rows, or begin an epoch with set_epoch'
+        )
+    return found
+
+
+class Changes(NamedTuple):
+    """What a refresh has found. It is false if nothing has changed.
+
+    Attributes:
+        rows: Rows that the dataset has more than before; negative: fewer.
+        files_added: Files that are new, or replaced.
+        files_removed: Files that are gone, or replaced.
+    """
+
+    rows: int = 0
+    files_added: int = 0
+    files_removed: int = 0
+    changed: bool = False
+
+    @classmethod
+    def between(cls, before: MapStyle, after: MapStyle) -> Changes:
+        """Return what has changed."""
+        old, new = (
+            {key[:3] for dataset in each.datasets for key in keys_of(dataset.manifest)} for each in (before, after)
+        )
+        return cls(len(after) - len(before), len(new - old), len(old - new), changed=True)
+
+    def __bool__(self) -> bool:
+        return self.changed
+
+    def __repr__(self) -> str:
+        return f"Changes(rows={self.rows}, files_added={self.files_added}, files_removed={self.files_removed})"
 
 
 class _FlatDataset(Dataset):
@@ -739,7 +916,7 @@ class _FlatDataset(Dataset):
             stage = with_counts(own, self._stage)
             stages = [*source.stages, stage]
             manifest = stage.flattened(fingerprint_of(source.manifest, stages[:-1], last=stage.key))
-            rows = source._of(manifest, stages, **self.recipe[-1])  # noqa: SLF001 (of the same class)
+            rows = source._of(manifest, stages, Step("flat_map"), **self.recipe[-1])  # noqa: SLF001 (of the same class)
             vars(self).update(vars(rows))
 
 
@@ -823,23 +1000,24 @@ def make_dataset(
         from dataload.catalog.filters import check_form
 
         check_form(filters)
+    opening = Opening(_kept(source), storage_options, config, columns, partitioning, errors)
     chosen_columns = columns
-    if is_table(source):
-        manifest, blocks, columns = read_table(source, storage_options, config, columns, errors)
-        named: Any = manifest.pinned
-    else:
-        paths = source_paths(source)
-        named = [public_name(path) for path in paths]
-        blocks = Blocks.open(open_source(paths[0], storage_options, paths[1:]), config)
-        manifest = resolve(paths, blocks, columns, partitioning, errors)
+    manifest, blocks, columns = opening.open()
+    opening = replace(opening, base=manifest)
+    named: Any = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
     if filters is not None:
-        manifest = narrow(manifest, blocks, filters, errors=errors)
-    found = Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors)
+        manifest, opening = narrow(manifest, blocks, filters, errors=errors), opening.then([Step("filter", filters)])
+    found = Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors, opening=opening)
     how = {"columns": chosen_columns, "filters": plain(filters), "fill_null": plain(fill_null)}
     how |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
     usual = {"null_masks": False, "errors": "raise", "partitioning": "hive"}
     found.recipe = ({"make_dataset": {"source": named, **changed_from(usual, how)}},)
     return found
+
+
+def _kept(source: Source) -> Source:
+    """Return a source that can be read twice: a list in place of an iterator of paths."""
+    return source if is_table(source) or isinstance(source, (str, os.PathLike)) else source_paths(source)
 
 
 def _as_array(numbers: Any) -> npt.NDArray[Any]:

@@ -26,6 +26,7 @@ Shuffle = Literal["block", "full", False]
 OPTIONS: Final = ("shuffle", "seed", "window", "num_streams")
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
 
+HAD_ROWS = 1 << 22  # rows of a part
 MOST_STREAMS = 1 << 16  # an empty stream costs memory, too; and numpy sorts 16 bits by radix
 
 
@@ -74,6 +75,7 @@ class Order:
     chosen: ClassVar[tuple[str, ...]] = "shuffle", "seed", "window"  # this and the next two as in `PositionOrder`
     homogeneous = False
     run_rows = RUN_ROWS
+    taken = 0
 
     def __init__(
         self,
@@ -169,6 +171,16 @@ class Order:
         place, cuts = self._epoch(epoch).place_of(row), self._placement.cuts
         stream = int(np.searchsorted(cuts, place, "right")) - 1
         return np.array([(place - int(cuts[stream])) * self.num_streams + stream], np.int64)
+
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
+        """Yield what an epoch has had before a position, a part at a time.
+
+        Yields:
+            (number of the dataset, rows of it, whether they are of another pass over it than those before). Without a
+            mixture there is one dataset and one pass.
+        """
+        for first in range(0, position, HAD_ROWS):
+            yield 0, self.rows(epoch, np.arange(first, min(first + HAD_ROWS, position))), False
 
     def window_starts(self, epoch: int) -> Int64:
         """Return the first position of each window of an order of one stream, then n: int64 [V + 1].

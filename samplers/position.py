@@ -15,6 +15,8 @@ PLACE: Final = ("version", "dataset", "epoch", "cursor")
 
 # The options of a mixture that have numbers for each source. In a state, the last ones become digests first.
 LISTS: Final = ("weights", "next_weights", "windows")
+CHOICE: Final = 'choose on_change="continue" or "next_epoch"'  # of a loader's load_state_dict, and of fit
+EARLIER: Final = "earlier"  # an option: the data that an epoch had before, a dict for each, the first one first
 MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
 
 
@@ -45,7 +47,8 @@ class Position(NamedTuple):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a JSON-able dict of at most 4 KB. Digests replace lists that are too long for it."""
-        options, left = dict(self.options), MOST_CHARACTERS
+        options = dict(self.options)
+        left = MOST_CHARACTERS - (len(json.dumps(options[EARLIER])) if EARLIER in options else 0)
         for name in LISTS:
             if options.get(name) is not None:
                 size = len(json.dumps(options[name]))
@@ -89,10 +92,13 @@ class Position(NamedTuple):
         if self.dataset != here.dataset:
             raise ConfigError(
                 f"the state is of another dataset ({self.dataset!r}, this is {here.dataset!r}): {differences}. Use "
-                "those of the state, or begin an epoch with set_epoch instead of load_state_dict"
+                f"those of the state, or {CHOICE}, or begin an epoch with set_epoch instead of load_state_dict"
             )
-        _require(here.options, self.options)
-        options = {name: self.options[name] for name in here.options}
+        names = here.options.keys() - {EARLIER}
+        _require(names, self.options)
+        options = {name: self.options[name] for name in here.options if name in names}
+        if self.options.get(EARLIER):
+            options[EARLIER] = self.options[EARLIER]
         for name in LISTS:
             if isinstance(stored := options.get(name), str):
                 options[name] = next((list(each) for each in known[name] if digest(each) == stored), None)

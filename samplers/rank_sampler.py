@@ -17,12 +17,13 @@ from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.samplers.order import Order
 from dataload.samplers.partition import check_locality, is_local
-from dataload.samplers.position import Position
+from dataload.samplers.position import EARLIER, Position
 from dataload.samplers.row_iterator import RowIterator
 from dataload.samplers.share import Share
 from dataload.world import World
 
 Int64 = npt.NDArray[np.int64]
+Rest = Callable[["PositionOrder"], "PositionOrder"]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class PositionOrder(Protocol):
         seed: Seed of the shuffle.
         homogeneous: Whether a global batch must not have rows of other positions, such as the epoch's first ones.
         run_rows: Rows that a rank computes together.
+        taken: First position that can be read: those before are of data that has changed since, see `Continued`.
         chosen: Names of the options that an epoch takes from the arguments of the sampler, not from a state.
     """
 
@@ -45,6 +47,7 @@ class PositionOrder(Protocol):
     seed: int
     homogeneous: bool
     run_rows: int
+    taken: int
 
     @property
     def orders(self) -> tuple[Order, ...]:
@@ -73,6 +76,9 @@ class PositionOrder(Protocol):
 
     def positions_of(self, epoch: int, row: int) -> Int64:
         """Return where a row comes in an epoch, ascending: int64 [k]."""
+
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
+        """Yield (dataset, rows of it, whether they begin a pass over it) of those before a position of the epoch."""
 
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
@@ -107,6 +113,7 @@ class RankSampler(DistributedSampler[int]):
     handed_out: Position | None = None
     entered = False
     restored = False
+    _continued: PositionOrder | None = None  # that of a state
     is_even: ClassVar[bool] = True  # whether all batches but the last have `batch_size` rows
     _differences: ClassVar[str] = (
         "other files or filters, row groups of other sizes, or batches that are cut otherwise"  # between two datasets
@@ -265,7 +272,8 @@ class RankSampler(DistributedSampler[int]):
     def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
         """Yield the rank's batches in growing groups: int64 [batches, rows]. Arguments are those of `batches`."""
         epoch, cursor = self._position(epoch, cursor)
-        order, runs = self.order, self._share.runs(cursor, self.num_rows)  # The order may change before the last run.
+        order = self._order_in(epoch)
+        runs = self._share.runs(cursor, order.n)  # The order may change before the last run.
         return (order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
 
     def steps(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[Int64, int, int]]:
@@ -352,7 +360,8 @@ class RankSampler(DistributedSampler[int]):
 
     def needs_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) as `blocks_from` does, with the first position that needs the row group."""
-        return self.order.needs_from(*self._position(epoch, cursor), streams=self._share.node_streams())
+        epoch, cursor = self._position(epoch, cursor)
+        return self._order_in(epoch).needs_from(epoch, cursor, streams=self._share.node_streams())
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
@@ -389,8 +398,14 @@ class RankSampler(DistributedSampler[int]):
         options = self.position.options if number == self.epoch else self._next_options()
         order = self._order_of(options)
         self.restored = self.restored and number == self.epoch
-        self._begin(number, min(rows, order.n), options, order)
+        self._begin(number, min(max(rows, order.taken), order.n), options, order)
         self.handed_out = None
+
+    def replace_data(self, other: Self) -> None:
+        """Read what another sampler reads, which is new, from the beginning of the epoch on."""
+        epoch, advances = self.epoch, self._advances
+        vars(self).update(vars(other), handed_out=None, restored=False, _advances=advances, _continued=None)
+        self.seek(epoch, 0)
 
     def renew(self) -> None:
         """Follow changes of the data, such as new weights of a mixture, unless an epoch goes on."""
@@ -404,29 +419,38 @@ class RankSampler(DistributedSampler[int]):
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
         return self.saved_position.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rest: Rest | None = None) -> None:
         """Continue where `state` was taken. The world may differ.
 
         An epoch that has begun ends in the order of the state. If this sampler has another shuffle, seed or window, it
         uses them from the next epoch on, or at once if the epoch has not begun. Otherwise the order of the state stays;
         its streams may then not be local to the nodes of this world.
 
+        Args:
+            state: What `state_dict` returned.
+            rest: Returns the order of the rest of an epoch whose data has changed, given that of a whole epoch.
+
         Raises:
-            ConfigError: The state is of another dataset or version, or incomplete.
+            ConfigError: The state is of another dataset or version, or incomplete, or `rest` is missing.
         """
         position = Position.from_state(state).restored(self.position, self._known_lists(), self._differences)
+        if (rest is None) != (EARLIER not in position.options):
+            raise ConfigError("the data has changed within the epoch of the state: load it by loader.load_state_dict")
         cursor, saved = position.cursor, position.options
         renewed = self._with_given(saved)
         options = saved if cursor else renewed
+        whole = {name: value for name, value in options.items() if name != EARLIER} if rest else options
         try:
-            order = self._order_of(options)
+            order = self._order_of(whole)
         except (TypeError, OverflowError) as error:
             raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error
+        order = order if rest is None else rest(order)
         self._check_start(order, cursor)
         if (later := self._next_options(options)) is not options:
             self._order_of(later)  # raises before anything has changed
         streams = self._given["num_streams"]
-        if changed := [name for name in order.chosen if renewed[name] != saved[name]]:
+        by_size = ("window", "windows") if rest is not None else ()  # Other data has another default.
+        if changed := [name for name in order.chosen if renewed[name] != saved[name] and name not in by_size]:
             self._warn(changed, saved, position.epoch + bool(cursor))
         elif self.rank == 0 and self._shares(streams) and not self._shares(order.num_streams):
             log.warning(
@@ -435,6 +459,7 @@ class RankSampler(DistributedSampler[int]):
                 order.num_streams,
                 self.num_nodes,
             )
+        self._continued = None if rest is None else order
         self._begin(position.epoch, cursor, options, order)
         self.handed_out, self.restored = None, True
 
@@ -486,7 +511,10 @@ class RankSampler(DistributedSampler[int]):
 
     def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Return the options of the epoch after one with these options; None: after the current one."""
-        return self._with_given(self.position.options if options is None else options)
+        options = self.position.options if options is None else options
+        if EARLIER in options:
+            options = {name: value for name, value in options.items() if name != EARLIER}
+        return self._with_given(options)
 
     def _with_given(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options with the arguments of this sampler, if any that it may choose differ."""
@@ -512,7 +540,13 @@ class RankSampler(DistributedSampler[int]):
         """Return the order of this data with these options."""
         if options is self.position.options:
             return self.order
+        if EARLIER in options and self._continued is not None:
+            return self._continued
         return self.order.with_options(**{name: options[name] for name in self.order.options})
+
+    def _order_in(self, epoch: int) -> PositionOrder:
+        """Return the order of an epoch: the current one, or a later one, which has no rest of others."""
+        return self.order if epoch == self.epoch or EARLIER not in self.position.options else self.next_order
 
     def _check_start(self, order: Any, cursor: int) -> None:
         """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""
@@ -542,7 +576,7 @@ class RankSampler(DistributedSampler[int]):
         epoch = self.epoch if epoch is None else epoch
         if cursor is None:
             cursor = self.cursor if epoch == self.epoch else 0
-        return epoch, _checked(cursor, self.order)
+        return epoch, _checked(cursor, self._order_in(epoch))
 
 
 def shown(names: Iterable[str], options: Mapping[str, Any]) -> str:

@@ -60,6 +60,13 @@ def delta_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> Sn
     return _reading(url, lambda: _snapshot(table, url, root, version))
 
 
+def delta_at(table: Any, version: str | None, storage_options: Mapping[str, Any] | None) -> Any:
+    """Return a table at another version; None: the newest."""
+    named = "" if version is None else f"@{version}"
+    options = table._storage_options or storage_options  # noqa: SLF001 (nothing public has them)
+    return _opened(f"{unquote(table.table_uri).rstrip('/')}{named}", options)
+
+
 def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Any:
     """Return a DeltaTable at the version that a URL names."""
     deltalake = required("deltalake", "delta", "a Delta table")

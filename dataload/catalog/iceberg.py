@@ -65,6 +65,31 @@ def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> 
     return _reading(redacted(table), lambda: _snapshot(source, table))
 
 
+def iceberg_at(source: Any, version: str | None) -> Any:
+    """Return a table, or a scan of it, at another snapshot; None: the one that it has now, unless the scan names one.
+
+    Raises:
+        ConfigError: Its catalog is not known, or it has no such snapshot.
+        OriginError: The catalog cannot be read.
+    """
+    is_scan = not hasattr(source, "scan")
+    name = getattr(source, "table_identifier", None) if is_scan else source.name()
+    catalog = getattr(source, "catalog", None)
+    if version is not None:
+        number = int(version.partition("~")[0])  # without the schema: it had the same rows
+        return source.update(snapshot_id=number) if is_scan else source.scan(snapshot_id=number)
+    if is_scan and source.snapshot_id is not None:
+        return source
+    if catalog is None or not name or type(catalog).__name__ == "NoopCatalog":
+        raise ConfigError("the table has no catalog, which would know its newest snapshot: load it by a catalog")
+    shown = redacted(f"{ICEBERG_URL}{getattr(catalog, 'name', None)}/{'.'.join(name)}")
+    table = _reading(shown, lambda: catalog.load_table(name))
+    if not is_scan:
+        return table
+    chosen = {each: getattr(source, each) for each in ("row_filter", "selected_fields", "case_sensitive", "options")}
+    return table.scan(**chosen)
+
+
 def location_of(url: str) -> str:
     """Return the URL of the folder of the table that a URL names; errors are those of `iceberg_snapshot`."""
     return _reading(redacted(url), lambda: _plain(_opened(url, None)[0].table_metadata.location))

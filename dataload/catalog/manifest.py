@@ -39,7 +39,7 @@ from dataload.formats.text import TextErrors
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import few
 
-VERSION = 14
+VERSION = 15
 UNKNOWN = -1  # nulls
 MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
 
@@ -62,6 +62,7 @@ class RowGroup:
         constants: Names and values of the partition columns, which come from folder names or from a table, and None or
             the table's default for each column that the file lacks.
         renamed: Of a table, its columns that the file calls otherwise, and how.
+        mark: That of the file's footer, see `Footer`.
     """
 
     file: Object
@@ -72,6 +73,7 @@ class RowGroup:
     sizes: tuple[int, ...] = ()
     constants: Constants = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    mark: str = ""
 
     @property
     def name(self) -> str:
@@ -228,13 +230,13 @@ class Manifest:
         """
         known = list(known)
         paths = {path: number for number, path in enumerate(known)}
-        files: dict[Object, tuple[int, int, int, list[Any]]] = {}
+        files: dict[Object, tuple[int, int, int, str, list[Any]]] = {}
         runs: dict[Object, int] = {}
         constants: dict[tuple[Constants, tuple[tuple[str, str], ...]], int] = {}
         for group in self.row_groups:
             run = runs.setdefault(group.footer_at.run, len(runs))
             shared = constants.setdefault((group.constants, group.renamed), len(constants))
-            *_, groups = files.setdefault(group.file, (run, group.footer_at.number, shared, []))
+            *_, groups = files.setdefault(group.file, (run, group.footer_at.number, shared, group.mark, []))
             groups.append((group.number, group.rows, group.bytes, group.sizes))
         for obj in (*runs, *files):
             paths.setdefault(obj.path, len(paths))
@@ -264,11 +266,11 @@ class Manifest:
         runs = [Object(paths[path], 0, version) for path, version in content["runs"]]
         pairs = [[tuple(map(tuple, part)) for part in shared] for shared in content["constants"]]
         own = {(file.path, file.size, file.version): file for file in files}
-        for path, size, version, run, position, shared, row_groups in content["files"]:
+        for path, size, version, run, position, shared, mark, row_groups in content["files"]:
             file = own.get((paths[path], size, version)) or Object(paths[path], size, version)
-            footer_at = FooterLocation(runs[run], position)
+            footer_at, (constants, renamed) = FooterLocation(runs[run], position), pairs[shared]
             groups += [
-                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), *pairs[shared])
+                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants, renamed, mark)
                 for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
@@ -298,6 +300,7 @@ def resolve(
     columns: Sequence[str] | None = None,
     partitioning: Partitioning = "hive",
     errors: TextErrors = "raise",
+    known: Callable[[], Mapping[Object, FooterLocation]] = dict,
 ) -> Manifest:
     """Return the manifest of `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
 
@@ -310,13 +313,14 @@ def resolve(
         columns: As in `make_dataset`.
         partitioning: As in `make_dataset`.
         errors: As in `make_dataset`.
+        known: As in `manifest_of`.
 
     Raises:
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, or files differ in the chosen columns.
         ConfigError: A column cannot be chosen.
     """
-    manifest = manifest_of(list_objects(source, blocks, partitioning), blocks, errors=errors)
+    manifest = manifest_of(list_objects(source, blocks, partitioning), blocks, errors=errors, known=known)
     expected = manifest.promoted
     if nulls := [name for name in manifest.select(columns) if name in manifest.partial and name not in expected]:
         names, file = few(map(repr, nulls)), manifest.partial[nulls[0]]
@@ -380,7 +384,7 @@ def _read_footers(
     flat = [(obj, own.flat) for obj, ((own, *_), _) in zip(objects, found, strict=True)]
     table = _table_of(objects)
     schema, conflicts, promoted = common_schema(flat, members) if table is None else as_in_table(table.flat, flat)
-    for (*_, unreadable), _ in found:
+    for (*_, unreadable, _), _ in found:
         conflicts = {**unreadable, **conflicts}
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
@@ -391,7 +395,9 @@ def _read_footers(
     partial: dict[str, str] = {}
     groups: list[RowGroup] = []
     counted: list[tuple[_Schema, list[int | None]]] = []
-    for (obj, keys), ((own, row_groups, _), footer_at), values in zip(objects.items(), found, constants, strict=True):
+    for (obj, keys), ((own, row_groups, _, mark), footer_at), values in zip(
+        objects.items(), found, constants, strict=True
+    ):
         if own not in lacked:
             lacked[own] = missing(schema, own.flat)
             nulls = [name for name in lacked[own] if table is None or not table.says(name)]
@@ -413,7 +419,9 @@ def _read_footers(
             by_name |= dict(zip(own.ragged, own_sizes, strict=True))
             sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
             counted.append((own, counts))
-            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + given, own.renamed))
+            groups.append(
+                RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + given, own.renamed, mark)
+            )
     whole = pa.schema([*schema, *partitions])
     differing = conflicts, partial, promoted, _nulls(whole, groups, counted)
     return Manifest(whole, tuple(groups), fingerprint, None, *differing)
@@ -453,7 +461,7 @@ class _Schema:
 
 
 class _Summarize:
-    """Returns a footer's schema, its row groups (rows, bytes, bytes by ragged column, nulls), unreadable columns.
+    """Returns a footer's schema, its row groups (rows, bytes, bytes by ragged column, nulls), unreadable columns, mark.
 
     Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
     """
@@ -462,7 +470,7 @@ class _Summarize:
 
     def __call__(
         self, footer: Footer, obj: Object
-    ) -> tuple[_Schema, list[tuple[int, int, list[int], list[int | None]]], Mapping[str, str]]:
+    ) -> tuple[_Schema, list[tuple[int, int, list[int], list[int | None]]], Mapping[str, str], str]:
         latest = self._latest
         if latest is not None and footer.schema.equals(latest[0].own) and footer.renamed == latest[1]:
             schema = latest[0]
@@ -488,4 +496,4 @@ class _Summarize:
         ]
         if any(min([size, *sizes]) < 0 for _, size, sizes, _ in row_groups):
             raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
-        return schema, row_groups, footer.unreadable
+        return schema, row_groups, footer.unreadable, footer.mark

@@ -129,6 +129,25 @@ def folder_of(url: str) -> str:
     return location_of(url)
 
 
+def at_snapshot(source: Any, version: str | None, storage_options: Mapping[str, Any] | None) -> Any:
+    """Return a table as a source at another version; None: the one that it has now, by the name of the source.
+
+    Raises:
+        ConfigError: There is no such version, or the catalog of a table is not known.
+        OriginError: The catalog or the store fails.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        url = os.fspath(source)
+        return url if version is None else f"{at_version(url)[0]}@{version}"
+    if _is_of("deltalake", "DeltaTable", source):
+        from dataload.catalog.delta import delta_at
+
+        return delta_at(source, version, storage_options)
+    from dataload.catalog.iceberg import iceberg_at
+
+    return iceberg_at(source, version)
+
+
 def read_table(
     source: Any,
     storage_options: Mapping[str, Any] | None,

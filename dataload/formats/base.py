@@ -58,9 +58,11 @@ class Footer(Protocol):
         unreadable: Why some columns of the flat schema cannot be read, by name. The text names the file.
         key_values: The metadata of the file or of its schema.
         renamed: Of a file of a table, how the file calls columns that the table calls otherwise, by the table's name.
+        mark: A digest that copies of the file share, and other files of its name and size do not; "": there is none.
     """
 
     renamed: Mapping[str, str]
+    mark: str
 
     @property
     def streams(self) -> bool: ...

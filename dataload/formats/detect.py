@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +23,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 CONVERT = "convert images, MDS or tar to Parquet once: docs/migrate/webdataset.md has a recipe"
 LENGTH_BYTES = 4  # of the length before the magic
+MARK_BYTES = 8
 
 
 class Format(NamedTuple):
@@ -56,6 +58,13 @@ def parse_footer(packed: memoryview, obj: Object) -> Footer:
     found = format_of(packed)
     if found is None:
         raise DataError(f"{obj.name} has a footer of no known format")
+    footer = _parsed(packed, obj, found)
+    if found.magic == parquet.MAGIC:  # It has statistics and offsets. Arrow's is the same for other values.
+        footer.mark = hashlib.blake2b(packed, digest_size=MARK_BYTES).hexdigest()
+    return footer
+
+
+def _parsed(packed: memoryview, obj: Object, found: Format) -> Footer:
     if not isinstance(obj, TableFile):
         return found.parse(packed, obj)
     if found.magic != parquet.MAGIC:

@@ -71,6 +71,7 @@ class ParquetFooter:
         self._data = data
         self._unit = unit
         self.renamed: Mapping[str, str] = {}
+        self.mark = ""
         self._uncounted = uncounted_bytes(metadata.created_by)
         self._metadata = metadata
         self._obj = obj

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from pathlib import PurePath
@@ -64,13 +65,26 @@ class Agreement:
     def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
         self._dataset = dataset
         self._rank, size = sampler.rank, sampler.num_replicas
-        options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
-        self._order = json.loads(json.dumps({"data": sampler.order.digest, **options}))
+        self._order = _order_of(sampler)
         self._place = _place_in_program()
         self._name = f"{self._place} of {size}"  # Torchrun counts no restart if ranks come or go, and keeps its store.
         self._to_compare = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks
         self._looks = 0
         self._announced = 0  # loaders of this place, as shown
+
+    def over(self, dataset: MapStyle, sampler: RankSampler, number: int) -> Agreement:
+        """Return what compares the ranks after this loader has looked `number` times for a newer snapshot."""
+        found = copy(self)
+        new = {
+            "_dataset": dataset,
+            "_order": _order_of(sampler),
+            "_name": f"{self._place} snapshot {number} of {sampler.num_replicas}",
+            "_to_compare": {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank},
+            "_looks": 0,
+            "_announced": 0,
+        }
+        vars(found).update(new)
+        return found
 
     def check(self) -> None:
         """Show what this rank reads, and compare it with what others show by now.
@@ -159,6 +173,12 @@ class Agreement:
         names = [name for name, value in self._order.items() if other.get(name) != value]
         own, theirs = (", ".join(f"{name}={each.get(name)!r}" for name in names) for each in (self._order, other))
         return f"rank {self._rank} has {own}, rank {rank} has {theirs}. Give all ranks the same"
+
+
+def _order_of(sampler: RankSampler) -> dict[str, Any]:
+    options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
+    found: dict[str, Any] = json.loads(json.dumps({"data": sampler.order.digest, **options}))
+    return found
 
 
 class Board:

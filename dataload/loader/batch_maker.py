@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -88,6 +89,13 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._draws = Draws()
         self._skip = on_error == "skip"
         self._skipped = 0  # rows in this process
+
+    def over(self, dataset: MapStyle) -> BatchMaker:
+        """Return the maker of such batches of another dataset."""
+        found = copy(self)
+        found._dataset = dataset  # noqa: SLF001
+        found._shape = {**self._shape, "computed": {**self._shape["computed"], **dataset.computed}}  # noqa: SLF001
+        return found
 
     @property
     def only_gathers(self) -> bool:

@@ -21,6 +21,7 @@ from dataload.dataset import MapStyle
 from dataload.errors import ConfigError, DataError
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
+from dataload.loader.integrations import TrainerEpochs
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
@@ -171,11 +172,11 @@ def make_loader(
     others = {"errors": (errors, "raise"), "partitioning": (partitioning, "hive")}
     given |= {name: value for name, (value, usual) in others.items() if value != usual}
     dataset = dataset_of(source, given, shuffled=bool(shuffle))
-    for nulls in (each.known_nulls for each in dataset.datasets):
-        if nulls is not None:
-            raise DataError(f"{nulls}: {IN_PYTHON}")
+    _check_nulls(dataset)
     if on_error == "skip":
-        dataset = dataset.skipping()
+        raising, dataset = dataset, dataset.skipping()
+        if dataset is not raising:
+            dataset._raising = raising  # noqa: SLF001 (a refresh of it holds for the loader)
     elif dataset.known_failure is not None:
         raise DataError(dataset.known_failure)
     _warn_of_padding(dataset, here)
@@ -187,9 +188,11 @@ def make_loader(
     maker = BatchMaker(dataset, shape, collate_fn, transform, on_error)
     share_host(maker, dataset, ranks_of_host(here), num_workers)
     order: dict[str, Any] = {"window": window, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    sampler_of = None
     if batch_tokens is None or lengths is None:
         batch_size = operator.index(cast("int", batch_size))  # torch takes no other types
-        sampler = _sampler(dataset, here, batch_size, num_streams, **order)
+        how = {"world": here, "batch_size": batch_size, "num_streams": num_streams, **order}
+        sampler, sampler_of = _sampler(dataset, **how), partial(_sampler_of_newer, how)
     else:
         if isinstance(dataset, Mixture) and dataset.order["batching"] == "homogeneous":
             raise ConfigError('batch_tokens and batching="homogeneous" both say what a batch has: use one of them')
@@ -209,6 +212,7 @@ def make_loader(
         dataset,
         maker=maker,
         rank_sampler=sampler,
+        sampler_of=sampler_of,
         batch_size=batch_size,
         drop_last=drop_last,
         device=None if device is None else torch.device(device),
@@ -236,6 +240,20 @@ def _warn_of_padding(dataset: MapStyle, here: World) -> None:
         np.mean(worst.block_lengths[worst.block_lengths > 0]),
         "" if worst.packing.split else ", cut documents with split=True, or pack longer sequences",
     )
+
+
+def _check_nulls(dataset: MapStyle) -> None:
+    for nulls in (each.known_nulls for each in dataset.datasets):
+        if nulls is not None:
+            raise DataError(f"{nulls}: {IN_PYTHON}")
+
+
+def _sampler_of_newer(how: Mapping[str, Any], dataset: MapStyle, former: MapStyle) -> TrainerEpochs:
+    """Return the sampler of another snapshot of a loader's dataset. former: the one that it has read."""
+    _check_nulls(dataset)
+    if isinstance(dataset, Mixture) and isinstance(former, Mixture):
+        dataset.follow(former)
+    return _sampler(dataset, **how)
 
 
 def _sampler(

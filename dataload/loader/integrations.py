@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.rank_sampler import RankSampler, Rest
 
 
 class PreparedForAccelerate:
@@ -111,9 +111,9 @@ class TrainerEpochs(RankSampler):
             state["trainer_epoch"] = self._trainer_epoch
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rest: Rest | None = None) -> None:
         """Continue where `state` was taken, as in `RankSampler`."""
-        super().load_state_dict(state)
+        super().load_state_dict(state, rest)
         self._trainer_epoch = state.get("trainer_epoch")
 
 

@@ -28,6 +28,16 @@ from dataload.loader.agreement import Agreement
 from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead
 from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_workers, gathered_at_once
+from dataload.loader.changes import (
+    TABLES,
+    OnChange,
+    check_choice,
+    continued,
+    earlier_dataset,
+    keep,
+    known_as_text,
+    versions_of,
+)
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
@@ -43,15 +53,13 @@ from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.keys import derive_key
-from dataload.samplers.position import Position
+from dataload.samplers.position import CHOICE, EARLIER, Position
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.run_ledger import Ledger
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 BATCHES_AHEAD = 8
-TABLES = "tables"  # in a state: the versions of the tables that it is of
-MOST_TABLE_CHARACTERS = 400  # of their URLs: a state has at most 4 KB
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +80,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler: `rank_sampler`, or torch's `SequentialSampler` for the same rows in file order.
         batch_sampler: Returns the row numbers of the batches of `rank_sampler`.
         given: What the ledger of a run says of the arguments of `make_loader` that decide batches.
+        sampler_of: Returns such a sampler of another snapshot of the dataset, given this one; None: the loader stays.
     """
 
     dataset: MapStyle
@@ -85,6 +94,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         batch_size: int = 1,
         sampler: Sampler[int] | None = None,
         batch_sampler: BatchSampler | None = None,
+        sampler_of: Callable[[MapStyle, MapStyle], TrainerEpochs] | None = None,
         drop_last: bool = False,
         device: torch.device | None = None,
         prefetch: int = BATCHES_AHEAD,
@@ -114,6 +124,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if not rank_sampler.is_even:
             vars(self)["batch_size"] = None  # as torch has it for batches of several sizes
         self.rank_sampler = rank_sampler
+        self.sampler_of = sampler_of
+        self._next: MapStyle | None = None  # what the next epoch reads, if it is no newer snapshot of the dataset
+        self._refreshes = dataset.refreshes  # of which this loader knows
         self.maker = maker
         self.device = device
         self.prefetch = prefetch
@@ -147,7 +160,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return {**vars(self), "_workers": {}}
 
     def __len__(self) -> int:
-        self.rank_sampler.renew()
+        self._renew()
         return super().__len__()
 
     def __getitem__(self, index: object) -> NoReturn:
@@ -175,23 +188,69 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
         sampler = self.rank_sampler
         if sampler.handed_out_in_epoch is None:
-            sampler.renew()
-        tables = self._tables
+            self._renew()
+        keep(self.dataset, sampler.position.dataset)
+        tables = versions_of(self.dataset)
         return {**sampler.state_dict(), TABLES: tables} if tables else sampler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "error") -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.
 
         An epoch that has begun ends in the order of the state. If `shuffle`, `seed` or `window` were others, those of
         this loader hold from the next epoch on, and a warning names them.
 
+        Args:
+            state: What `state_dict` returned.
+            on_change: What to do if the data has changed since: files were added, removed or replaced, or a table has
+                another version, or other rows are chosen. "error" raises an error. "next_epoch" ends the epoch on the
+                data of the state, whose files must still be there, and reads this loader's from the next epoch on.
+                "continue" reads in the rest of the epoch what it has not had of this loader's data: the old rows that
+                are still there, and the new ones, each once.
+
         Raises:
-            ConfigError: The state is of another dataset, or of another version of a table.
+            ConfigError: The state is of another dataset, or of another version of a table; or it cannot be told which
+                rows of it the epoch has had.
+            OriginError: A file of the data of the state is gone.
         """
-        if (other := self.other_version(state)) is not None:
-            raise ConfigError(f"the state is of {other}")
+        check_choice(on_change)
+        if self._next is not None:
+            self._read(self._next)
+        position, sampler = Position.from_state(state), self.rank_sampler
         self._start = None
-        self.rank_sampler.load_state_dict(state)
+        changed = position.dataset != sampler.position.dataset
+        if changed and on_change == "error":
+            if (other := self.other_version(state)) is not None:
+                raise ConfigError(f"the state is of {other}")
+            sampler.load_state_dict(state)  # It raises.
+        elif changed and not position.cursor:  # The epoch has not begun.
+            sampler.load_state_dict({**state, "dataset": sampler.position.dataset})
+        elif changed and on_change == "next_epoch":
+            newest = self.dataset
+            self._read(earlier_dataset(position, newest, sampler))
+            try:
+                self._restore(state, position)
+            except BaseException:
+                self._read(newest)
+                raise
+            self._next = newest
+        else:
+            self._restore(state, position)
+
+    def _restore(self, state: Mapping[str, Any], position: Position) -> None:
+        """Go on at the position of a state, in its epoch, which may have had rows of other data."""
+        sampler = self.rank_sampler
+        if not position.cursor or (position.dataset == sampler.position.dataset and EARLIER not in position.options):
+            sampler.load_state_dict(state)
+            return
+        moved, order = continued(position, self.dataset, sampler)
+        sampler.load_state_dict({**state, **moved.state_dict()}, lambda _: order)
+
+    def inventories(self) -> dict[str, str]:
+        """Return which rows the data of the current epoch has, and had before it changed, for checkpoints."""
+        position = self.rank_sampler.saved_position
+        return known_as_text(
+            self.dataset, [position.dataset, *(each["dataset"] for each in position.options.get(EARLIER, ()))]
+        )
 
     def other_version(self, state: Any) -> str | None:
         """Return of which version of a table a state is, if that is another one than this loader's, and what to do."""
@@ -204,15 +263,41 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             return None
         here = few(each for each in own if each not in saved) if own else "no table"
         return (
-            f"{few(others)}, and this loader reads {here}: open the version of the state, "
+            f"{few(others)}, and this loader reads {here}: {CHOICE}, or open the version of the state, "
             f"make_loader({others[0]!r}, …), until its epoch ends; then load a state of the end of an epoch, or none"
         )
 
-    @property
-    def _tables(self) -> list[str]:
-        """The versions of tables that the loader reads, for its state; none if they would make it too long."""
-        found = [each.manifest.pinned for each in self.dataset.datasets if each.manifest.pinned]
-        return found if sum(map(len, found)) <= MOST_TABLE_CHARACTERS else []
+    def _renew(self) -> None:
+        """Follow changes of the data, such as a refresh or new weights of a mixture, unless an epoch goes on."""
+        sampler = self.rank_sampler
+        newest = self.dataset.newest if self._next is None else self._next.newest
+        if newest is not self.dataset or newest.refreshes != self._refreshes:
+            begun = sampler.handed_out_in_epoch
+            if begun is not None and sampler.finished_at(begun.cursor):
+                sampler.end_epoch()  # The last loop took exactly len(loader) batches.
+                begun = None
+            if begun is None and not sampler.cursor:
+                self._follow(newest)
+        sampler.renew()
+
+    def _follow(self, newest: MapStyle) -> None:
+        """Read the newest snapshot. On other ranks it may be another one, also if it is the same here."""
+        if newest is not self.dataset:
+            self._read(newest)
+        self._refreshes = newest.refreshes
+        if self._agreement is not None:
+            self._agreement = self._agreement.over(newest, self.rank_sampler, newest.refreshes)
+
+    def _read(self, dataset: MapStyle) -> None:
+        """Read another snapshot of the data, from the beginning of the epoch on."""
+        if self.sampler_of is None:
+            raise ConfigError("a loader with batch_tokens stays at its snapshot: make it again")
+        self.rank_sampler.replace_data(self.sampler_of(dataset, self.dataset))
+        vars(self)["dataset"] = dataset  # which torch does not let anyone set
+        self._next, self._start, self._workers = None, None, {}
+        self.maker = self.maker.over(dataset)
+        self.collate_fn = partial(self._latest.collate, self.maker)
+        self._capacity = Capacity(dataset, self.rank_sampler)
 
     def rows_at(self, epoch: int, step: int) -> list[npt.NDArray[np.int64]]:
         """Return the row numbers of a step's batches, one array for each rank: what `row_ids=True` adds to them.
@@ -368,7 +453,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.end_epoch()  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
             sampler.handed_out, sampler.entered = None, False  # The epoch begins, perhaps for a second time.
-        sampler.renew()
+        self._renew()
         share_host(self.maker, self.dataset, self.local_world_size, self.num_workers)
         return sampler.position if self.sampler is sampler else sampler.position.at(0)  # A batch sampler has all of it.
 

@@ -10,6 +10,7 @@ from dataload.mixture import Mixture
 from dataload.samplers.mixture.sampler import MixtureSampler, with_next_weights
 from dataload.samplers.mixture.weights import Weights, plain, weights_of
 from dataload.samplers.position import Position
+from dataload.samplers.rank_sampler import Rest
 from dataload.samplers.sharded import ShardedSampler
 from dataload.samplers.token_sampler import TokenSampler
 
@@ -58,9 +59,9 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
             return
         self.set_weights(self._mixture.weights)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rest: Rest | None = None) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
-        super().load_state_dict(state)
+        super().load_state_dict(state, rest)
         self._mixture.weights = weights_of(self._next_options()["weights"])
 
     def _known_weights(self) -> list[Weights]:

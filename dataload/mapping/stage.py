@@ -287,7 +287,8 @@ def up_to_flat(stages: Sequence[Stage]) -> int:
 def order_key_of(manifest: Manifest) -> str:
     """Return the digest of a dataset that decides the order of its rows. Copies of the files elsewhere have the same.
 
-    It covers the files' sizes and their names below the folder that they share, the row groups, and the selected rows.
+    It covers the files' sizes, their footers, and their names below the folder that they share, the row groups, and the
+    selected rows.
     Nodes may have copies of their own, so it covers neither that folder nor versions. It covers no maps, so that ranks
     read each row once even if their maps differ, which only `fit` refuses.
     """
@@ -295,7 +296,7 @@ def order_key_of(manifest: Manifest) -> str:
     folders = [path[: path.rfind("/") + 1] for path in paths.values()]
     shared = os.path.commonprefix(folders).rfind("/") + 1  # noqa: RUF071 (it is cut at a slash)
     groups = [
-        [paths[group.file.path][shared:], group.file.size, group.number, group.rows, group.constants]
+        [paths[group.file.path][shared:], group.file.size, group.mark, group.number, group.rows, group.constants]
         for group in manifest.row_groups
     ]
     selected = None if manifest.selection is None else manifest.selection.digest

@@ -42,9 +42,10 @@ GivenWeights = Mapping[str, Any] | Sequence[Any] | None
 
 @dataclass
 class _Weights:
-    """The weights of a mixture, which its loaders share. See `Mixture`."""
+    """The weights of a mixture, which its loaders share. See `Mixture`. by_rows: they follow its rows."""
 
     current: Weights = ()
+    by_rows: bool = False
     latest: tuple[Weights, ...] = ()
 
 
@@ -85,18 +86,22 @@ class Mixture(MapStyle):
         if not sources:
             raise ConfigError("a mixture needs at least one source")
         self.names = tuple(sources)
-        self._datasets = tuple(sources.values())
+        self._order, self._name_column = order, name_column
+        self._hold(tuple(sources.values()))
+        self._used = _Weights()
+        self.set_weights(weights, schedule=schedule, ramp=ramp)
+
+    def _hold(self, datasets: Sequence[Dataset]) -> None:
+        """Have the rows of these datasets."""
+        self._datasets = tuple(datasets)
         self.schema: pa.Schema = self._datasets[0].schema
-        self._order = order
         self._first_groups = np.cumsum([0, *(len(each.row_groups) for each in self._datasets)]).tolist()
         self._first_rows: npt.NDArray[np.int64] = np.cumsum([0, *map(len, self._datasets)])
         self._sources = IntervalIndex(self._first_rows)
         self.num_rows = int(self._first_rows[-1])
-        if name_column is not None:
-            self.computed = {name_column: self._sources_of}
-        self._check_columns(name_column)
-        self._used = _Weights()
-        self.set_weights(weights, schedule=schedule, ramp=ramp)
+        if self._name_column is not None:
+            self.computed = {self._name_column: self._sources_of}
+        self._check_columns(self._name_column)
         self.rowstore = self._row_store()
 
     @property
@@ -136,6 +141,29 @@ class Mixture(MapStyle):
         found._datasets = tuple(each.skipping() for each in self._datasets)  # noqa: SLF001
         found.rowstore = found._row_store()  # noqa: SLF001
         return found
+
+    def reopened(self) -> Mixture:
+        """Return the mixture of the newest snapshots of its sources. See `refresh`."""
+        newest = [each.reopened() for each in self._datasets]
+        pairs = zip(newest, self._datasets, strict=True)
+        return self.over([new if new.fingerprint != old.fingerprint else old for new, old in pairs])
+
+    def over(self, datasets: Sequence[Dataset]) -> Mixture:
+        """Return the same mixture of other datasets, whose weights `set_weights` of either of them sets."""
+        found = copy.copy(self)
+        found._newer = None  # noqa: SLF001
+        found._hold(datasets)  # noqa: SLF001
+        return found
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the weights are the rows of each source because no others were given."""
+        return self._used.by_rows
+
+    def follow(self, former: Mixture) -> None:
+        """Follow the same mixture at another snapshot, whose weights this one has: those by rows are others here."""
+        if self.by_rows and former.weights == weights_of(list(map(len, former.datasets))):
+            self.set_weights(None)
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -200,11 +228,11 @@ class Mixture(MapStyle):
         """
         by_rows = weights is None and schedule is not None and 0 not in schedule
         given = list(map(len, self._datasets)) if by_rows else weights
-        weights = _by_position(given, schedule, self.names, ramp=ramp)
+        positions = _by_position(given, schedule, self.names, ramp=ramp)
         # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
         rows = 1 if self._order.get("batching") == "homogeneous" else None
-        order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
-        self._used.current = order.weights
+        order = MixtureOrder(self.sources, positions, **self._order, batch_rows=rows, shuffle=False)
+        self._used.current, self._used.by_rows = order.weights, weights is None and schedule is None
         self._used.latest = tuple(dict.fromkeys((order.weights, *self.earlier_weights)))[:MOST_WEIGHTS]
 
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dataload.arguments import is_url, known_keywords, local_folder, whole_number
 from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
+from dataload.loader.changes import OnChange, check_choice
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
 from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
@@ -56,6 +57,7 @@ def fit(
     checkpoint_every: int | None = None,
     keep: int = 2,
     resume: str | os.PathLike[str] | None = "auto",
+    on_change: OnChange = "error",
     check_finite: bool = True,
     timeout: float | None = None,
     log_dir: str | os.PathLike[str] | None = None,
@@ -126,8 +128,10 @@ def fit(
             draw from the global generators while they make a batch. Checkpoints have the states of torch's generators
             on the CPU and on CUDA, and not on other accelerators. With another number of ranks, the loader states of
             all ranks must have been equal. Learning rates are those of the checkpoint. Other data, as further
-            files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a ConfigError
-            otherwise.
+            files, are trained on with a warning if the checkpoint is of the end of an epoch.
+        on_change: What to do if the data has changed since a checkpoint within an epoch: "error" raises a ConfigError,
+            "next_epoch" ends the epoch on the old data, "continue" goes on with what the epoch has not had of the new.
+            See `Loader.load_state_dict`. The checkpoint has what "continue" must know of the old data.
         check_finite: Stop at a loss that is NaN or infinite. On a GPU this happens a few steps later, because no step
             waits for its loss. Parameters are checked before each checkpoint and at the end of each epoch.
         timeout: Seconds after which an operation that waits for another rank fails; None for torch's default. Between
@@ -186,6 +190,7 @@ def fit(
     check_loss_weight(loss_weight)
     spikes = Spikes(spike, on_spike)
     spikes.check()
+    check_choice(on_change)
     _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
     mesh, world = _data_parallel(loader, mesh)
     _check_parameters(model, optimizer, precision, alone=world.world_size == 1 and checkpoint_dir is None)
@@ -212,6 +217,7 @@ def fit(
                 mesh=mesh,
                 stats_dir=stats_dir,
                 weigh=None if loss_weight is None else partial(weight_of, loss_weight),
+                on_change=on_change,
             )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, traces):

@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
+from dataload.loader.changes import OnChange, learn
 from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import on_device
 from dataload.runtime.cached_property import cached_property
-from dataload.samplers.position import Position
+from dataload.samplers.position import CHOICE, Position
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
 from dataload.train.checkpoint.progress import Progress
@@ -39,7 +40,7 @@ from dataload.train.loss_monitor import LossMonitor, Where
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, even_batches, feed
-from dataload.train.ranks.collectives import gather, on_first, process_number, share_buffers
+from dataload.train.ranks.collectives import agree, gather, on_first, process_number, share_buffers
 from dataload.train.ranks.process_group import sampler_with
 from dataload.train.ranks.sharded import check_replicated, reshard
 from dataload.train.tensorboard import TensorBoardWriter
@@ -102,6 +103,7 @@ class TrainingLoop:
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
         stats_dir: Where the loader writes its statistics, see `batches_on`.
         weigh: As for `feed`.
+        on_change: As for `fit`.
     """
 
     model: nn.Module
@@ -120,6 +122,7 @@ class TrainingLoop:
     mesh: DeviceMesh | None = None
     stats_dir: Path | None = None
     weigh: Callable[[Any], float] | None = None
+    on_change: OnChange = "error"
 
     def __post_init__(self) -> None:
         self._rows = 0  # of all ranks, in the pending optimizer step
@@ -146,7 +149,8 @@ class TrainingLoop:
         reshard(self.model)
         if path is None:
             return Resumed()
-        self.history, self.step, processes = load(path, self._parts, Progress.read)
+        self.history, self.step, processes, inventories = load(path, self._parts, Progress.read)
+        learn(inventories)
         ranks = first_of_each(processes)
         self.steps.usual_weight = ranks[0].get("usual weight", 0.0)
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
@@ -179,14 +183,18 @@ class TrainingLoop:
                 f"{path} has a different loader state for each of {len(states)} ranks, which no other number of ranks "
                 f"can resume: start {len(states)} ranks, not {self.world.world_size}"
             )
-        if (position := self._of_other_data(path, own)) is not None:
+        position = self._of_other_data(path, own)
+        if position is not None and position.cursor and self.on_change != "error":
+            self.loader.load_state_dict(own, self.on_change)
+            return
+        if position is not None:
             if position.cursor:
                 if (other := self.loader.other_version(own)) is not None:
                     raise ConfigError(f"{path} was saved within an epoch of {other}")
                 raise ConfigError(
-                    f"{path} was saved within an epoch of another dataset: use the files and filters of that run "
-                    "until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is kept: "
-                    "there data may change"
+                    f"{path} was saved within an epoch of another dataset: {CHOICE}, or use the files and filters of "
+                    "that run until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is "
+                    "kept: there data may change"
                 )
             if self.world.rank == 0:
                 log.warning("%s is of another dataset: epoch %d begins with this one", path, len(self.history))
@@ -221,11 +229,18 @@ class TrainingLoop:
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             _set_epoch(self.loader, number)
+            self._check_data()
             with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
                 self._epoch(number, advance, resumed)
             resumed = Resumed()
             self._finish_epoch()
         return self.history
+
+    def _check_data(self) -> None:
+        """Raise ConfigError if the ranks read different snapshots, such as after a refresh."""
+        if isinstance(self.loader, Loader):
+            len(self.loader)  # It follows a refresh.
+            agree("the dataset's order_key", self.loader.dataset.order_key)
 
     def _epoch(self, number: int, advance: Callable[[], None], resumed: Resumed) -> None:
         """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
@@ -347,7 +362,8 @@ class TrainingLoop:
             own["usual weight"] = self.steps.usual_weight
             if isinstance(self.loader, Loader):
                 self.loader.seal()
-            progress = Progress(self.history, self.step, gather((self.world.rank, own)))
+            inventories = self.loader.inventories() if metrics and isinstance(self.loader, Loader) else {}
+            progress = Progress(self.history, self.step, gather((self.world.rank, own)), inventories)
             self.checkpoints.save(self._states(), progress._asdict())
 
     def _states(self) -> dict[str, Any]:

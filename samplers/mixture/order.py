@@ -19,12 +19,14 @@ from dataload.errors import ConfigError
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.mixture.borders import BLOCK
+from dataload.samplers.mixture.continued import ContinuedRows
 from dataload.samplers.mixture.quotas import END, Quotas
 from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import STRETCH, MixtureSource, SourceRows
-from dataload.samplers.mixture.weights import Weights, knots, plain, weights_of
-from dataload.samplers.order import Order, Shuffle, checked
+from dataload.samplers.mixture.weights import Weights, integer_weights, knots, plain, weights_of
+from dataload.samplers.order import HAD_ROWS, Order, Shuffle, checked
 from dataload.samplers.placement import MOST_ROWS, row_borders
+from dataload.samplers.rest import Left, LeftOrder
 from dataload.samplers.share import RUN_ROWS
 
 Int64 = npt.NDArray[np.int64]
@@ -76,6 +78,7 @@ class MixtureOrder:
         seed: Seed of the mixture. Each source's own seed follows from it and the name.
         windows: Window of each source, see `Order`; None: the defaults.
         num_streams: Number of streams of each source.
+        left: What is left of the pass over each source, of an epoch whose data has changed; None: all.
 
     Attributes:
         n: Rows of an epoch.
@@ -89,7 +92,8 @@ class MixtureOrder:
         ConfigError: An argument cannot work.
     """
 
-    chosen: ClassVar[tuple[str, ...]] = "shuffle", "seed", "windows"  # as in `PositionOrder`
+    chosen: ClassVar[tuple[str, ...]] = "shuffle", "seed", "windows"  # this and the next one as in `PositionOrder`
+    taken = 0
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class MixtureOrder:
         seed: int = 0,
         windows: Sequence[int | None] | None = None,
         num_streams: int = 1,
+        left: Sequence[Left] | None = None,
     ) -> None:
         self.sources, self.seed = tuple(sources), whole_number("seed", seed)
         self.stop, self.num_rows = stop, num_rows
@@ -137,8 +142,15 @@ class MixtureOrder:
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
         many = len(self.orders) // 16
         self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + many)  # each source costs its own overhead
-        self._source_rows = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
-        self._quotas = Quotas(self.weights, self.unit)
+        whole = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
+        self._first_pass, self._source_rows, shares = rows, list[SourceRows | ContinuedRows](whole), self.weights
+        if left is not None:
+            parts = [LeftOrder.of(order, part) for order, part in zip(self.orders, left, strict=True)]
+            self._first_pass = [part.n for part in parts]
+            self._source_rows = [ContinuedRows(*each) for each in zip(parts, whole, strict=True)]
+            if shares == weights_of(rows) and any(self._first_pass):  # What is left comes once, too.
+                shares = integer_weights(self._first_pass, zero=True)
+        self._quotas = Quotas(shares, self.unit)
         self.n, last = self.length(self.unit)
         if self.n > self.unit * (END - BLOCK):
             if last is not None and not knots(self.weights).weights[-1][last]:
@@ -206,6 +218,19 @@ class MixtureOrder:
             found.append(positions[(sources == source) & (indices == index)])
         return np.concatenate([np.empty(0, np.int64), *found])
 
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
+        """Yield what the passes over the sources that go on at a position have had, as `Order.had` does.
+
+        Yields:
+            (number of the source, rows of it, whether a pass over it begins with them)
+        """
+        for source, count in enumerate(self._indices_at(epoch, position) if position else ()):
+            whole, first = self.orders[source].n, self._first_pass[source]
+            start = first + (count - first - 1) // whole * whole if count > first else 0
+            for begin in range(start, count, HAD_ROWS):
+                indices = np.arange(begin, min(begin + HAD_ROWS, count))
+                yield source, self._source_rows[source].rows(epoch, indices), begin == start and count > first
+
     def window_starts(self, epoch: int) -> Int64:  # noqa: ARG002
         """Return the first position of parts of the epoch, then n: int64. None has more than a window of a source."""
         least = MOST_ROWS
@@ -263,12 +288,14 @@ class MixtureOrder:
         """Return the rows of an epoch in units of `unit` rows, and the source that ends it; None: `num_rows` does."""
         if self.num_rows is not None:
             return self.num_rows, None
-        rows = [order.n for order in self.orders]
+        rows = self._first_pass
+        if not any(rows):
+            return 0, None
         quotas = self._quotas if unit == self.unit else Quotas(self.weights, unit)
         if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
             return min((_earliest(quotas, source, count, unit), source) for source, count in enumerate(rows))
         # after the last position that the quota allows for the last row
-        return max((1 + _latest(quotas, source, count - 1, unit), source) for source, count in enumerate(rows))
+        return max((1 + _latest(quotas, source, count - 1, unit), source) for source, count in enumerate(rows) if count)
 
     def _consecutive(self, epoch: int, start: int, end: int) -> Int64:
         """Return the rows at the positions from `start` to `end`: int64 [end - start]."""

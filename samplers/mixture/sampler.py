@@ -13,7 +13,7 @@ from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Weights, plain, weights_of
 from dataload.samplers.order import Shuffle
 from dataload.samplers.position import Position
-from dataload.samplers.rank_sampler import RankSampler, shown
+from dataload.samplers.rank_sampler import RankSampler, Rest, shown
 
 TOLERANCE = 0.1  # part of the rows by which streams and whole batches may change the length of an epoch without a word
 
@@ -134,7 +134,7 @@ class MixtureSampler(RankSampler):
         if self.finished_at(self.cursor):
             self.end_epoch()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rest: Rest | None = None) -> None:
         """Continue where `state` was taken, in its order and with its weights. The world may differ.
 
         Raises:
@@ -143,7 +143,7 @@ class MixtureSampler(RankSampler):
                 world.
         """
         given = self._own_options(self.next_weights or plain(self.order.weights))
-        super().load_state_dict(state)
+        super().load_state_dict(state, rest)
         if self.rank == 0:
             _warn_of_kept(self._own_options(self._next_options()["weights"]), given)
 
@@ -172,7 +172,7 @@ class MixtureSampler(RankSampler):
 
     def _check_start(self, order: MixtureOrder, cursor: int) -> None:
         super()._check_start(order, cursor)
-        if not order.homogeneous or cursor >= order.n:
+        if order.batching != "homogeneous" or cursor >= order.n:
             return
         if order.unit % self.global_batch_size:
             raise ConfigError(

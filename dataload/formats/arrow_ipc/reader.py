@@ -36,6 +36,7 @@ class ArrowFooter:
     def __init__(self, messages: Sequence[Message], name: str) -> None:
         self._head = messages[0]
         self.renamed: Mapping[str, str] = {}
+        self.mark = ""
         schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata))
         self.key_values: Mapping[bytes, bytes] = schema.metadata or {}
         self.schema: pa.Schema = schema.remove_metadata()

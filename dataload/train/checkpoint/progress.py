@@ -25,11 +25,13 @@ class Progress(NamedTuple):
         processes: For each process its data-parallel rank, and a dict: "generators" has the state of `rng_state`,
             "so far" the `EpochMetrics.state` of the unfinished epoch ({} between epochs), "loader" the loader's state,
             "usual weight" that of `OptimizerStep`.
+        inventories: Which rows the data of the unfinished epoch had, see `Loader.inventories`.
     """
 
     history: list[dict[str, Any]]
     step: int
     processes: list[tuple[int, dict[str, Any]]]
+    inventories: dict[str, str] = {}  # noqa: RUF012 (nobody changes it; older checkpoints lack it)
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Progress:
@@ -40,7 +42,8 @@ class Progress(NamedTuple):
             TypeError, RuntimeError: A generator cannot have its state.
         """
         _check(content, {"history": list, "step": int, "processes": list}, "the checkpoint")
-        progress = cls(*(content[name] for name in cls._fields))
+        progress = cls(*(content[name] for name in cls._fields if name in content))
+        _check(progress.inventories, dict.fromkeys(progress.inventories, str), "inventories")
         for number, record in enumerate(progress.history):
             _check(record, {"epoch": int}, f"history[{number}]")
             if record["epoch"] != number:

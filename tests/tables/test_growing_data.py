@@ -1,0 +1,733 @@
+"""Epochs that go on while their data changes: each row that is left comes once, and deleted rows never again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deltalake")
+pytest.importorskip("pyiceberg")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from deltalake import DeltaTable, write_deltalake
+from growing import KINDS, GrowingDelta, GrowingFolder
+from pyiceberg.table import StaticTable
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from test_agreement import errors_of, together
+from torch import nn
+
+from dataload import fit, make_dataset, make_loader, mix
+from dataload.errors import ConfigError, OriginError, OriginNotFound
+from dataload.loader import changes
+from dataload.world import World
+
+
+@pytest.fixture(autouse=True)
+def no_memory() -> None:
+    """Forget what this process knows of earlier data, as a new one."""
+    changes._kept.clear()
+
+
+def marked(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "mark": batch["id"] + 1}
+
+
+def numbers(batch: dict[str, Any]) -> list[int]:
+    return batch["id"].tolist()
+
+
+def read(loaders: list[Any], batches: int | None, state: Any) -> tuple[list[int], Any]:
+    """Return the rows of some batches of all ranks, or of the rest of the epoch, and the state after them."""
+    rows, states = [], []
+    for loader in loaders:
+        iterator = iter(loader)
+        if batches is None:
+            own = [number for batch in iterator for number in numbers(batch)]
+            rows += own[: len(own) - loader.padding]
+            continue
+        sampler = loader.rank_sampler
+        whole = (sampler.num_rows - sampler.cursor) // sampler.global_batch_size  # The last one may have padding.
+        rows += [number for _ in range(min(batches, whole - 1)) for number in numbers(next(iterator))]
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        iterator.close()
+    assert all(each == states[0] for each in states)
+    assert len(json.dumps(states)) <= 4096 * max(1, len(states))
+    return rows, states[0] if states else state
+
+
+def run_epoch(kind: str, folder: Path, draw: random.Random, shape: str, cache: Any) -> None:
+    """Read an epoch with three changes of the data in it, each by a new process on another number of ranks."""
+    sources = [KINDS[kind](folder / "a", 0, 60)]
+    if shape == "mixture":
+        sources.append(KINDS[kind](folder / "b", 1000, 30))
+
+    def loaders() -> list[Any]:
+        changes._kept.clear()
+        datasets = [make_dataset(each.source(), cache=cache, filters=[("id", "!=", 3)]) for each in sources]
+        if shape == "map":
+            datasets = [each.map(marked) for each in datasets]
+        whole = mix({str(number): each for number, each in enumerate(datasets)}) if shape == "mixture" else datasets[0]
+        world, size = draw.randint(1, 3), draw.randint(1, 4)
+        how = {"shuffle": draw.choice(["block", "full", False]), "num_streams": draw.choice([None, 1])}
+        return [make_loader(whole, size, seed=5, world=World(rank, world, rank, world), **how) for rank in range(world)]
+
+    seen: list[int] = []
+    state: Any = None
+    for step in range(4):
+        batches = None if step == 3 else draw.randint(1, 2)
+        current = loaders()
+        for loader in current if state else []:
+            loader.load_state_dict(state, on_change="continue")
+        rows, state = read(current, batches, state)
+        alive = set.union(*(each.alive for each in sources))
+        assert set(rows) <= alive - {3}
+        seen += rows
+        for each in sources if step < 3 else []:
+            each.change(draw)
+    counts = Counter(seen)
+    assert max(counts.values()) == 1
+    assert alive - {3} <= counts.keys()
+    whole = read(loaders(), None, None)[0]  # the plain order of the new data
+    assert sorted(whole) == sorted(alive - {3})
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", ["plain", "map", "mixture"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_that_is_left_comes_once_over_three_changes_and_other_ranks(kind, shape, seed, tmp_path):
+    from dataload.cache.config import CacheConfig
+
+    cache = CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="1GB") if kind == "folder" or seed % 2 else False
+    run_epoch(kind, tmp_path, random.Random(f"{kind} {shape} {seed}"), shape, cache)
+
+
+def write(path: Path, first: int, count: int) -> None:
+    pq.write_table(pa.table({"id": pa.array(range(first, first + count), pa.int64())}), path, row_group_size=5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.mkdir()
+    write(path / "a.parquet", 0, 20)
+    write(path / "b.parquet", 20, 20)
+    return path
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"cache_dir": str(tmp_path / "cache"), "cache_bytes": "1GB"}
+
+
+def begun(source: Any, batches: int = 3, **options: Any) -> tuple[list[int], Any]:
+    """Return the rows of the first batches of an epoch, and the state after them."""
+    return read([make_loader(source, 4, **options)], batches, None)
+
+
+def ended(loader: Any) -> list[int]:
+    return [number for batch in loader for number in numbers(batch)]
+
+
+def read_or_die(folder: str, options: dict[str, Any], saved: Path, last: int | None) -> None:
+    """Go on with an epoch, and save the rows and the state after each batch. The process dies after `last` batches."""
+    changes._kept.clear()
+    loader, rows = make_loader(folder, 4, **options), list[int]()
+    if saved.exists():
+        content = json.loads(saved.read_text())
+        loader.load_state_dict(content["state"], on_change="continue")
+        rows = content["rows"]
+    for number, batch in enumerate(loader, 1):
+        rows += numbers(batch)
+        saved.with_suffix(".draft").write_text(json.dumps({"rows": rows, "state": loader.state_dict()}))
+        saved.with_suffix(".draft").rename(saved)
+        if number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_that_are_killed_have_each_row_once(folder, tmp_path, options, ranks):
+    saved = tmp_path / "saved.json"
+
+    def run(last: int | None) -> Any:
+        return ranks(1, read_or_die, str(folder), options, saved, last)[0]
+
+    assert str(run(3)) == str(-signal.SIGKILL)
+    write(folder / "c.parquet", 40, 10)
+    assert str(run(2)) == str(-signal.SIGKILL)
+    gone = set(range(20)) - set(json.loads(saved.read_text())["rows"])
+    (folder / "a.parquet").unlink()
+    write(folder / "d.parquet", 50, 10)
+    assert run(None) is None
+    assert sorted(json.loads(saved.read_text())["rows"]) == sorted(set(range(60)) - gone)
+
+
+def read_after_a_refresh(folder: str, grow: bool) -> list[int]:
+    """Read an epoch, refresh, and read another one; on one rank after the folder has grown."""
+
+    def epochs(rank: int) -> list[int]:
+        loader = make_loader(folder, 4, cache=False)
+        ended(loader)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        if rank == 0:
+            loader.dataset.refresh()
+            store.set("rank 0 has listed", "")
+        store.wait(["rank 0 has listed"])
+        if rank == 1:
+            write(Path(folder) / "c.parquet", 40, 4) if grow else None
+            loader.dataset.refresh()
+        return ended(loader)
+
+    return together(epochs, "agent")
+
+
+def read_one_after_the_other(folder: str) -> list[int]:
+    """Read an epoch on both ranks, and one after a refresh, on rank 0 when rank 1 has ended its own."""
+
+    def epochs(rank: int) -> list[int]:
+        loader = make_loader(folder, 4, cache=False)
+        ended(loader)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set(f"rank {rank} has read", "")
+        store.wait(["rank 0 has read", "rank 1 has read"])
+        if rank == 0:
+            store.wait(["rank 1 is done"])
+        else:
+            write(Path(folder) / "c.parquet", 40, 4)
+        loader.dataset.refresh()
+        rows = ended(loader)
+        store.set(f"rank {rank} is done", "")
+        return rows
+
+    return together(epochs, "agent")
+
+
+def test_a_rank_that_has_not_refreshed_yet_is_no_other_one(folder, ranks):
+    rows = ranks(2, read_one_after_the_other, str(folder))
+    assert sorted([*rows[0], *rows[1]]) == list(range(44))
+
+
+def test_ranks_whose_refreshes_differ_are_told(folder, ranks):
+    rows = ranks(2, read_after_a_refresh, str(folder), False)
+    assert sorted([*rows[0], *rows[1]]) == list(range(40))
+    errors = errors_of(ranks(2, read_after_a_refresh, str(folder), True))
+    assert errors
+    assert all("the ranks read different rows" in error and "c.parquet" in error for error in errors)
+
+
+def test_without_a_choice_other_data_is_refused_and_the_choices_are_named(folder, options):
+    _, state = begun(str(folder), **options)
+    write(folder / "c.parquet", 40, 10)
+    loader = make_loader(str(folder), 4, **options)
+    with pytest.raises(ConfigError, match=r'of another dataset .* on_change="continue" or "next_epoch"'):
+        loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"on_change='later': use"):
+        loader.load_state_dict(state, on_change="later")
+    assert sorted(ended(loader)) == list(range(50))
+
+
+def test_next_epoch_ends_the_epoch_on_the_old_data_first(folder, options):
+    seen, state = begun(str(folder), **options)
+    write(folder / "c.parquet", 40, 10)
+    loader = make_loader(str(folder), 4, row_ids=True, **options)
+    loader.load_state_dict(state, on_change="next_epoch")
+    assert len(loader) == 10
+    half = iter(loader)
+    batch = next(half)
+    assert numbers(batch) == [int(loader.dataset[row]["id"]) for row in batch["row_id"].tolist()]
+    again = make_loader(str(folder), 4, **options)
+    again.load_state_dict(loader.state_dict(), on_change="next_epoch")
+    half.close()
+    rows = numbers(batch) + ended(again)
+    assert sorted(seen + rows) == list(range(40))
+    assert sorted(ended(again)) == list(range(50))
+    assert len(again.dataset) == 50
+
+
+def test_next_epoch_tells_which_file_of_a_folder_is_gone(folder, options):
+    _, state = begun(str(folder), **options)
+    write(folder / "a.parquet", 100, 20)
+    loader = make_loader(str(folder), 4, **options)
+    with pytest.raises(OriginNotFound, match=r"a\.parquet of the interrupted epoch is gone, or replaced: on_change="):
+        loader.load_state_dict(state, on_change="next_epoch")
+    assert sorted(ended(loader)) == sorted([*range(100, 120), *range(20, 40)])
+
+
+def test_next_epoch_tells_that_files_of_a_table_were_vacuumed(tmp_path):
+    table = GrowingDelta(tmp_path / "table")
+    _, state = begun(table.source(), cache=False)
+    write_deltalake(str(table.folder), pa.table({"id": [1], "text": ["x"]}), mode="overwrite")
+    table.source().vacuum(0, dry_run=False, enforce_retention_duration=False)
+    with pytest.raises(OriginNotFound, match="VACUUM or expire_snapshots has removed it"):
+        make_loader(table.source(), 4, cache=False).load_state_dict(state, on_change="next_epoch")
+
+
+def test_continue_tells_that_rows_may_have_moved_from_files_that_were_vacuumed(tmp_path, options):
+    table = GrowingDelta(tmp_path / "table")
+    _, state = begun(table.source(), **options)
+    table.source().optimize.compact()
+    table.source().vacuum(0, dry_run=False, enforce_retention_duration=False)
+    changes._kept.clear()
+    loader = make_loader(table.source(), 4, cache=False)
+    with pytest.raises((OriginError, ConfigError), match=r"VACUUM|is not in this cache"):
+        loader.load_state_dict(state, on_change="continue")
+
+
+def test_rows_that_were_updated_come_with_their_new_values(tmp_path):
+    table = GrowingDelta(tmp_path / "table")
+    seen, state = begun(table.source(), cache=False)
+    table.source().update(updates={"text": "'new'"}, predicate=f"id in ({seen[0]}, 39, 38)")
+    loader = make_loader(table.source(), 4, cache=False)
+    loader.load_state_dict(state, on_change="continue")
+    texts = {number: text for batch in loader for number, text in zip(numbers(batch), batch["text"], strict=True)}
+    assert sorted(texts) == sorted({*range(40)} - {*seen} | {seen[0], 38, 39})
+    assert texts[seen[0]] == "new"
+
+
+def test_equal_rows_that_were_written_again_come_as_often_as_they_are_left(tmp_path):
+    path = f"{tmp_path}/table"
+    write_deltalake(path, pa.table({"id": [7] * 10 + [8] * 6}))
+    seen, state = begun(DeltaTable(path), 2, cache=False)
+    write_deltalake(path, pa.table({"id": [7] * 2}), mode="append")
+    DeltaTable(path).optimize.compact()
+    loader = make_loader(DeltaTable(path), 4, cache=False)
+    loader.load_state_dict(state, on_change="continue")
+    assert Counter(seen + ended(loader)) == {7: 12, 8: 6}
+
+
+def test_a_replaced_file_of_the_same_size_and_rows_is_another_one(folder, options):
+    how = {"compression": "none", "use_dictionary": False}
+    pq.write_table(pa.table({"id": range(20)}), folder / "a.parquet", **how)
+    size = (folder / "a.parquet").stat().st_size
+    seen, state = begun(str(folder), **options)
+    pq.write_table(pa.table({"id": range(60, 80)}), folder / "a.parquet", **how)
+    assert (folder / "a.parquet").stat().st_size == size
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == sorted({*seen, *range(20, 40), *range(60, 80)})
+
+
+def test_a_file_that_was_only_touched_is_the_same(folder, options):
+    seen, state = begun(str(folder), **options)
+    body = (folder / "a.parquet").read_bytes()
+    (folder / "a.parquet").unlink()
+    (folder / "a.parquet").write_bytes(body)
+    write(folder / "c.parquet", 40, 4)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == list(range(44))
+
+
+def test_a_run_goes_on_at_a_copy_of_the_folder(folder, tmp_path, options):
+    seen, state = begun(str(folder), **options)
+    folder = folder.rename(tmp_path / "moved")
+    write(folder / "c.parquet", 40, 4)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == list(range(44))
+
+
+def test_rows_are_excluded_from_the_rest_of_an_epoch(folder, options):
+    seen, state = begun(str(folder), **options)
+    bad = [row for row in range(40) if row not in seen][:5]
+    write(folder / "c.parquet", 40, 4)
+    loader = make_loader(make_dataset(str(folder), **options).exclude(bad), 4)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == sorted({*range(44)} - {*bad})
+    assert sorted(ended(loader)) == sorted({*range(44)} - {*bad})
+
+
+def test_an_epoch_that_has_not_begun_has_the_new_data(folder, options):
+    state = make_loader(str(folder), 4, **options).state_dict()
+    write(folder / "c.parquet", 40, 4)
+    for choice in ("continue", "next_epoch"):
+        loader = make_loader(str(folder), 4, **options)
+        loader.load_state_dict({**state, "epoch": 3}, on_change=choice)
+        assert loader.state_dict()["epoch"] == 3
+        assert sorted(ended(loader)) == list(range(44))
+
+
+def test_an_epoch_at_its_end_goes_on_with_new_rows(folder, options):
+    loader = make_loader(str(folder), 4, **options)
+    iterator = iter(loader)
+    seen = [number for _ in range(10) for number in numbers(next(iterator))]
+    state = loader.state_dict()
+    iterator.close()
+    write(folder / "c.parquet", 40, 4)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == list(range(44))
+
+
+def test_without_the_cache_of_the_run_the_rows_it_had_are_unknown(folder, options):
+    _, state = begun(str(folder), **options)
+    write(folder / "c.parquet", 40, 4)
+    changes._kept.clear()
+    loader = make_loader(str(folder), 4, cache=False)
+    for choice in ("continue", "next_epoch"):
+        with pytest.raises(ConfigError, match=r"is not in this cache, .*: use the cache_dir of the run"):
+            loader.load_state_dict(state, on_change=choice)
+    assert sorted(ended(loader)) == list(range(44))
+
+
+def test_a_state_that_is_full_of_changes_is_told(folder, options, monkeypatch):
+    monkeypatch.setattr(changes, "MOST_EARLIER_CHARACTERS", 300)
+    state = None
+    seen: list[int] = []
+    with pytest.raises(ConfigError, match=r"the data has changed 7 times within one epoch, more than a state holds"):
+        for number in range(9):
+            loader = make_loader(str(folder), 1, **options)
+            if state is not None:
+                loader.load_state_dict(state, on_change="continue")
+            rows, state = read([loader], 1, state)
+            seen += rows
+            write(folder / f"c{number:03}.parquet", 40 + 2 * number, 2)
+    assert len(set(seen)) == len(seen)
+
+
+def test_nodes_keep_their_streams(folder, options):
+    def loaders() -> list[Any]:
+        how = {"window": 2, "num_streams": 2, **options}
+        return [make_loader(str(folder), 2, world=World(rank, 2, 0, 1), **how) for rank in range(2)]
+
+    seen, state = read(loaders(), 3, None)
+    write(folder / "c.parquet", 40, 20)
+    nodes = loaders()
+    for loader in nodes:
+        loader.load_state_dict(state, on_change="continue")
+    groups = [set(loader.rank_sampler.blocks_from()) for loader in nodes]
+    assert len(groups[0] & groups[1]) <= 1  # that on the border
+    rows = [ended(loader) for loader in nodes]
+    for own, of in zip(rows, groups, strict=True):
+        starts = nodes[0].dataset.block_lengths.cumsum()
+        assert {int((starts <= row).sum()) for row in own} <= of
+    assert sorted(seen + rows[0] + rows[1]) == list(range(60))
+
+
+REFUSED = {
+    "flat_map": lambda dataset: make_loader(dataset.flat_map(marked, ["id"]), 4),
+    "batch_tokens": lambda dataset: make_loader(dataset, batch_tokens=400, length="id"),
+    'batching="homogeneous"': lambda dataset: make_loader(mix([dataset], batching="homogeneous"), 4),
+    "a schedule of weights": lambda dataset: make_loader(mix([dataset, dataset], schedule={0: [1, 1], 9: [1, 2]}), 4),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_go_on_is_refused(what, folder, options):
+    (folder / "a.parquet").unlink()
+    state = REFUSED[what](make_dataset(str(folder), **options)).state_dict()
+    write(folder / "c.parquet", 40, 4)
+    for choice in ("continue", "next_epoch"):
+        loader = REFUSED[what](make_dataset(str(folder), **options))
+        with pytest.raises(ConfigError, match=f"a loader with {what} cannot go on with other data"):
+            loader.load_state_dict({**state, "cursor": 4}, on_change=choice)
+
+
+def test_a_sampler_alone_does_not_go_on(folder, options):
+    _, state = begun(str(folder), **options)
+    write(folder / "c.parquet", 40, 4)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    other = make_loader(str(folder), 4, **options)
+    with pytest.raises(ConfigError, match=r"changed within the epoch of the state: load it by loader\.load_state_dict"):
+        other.rank_sampler.load_state_dict(loader.state_dict())
+    with pytest.raises(ConfigError, match="a trainer that skips the batches that it has had cannot continue then"):
+        list(loader.batch_sampler)
+    with pytest.raises(ConfigError, match="the state has earlier="):
+        other.load_state_dict({**loader.state_dict(), "earlier": [{"dataset": "x", "rows": "many"}]})
+    with pytest.raises(ConfigError, match="the state has had 99 rows of an epoch of 40"):
+        other.load_state_dict({**loader.state_dict(), "cursor": 99, "earlier": [{**state, "rows": 99}]})
+
+
+# Refreshes of a running job
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refresh_is_read_from_the_next_epoch_on(kind, tmp_path, options):
+    data, draw = KINDS[kind](tmp_path / "data"), random.Random(1)
+    dataset = make_dataset(data.source(), filters=[("id", ">", 0)], **options).map(marked)
+    dataset = dataset.exclude([dataset["id"].tolist().index(1)])
+    loader = make_loader(dataset, 4)
+    assert not loader.dataset.refresh()
+    assert sorted(ended(loader)) == list(range(2, 40))
+    for _ in range(3):
+        before = sorted(data.alive - {0, 1})
+        iterator = iter(loader)
+        rows = numbers(next(iterator))
+        data.change(draw)
+        assert dataset.refresh()
+        assert sorted(rows + [number for batch in iterator for number in numbers(batch)]) == before
+        assert len(loader) == -(-len(data.alive - {0, 1}) // 4)
+        assert len(loader.dataset) == len(data.alive - {0, 1})
+        assert sorted(ended(loader)) == sorted(data.alive - {0, 1})
+    assert not dataset.refresh()
+
+
+def test_a_refresh_tells_what_has_changed(folder, options):
+    dataset = make_dataset(str(folder), **options)
+    write(folder / "c.parquet", 40, 4)
+    (folder / "a.parquet").unlink()
+    found = dataset.refresh()
+    assert (found.rows, found.files_added, found.files_removed) == (-16, 1, 1)
+    assert found
+
+
+def test_a_mixture_is_refreshed_with_its_weights_by_rows(folder, tmp_path, options):
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / "x.parquet", 1000, 20)
+    mixture = mix({"a": str(folder), "b": str(tmp_path / "other")}, name_column="source", **options)
+    loader = make_loader(mixture, 4)
+    assert len(ended(loader)) == 60
+    write(tmp_path / "other" / "y.parquet", 1020, 20)
+    assert mixture.refresh()
+    rows = [
+        (number, source)
+        for batch in loader
+        for number, source in zip(*map(list, (numbers(batch), batch["source"].tolist())), strict=True)
+    ]
+    assert sorted(number for number, _ in rows) == [*range(40), *range(1000, 1040)]
+    assert all((number >= 1000) == source for number, source in rows)
+
+
+def test_a_refresh_between_the_load_of_a_state_and_its_epoch_waits_for_the_next_one(folder, options):
+    seen, state = begun(str(folder), **options)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state)
+    write(folder / "c.parquet", 40, 4)
+    assert loader.dataset.refresh()
+    assert sorted(seen + ended(loader)) == list(range(40))
+    assert sorted(ended(loader)) == list(range(44))
+
+
+@pytest.mark.parametrize("batches", [7, 12, 15])
+def test_a_source_that_repeats_goes_on_with_its_pass(batches, folder, tmp_path, options):
+    (tmp_path / "small").mkdir()
+    write(tmp_path / "small" / "x.parquet", 1000, 9)
+
+    def loader() -> Any:
+        sources = {"large": str(folder), "small": str(tmp_path / "small")}
+        return make_loader(mix(sources, [1, 1], num_rows=100, **options), 4)
+
+    seen, state = read([loader()], batches, None)
+    passes = [row for row in seen if row >= 1000]
+    had = passes[(len(passes) - 1) // 9 * 9 :]
+    write(tmp_path / "small" / "y.parquet", 1009, 5)
+    resumed = loader()
+    resumed.load_state_dict(state, on_change="continue")
+    rest = ended(resumed)
+    assert len(seen + rest) == 100
+    small = [row for row in rest if row >= 1000]
+    left = 14 - len(had)
+    assert set(had) | set(small[:left]) == set(range(1000, 1014))
+    for first in range(left, len(small), 14):
+        assert len(set(small[first : first + 14])) == len(small[first : first + 14])
+
+
+def test_rows_that_were_chosen_by_number_are_not_refreshed(folder, options):
+    dataset = make_dataset(str(folder), **options)
+    for chosen in (dataset.select([1, 2]), dataset.split([0.5, 0.5])[0], dataset.flat_map(marked)):
+        len(chosen)
+        with pytest.raises(ConfigError, match=r"(select|split|flat_map) is of the rows of one snapshot"):
+            chosen.refresh()
+
+
+def test_what_has_no_newer_snapshot_says_why(tmp_path, folder, options):
+    packed = make_dataset(str(folder), **options).map(listed).pack(8, "id")
+    with pytest.raises(ConfigError, match="cannot be made again of a new snapshot: open the source again"):
+        packed.refresh()
+    copied = pickle.loads(pickle.dumps(make_dataset(GrowingDelta(tmp_path / "delta").source(), cache=False)))
+    with pytest.raises(ConfigError, match="is a copy of another process, which has the table: refresh it there"):
+        copied.refresh()
+    table = KINDS["iceberg"](tmp_path / "iceberg").source()
+    static = make_dataset(StaticTable.from_metadata(table.metadata_location), cache=False)
+    with pytest.raises(ConfigError, match="the table has no catalog, which would know its newest snapshot"):
+        static.refresh()
+
+
+def listed(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": [[number] * 3 for number in numbers(batch)]}
+
+
+def test_another_number_of_sources_is_told(folder, options):
+    _, state = begun(mix([str(folder)], **options))
+    loader = make_loader(mix([str(folder), str(folder)], **options), 4)
+    with pytest.raises(ConfigError, match="the state is of 1 sources, and this loader has 2: use those"):
+        loader.load_state_dict(state, on_change="continue")
+
+
+def test_a_damaged_inventory_is_told():
+    for text in ("", "nonsense", '["bm9uc2Vuc2U="]'):
+        with pytest.raises(ConfigError, match="the inventory of 12ab cannot be read"):
+            changes.learn({"12ab": text})
+
+
+def test_scans_and_urls_are_refreshed_as_they_were_named(tmp_path):
+    table = KINDS["iceberg"](tmp_path / "iceberg")
+    scan = make_dataset(table.source().scan(row_filter="id > 9", selected_fields=("id",)), cache=False)
+    fixed = make_dataset(table.source().scan(snapshot_id=table.source().current_snapshot().snapshot_id), cache=False)
+    delta = GrowingDelta(tmp_path / "delta")
+    moving, pinned = (make_dataset(f"delta+{delta.folder}{at}", cache=False) for at in ("", "@1"))
+    table.append(5)
+    delta.append(5)
+    assert not fixed.refresh()
+    assert not pinned.refresh()
+    for dataset, first in ((scan, 10), (moving, 0)):
+        assert dataset.refresh().rows == 5
+        assert sorted(dataset.newest["id"].tolist()) == list(range(first, 45))
+    assert scan.newest.schema.names == ["id"]
+
+
+def test_loaders_with_token_budgets_are_not_refreshed(folder, options):
+    (folder / "a.parquet").unlink()
+    loader = make_loader(str(folder), batch_tokens=400, length="id", **options)
+    assert not loader.dataset.refresh()
+    assert sorted(ended(loader)) == list(range(20, 40))
+    write(folder / "c.parquet", 40, 4)
+    loader.dataset.refresh()
+    with pytest.raises(ConfigError, match="a loader with batch_tokens stays at its snapshot: make it again"):
+        ended(loader)
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "id": batch["id"] * 1}
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_workers_follow_a_refresh(how, folder, options):
+    loader = make_loader(str(folder), 4, transform=doubled, **how, **options)
+    assert sorted(ended(loader)) == list(range(40))
+    write(folder / "c.parquet", 40, 4)
+    loader.dataset.refresh()
+    assert sorted(ended(loader)) == list(range(44))
+
+
+def test_rows_that_fail_are_skipped_after_a_refresh(folder, options):
+    def positive(batch: dict[str, Any]) -> dict[str, Any]:
+        if int(batch["id"].min()) < 1:
+            raise ValueError("zero")
+        return {"id": batch["id"]}
+
+    dataset = make_dataset(str(folder), **options).map(positive)
+    loader = make_loader(dataset, 4, on_error="skip")
+    assert 0 not in ended(loader)
+    write(folder / "c.parquet", 40, 4)
+    assert dataset.refresh()
+    rows = ended(loader)
+    assert len(rows) == 44
+    assert set(range(1, 44)) == set(rows)
+
+
+def fetched(bucket: Any, before: int) -> int:
+    """Return the bytes of files of data that were sent since."""
+    sent = bucket.server.requests[before:]
+    return sum(each.num_bytes for each in sent if each.method == "GET" and each.path.endswith(".parquet"))
+
+
+def test_a_new_snapshot_fetches_only_its_new_files(bucket, tmp_path, options):
+    for number in range(10):
+        bucket.put_table(f"data/{number}.parquet", pa.table({"id": range(1000 * number, 1000 * (number + 1))}))
+    how = {"storage_options": bucket.options, **options}
+    loader = make_loader(bucket.url("data"), 100, **how)
+    assert len(ended(loader)) == 10_000
+    new = bucket.put_table("data/new.parquet", pa.table({"id": range(10_000, 11_000)}))
+    before = len(bucket.server.requests)
+    assert loader.dataset.refresh()
+    assert sorted(ended(loader)) == list(range(11_000))
+    assert 0 < fetched(bucket, before) <= 2 * new  # Its footer comes in a request of its own, which has all of it.
+    seen, state = begun(bucket.url("data"), **how)
+    newer = bucket.put_table("data/newer.parquet", pa.table({"id": range(11_000, 12_000)}))
+    loader = make_loader(bucket.url("data"), 100, **how)
+    before = len(bucket.server.requests)  # without the footers, of which neighbours are cached together
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == list(range(12_000))
+    assert 0 < fetched(bucket, before) <= newer
+
+
+def test_a_snapshot_that_only_deletes_fetches_no_data(bucket, tmp_path, options):
+    from delta_histories import deletion_vector
+
+    given = {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_ENDPOINT_URL": bucket.server.endpoint_url,
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_S3_ALLOW_UNSAFE_RENAME": "true",
+    }
+    write_deltalake(bucket.url("table"), pa.table({"id": range(100)}), storage_options=given)
+    loader = make_loader(DeltaTable(bucket.url("table"), storage_options=given), 4, **options)
+    assert len(ended(loader)) == 100
+    seen, state = read([loader], 3, None)
+    log = bucket.client.get_object(Bucket=bucket.name, Key=f"table/_delta_log/{0:020}.json")["Body"].read()
+    [add] = [json.loads(line)["add"] for line in log.splitlines() if b'"add"' in line]
+    features = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
+    actions = [
+        {"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **features}},
+        {"remove": {"path": add["path"], "deletionTimestamp": 1, "dataChange": True}},
+        {"add": {**add, "deletionVector": deletion_vector(tmp_path, range(50), "i")}},
+    ]
+    bucket.put(f"table/_delta_log/{1:020}.json", "\n".join(map(json.dumps, actions)).encode())
+    before = len(bucket.server.requests)
+    resumed = make_loader(DeltaTable(bucket.url("table"), storage_options=given), 4, **options)
+    resumed.load_state_dict(state, on_change="continue")
+    rest = ended(resumed)
+    assert min(rest) >= 50
+    assert sorted({*seen, *rest}) == sorted({*seen, *range(50, 100)})
+    assert len(seen + rest) == len({*seen, *rest})
+    assert fetched(bucket, before) == 0
+
+
+# fit
+
+
+def train(source: Any, folder: Path, steps: int, rows: list[int], **options: Any) -> None:
+    """Train on an epoch, or up to an error after some steps."""
+    taken = iter(range(steps))
+
+    def loss(net: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if next(taken, None) is None:
+            raise RuntimeError("enough")
+        rows.extend(numbers(batch))
+        return net(batch["id"][:, None].float()).mean()
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    how = {"checkpoint_dir": folder, "checkpoint_every": 1, "precision": "fp32", "progress": False}
+    fit(model, optimizer, make_loader(source, 4, cache=False), loss, epochs=1, **how, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_goes_on_with_new_data_without_a_cache(kind, tmp_path):
+    data, rows = KINDS[kind](tmp_path / "data"), list[int]()
+    for count in (3, 2):
+        with pytest.raises(RuntimeError, match="enough"):
+            train(data.source(), tmp_path / "run", count, rows, on_change="continue")
+        changes._kept.clear()
+        data.append(10)
+    with pytest.raises(ConfigError, match=r"was saved within an epoch of .*choose on_change="):
+        train(data.source(), tmp_path / "run", 99, rows)
+    changes._kept.clear()
+    train(data.source(), tmp_path / "run", 99, rows, on_change="continue")
+    assert sorted(rows) == list(range(60))
+
+
+def test_fit_ends_the_epoch_of_a_checkpoint_on_its_data(tmp_path):
+    data, rows = GrowingFolder(tmp_path / "data"), list[int]()
+    with pytest.raises(RuntimeError, match="enough"):
+        train(data.source(), tmp_path / "run", 3, rows)
+    changes._kept.clear()
+    data.append(10)
+    train(data.source(), tmp_path / "run", 99, rows, on_change="next_epoch")
+    assert sorted(rows) == list(range(40))
+    with pytest.raises(ConfigError, match="on_change='never'"):
+        train(data.source(), tmp_path / "run", 99, rows, on_change="never")
