@@ -23,7 +23,6 @@ import torch.distributed as dist
 from deltalake import DeltaTable, write_deltalake
 from growing import KINDS, GrowingDelta, GrowingFolder
 from pyiceberg.table import StaticTable
-from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from test_agreement import errors_of, together
 from torch import nn
 
