@@ -77,6 +77,7 @@ class Run:
         self.starts = read_ledger(folder)
         self._open = open_loader
         self._loaders: dict[int, Loader] = {}
+        self._planned: dict[tuple[int, int], int] = {}
         self._before = self._steps_before()
 
     def loader(self, start: Start) -> Loader:
@@ -164,13 +165,19 @@ class Run:
             end = start.seals[-1][0] if start.seals else start.record["rows"]
         given = start.record.get("loader") or {}
         if "batch_tokens" in given:
-            sampler = self.loader(start).rank_sampler
-            batches = sampler.batches_left() - sampler.at_row(end).batches_left()
+            batches = self._batches_by_tokens(start, end)
         else:
             size = start.record["ranks"] * start.record["batch_size"]
             whole, rest = divmod(max(0, end - start.cursor), size)
             batches = whole + (rest > 0 and not start.record["drop_last"])
         return -(-batches // _batches_of_a_step(start))
+
+    def _batches_by_tokens(self, start: Start, end: int) -> int:
+        """Return the batches of a loop with a token budget up to row `end`, for which they are planned, once."""
+        if (start.number, end) not in self._planned:
+            sampler = self.loader(start).rank_sampler
+            self._planned[start.number, end] = sampler.batches_left() - sampler.at_row(end).batches_left()
+        return self._planned[start.number, end]
 
 
 def _batches_of_a_step(start: Start) -> int:
