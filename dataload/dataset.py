@@ -681,6 +681,7 @@ class Dataset(MapStyle):
         split: bool = True,
         pad: Any = 0,
         cu_seqlens: bool = False,
+        lengths: str | None = None,
     ) -> Dataset:
         """Return the dataset of sequences of `length` values, in which the documents stand one after the other.
 
@@ -703,6 +704,8 @@ class Dataset(MapStyle):
             pad: What fills the column, and 0 fills each of `also`; or what fills each column, by name.
             cu_seqlens: Add what attention of variable length takes: `cu_seqlens`, the bounds of the segments of the
                 batch, int32 Tensor[segments + 1], and `max_seqlen`, the longest segment. Padding is a segment.
+            lengths: A column of integers that has the number of values of each document, such as "n_tokens". It is read
+                in place of the documents where footers do not tell the sequences.
 
         Raises:
             ConfigError: An argument cannot work.
@@ -727,7 +730,7 @@ class Dataset(MapStyle):
         """
         from dataload.packed import PackedDataset, packing_of
 
-        packing = packing_of(self, length, column, also, split=split, pad=pad, cu_seqlens=cu_seqlens)
+        packing = packing_of(self, length, column, also, split=split, pad=pad, cu_seqlens=cu_seqlens, lengths=lengths)
         return PackedDataset(self, packing)
 
     def _stage_of(self, function: Function, *arguments: Any, is_flat: bool = False) -> Stage:

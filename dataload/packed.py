@@ -19,9 +19,9 @@ from dataload.catalog.locations import Location
 from dataload.catalog.recipe import Recipe, plain
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, fields_of
-from dataload.mapping.counting import LengthMaker, counted_once, each_counted
+from dataload.mapping.counting import UNKNOWN, LengthMaker, counted_once, each_counted
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.packing import OF_BATCHES, POSITIONS, SEGMENTS, Packing, sequences_of
@@ -122,16 +122,21 @@ class PackedDataset(Dataset):
         manifest, packing = self.manifest, self.packing
         if (values := self._by_footers) is not None:
             return np.stack((packing.filled(values), values))
-        cache = self.cached_row_groups()
+        counted = packing.lengths or packing.column
+        cache = self._documents.cached_row_groups([counted] if packing.lengths else packing.columns)
+        firsts = np.cumsum(manifest.block_lengths) - manifest.block_lengths
 
         def of(number: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
             selection = self.stored_selection
             own = lengths if selection is None else lengths[selection.mask(number)]
+            if own.max(initial=0) == UNKNOWN:
+                place = self._documents.locate(int(firsts[number] + own.argmax())).text
+                raise DataError(f"{place}: column {counted!r} has no length: lengths are whole numbers from 0 on")
             return sequences_of(own, packing), int(own.sum())
 
         def count() -> bytes:
             found = np.zeros((2, len(manifest.row_groups)), "<i8")
-            filled, maker = np.flatnonzero(manifest.block_lengths).tolist(), LengthMaker(cache, packing.column)
+            filled, maker = np.flatnonzero(manifest.block_lengths).tolist(), LengthMaker(cache, counted)
             for number, counts in each_counted(maker, filled, f"the values of {packing.column!r}", of):
                 found[:, number] = counts
             return found.tobytes()
@@ -203,7 +208,10 @@ class PackedDataset(Dataset):
         packing = self.packing
         how = {"length": packing.length, "column": packing.column, "also": list(packing.also), "split": packing.split}
         pads = dict(zip(packing.columns, map(plain, packing.pads), strict=True))
-        return (*self._documents.recipe, {"pack": {**how, "pad": pads, "cu_seqlens": packing.cu_seqlens}})
+        return (
+            *self._documents.recipe,
+            {"pack": {**how, "pad": pads, "cu_seqlens": packing.cu_seqlens, "lengths": packing.lengths}},
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -299,7 +307,7 @@ class _Documents:
 
 
 def packing_of(
-    documents: Dataset, length: Any, column: Any, also: Any, *, split: Any, pad: Any, cu_seqlens: Any
+    documents: Dataset, length: Any, column: Any, also: Any, *, split: Any, pad: Any, cu_seqlens: Any, lengths: Any
 ) -> Packing:
     """Return how documents are packed. See `Dataset.pack`.
 
@@ -332,7 +340,17 @@ def packing_of(
     if unknown := given.keys() - set(names):
         raise ConfigError(f"pad= names {min(unknown, key=str)!r}, which is not packed: name {few(map(repr, names))}")
     pads = tuple(_pad(field, given.get(field.name, 0)) for field in fields)
-    return Packing(length, column, tuple(also), bool(split), pads, bool(cu_seqlens))
+    _check_lengths(schema, lengths)
+    return Packing(length, column, tuple(also), bool(split), pads, bool(cu_seqlens), lengths)
+
+
+def _check_lengths(schema: pa.Schema, lengths: Any) -> None:
+    """Raise ConfigError unless `lengths` is None or a column of integers."""
+    known = [field for field in fields_of(schema) if field.kind == "dense" and not field.shape]
+    numbers = [field.name for field in known if np.dtype(field.dtype).kind in "iu"]
+    if lengths is not None and lengths not in numbers:
+        there = few(map(repr, numbers)) if numbers else "none"
+        raise ConfigError(f"lengths={lengths!r} is no column of integers of the dataset, of which there are: {there}")
 
 
 def _pad(field: Field, value: Any) -> Any:

@@ -34,6 +34,7 @@ class Packing:
         split: Whether documents are cut at the end of a sequence. Otherwise only those longer than one are.
         pads: What fills the rest of a sequence, for each column.
         cu_seqlens: Whether batches have the bounds of their segments.
+        lengths: The column that has the number of values of each document; None: the values are counted.
     """
 
     length: int
@@ -42,6 +43,7 @@ class Packing:
     split: bool = True
     pads: tuple[Any, ...] = (0,)
     cu_seqlens: bool = False
+    lengths: str | None = None
 
     @property
     def key(self) -> list[Any]:

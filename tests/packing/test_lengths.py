@@ -22,7 +22,7 @@ from pyarrow import feather
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cli import app
 from dataload.dataset import Dataset
-from dataload.errors import DataError
+from dataload.errors import ConfigError, DataError
 from dataload.mapping import counting
 
 ROWS, GROUP, LENGTH = 120, 10, 8
@@ -163,6 +163,28 @@ def test_other_documents_than_were_counted_are_an_error(
     with pytest.raises(DataError, match=r"row group 0 row 0 and the rest of its row group have .* as were counted"):
         packed[0]
     assert packed[count - 1]["tokens"].shape == (LENGTH,)
+
+
+def test_a_column_of_lengths_is_read_in_place_of_the_documents(tmp_path: Path, bucket: Any) -> None:
+    columns = {"n_tokens": LENGTHS, "tokens": [[n] * int(size) for n, size in enumerate(LENGTHS)]}
+    sink, wrong = pa.BufferOutputStream(), {**columns, "n_tokens": LENGTHS // 2, "broken": [-1] * ROWS}
+    pq.write_table(pa.table(columns), sink, row_group_size=GROUP, use_dictionary=False)
+    bucket.put("rows.parquet", sink.getvalue().to_pybytes())
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    dataset = make_dataset(bucket.url("rows.parquet"), storage_options=bucket.options, cache=cache)
+    for documents in (dataset, dataset.exclude([3, 50])):
+        packed = documents.pack(LENGTH, split=False, lengths="n_tokens")
+        assert len(packed) == len(documents.pack(LENGTH, split=False))
+        expected = {n: size for n, size in EXPECTED.items() if documents is dataset or n not in (3, 50)}
+        assert tokens_of(packed) == expected
+    pq.write_table(pa.table(wrong), tmp_path / "wrong.parquet", row_group_size=GROUP)
+    documents = make_dataset(tmp_path / "wrong.parquet", cache=False)
+    with pytest.raises(DataError, match=r"as the column 'n_tokens' says: it must have their numbers of values"):
+        tokens_of(documents.pack(LENGTH, split=False, lengths="n_tokens"))
+    with pytest.raises(DataError, match=r"row group 0 row 0: column 'broken' has no length"):
+        len(documents.pack(LENGTH, split=False, lengths="broken"))
+    with pytest.raises(ConfigError, match=r"lengths='tokens' is no column of integers .* there are: 'n_tokens', 'b"):
+        documents.pack(LENGTH, lengths="tokens")
 
 
 def test_footers_tell_without_reading_a_document(tmp_path: Path, bucket: Any) -> None:
