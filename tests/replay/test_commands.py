@@ -63,7 +63,10 @@ def made(folder: Path, kind: str, rank: int, ranks: int, stats_dir: Path) -> Loa
     return make_loader(data, **how, row_ids=True, stats_dir=stats_dir, world=World(rank, ranks))
 
 
-@pytest.mark.parametrize("kind", ["plain", "mixture", "tokens", "packed", "selected"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mixture", "tokens", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "packed", "selected"))],
+)
 def test_the_steps_of_a_row_are_exact_over_five_epochs(folder: Path, tmp_path: Path, run: Any, kind: str) -> None:
     loaders = [made(folder, kind, rank, 2, tmp_path / "run") for rank in range(2)]
     steps: list[tuple[int, list[list[int]]]] = []  # the epoch, and the rows of each rank
