@@ -137,9 +137,14 @@ class KnownRows:
         bits = np.zeros(int(borders[-1]), np.uint8)
         for numbers in parts:
             rows = numbers if inventory.selection is None else inventory.selection.rows_of(numbers)
+            if not len(rows):
+                continue
+            rows = np.sort(rows)  # So the bits of a byte follow each other.
             groups = np.searchsorted(starts, rows, "right") - 1
             within = rows - starts[groups]
-            np.bitwise_or.at(bits, borders[groups] + within // 8, (1 << (within % 8)).astype(np.uint8))
+            places = borders[groups] + within // 8
+            firsts = np.flatnonzero(np.diff(places, prepend=-1))
+            bits[places[firsts]] |= np.bitwise_or.reduceat((1 << (within % 8)).astype(np.uint8), firsts)
         for key, own in zip(inventory.keys, np.split(bits, borders[1:-1]), strict=True):
             if own.any():
                 self._bits[key] = own | self._bits[key] if key in self._bits else own
