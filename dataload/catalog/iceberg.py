@@ -83,7 +83,7 @@ def iceberg_at(source: Any, version: str | None) -> Any:
     if catalog is None or not name or type(catalog).__name__ == "NoopCatalog":
         raise ConfigError("the table has no catalog, which would know its newest snapshot: load it by a catalog")
     shown = redacted(f"{ICEBERG_URL}{getattr(catalog, 'name', None)}/{'.'.join(name)}")
-    table = _reading(shown, lambda: catalog.load_table(name))
+    table = _reading(shown, lambda: _answered(shown, lambda: catalog.load_table(name)))
     if not is_scan:
         return table
     chosen = {each: getattr(source, each) for each in ("row_filter", "selected_fields", "case_sensitive", "options")}

@@ -20,6 +20,7 @@ from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError
 from dataload.formats.schema import ERRORS, Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
+from dataload.formats.table_columns import TableFile
 from dataload.formats.text import TextErrors
 from dataload.mapping.identity import find_code, identity, name_of
 from dataload.mapping.pickling import dumps
@@ -287,8 +288,8 @@ def up_to_flat(stages: Sequence[Stage]) -> int:
 def order_key_of(manifest: Manifest) -> str:
     """Return the digest of a dataset that decides the order of its rows. Copies of the files elsewhere have the same.
 
-    It covers the files' sizes, their footers, and their names below the folder that they share, the row groups, and the
-    selected rows.
+    It covers the files' sizes, their footers, and their names below the folder that they share, the row groups, the
+    selected rows, and what a table calls its columns: a version that renames some has other values in the same rows.
     Nodes may have copies of their own, so it covers neither that folder nor versions. It covers no maps, so that ranks
     read each row once even if their maps differ, which only `fit` refuses.
     """
@@ -300,7 +301,8 @@ def order_key_of(manifest: Manifest) -> str:
         for group in manifest.row_groups
     ]
     selected = None if manifest.selection is None else manifest.selection.digest
-    content = [groups, selected]
+    tables = {each.file.columns.digest for each in manifest.row_groups if isinstance(each.file, TableFile)}
+    content = [groups, selected, *sorted(tables)]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"order").hexdigest()
 
 

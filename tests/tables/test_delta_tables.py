@@ -113,6 +113,9 @@ def test_a_name_that_moves_to_another_column_has_no_rows_of_the_cache(tmp_path):
     assert sorted(make_dataset(f"delta+{path}@0", cache_dir=cache)["a"].tolist()) == [1, 5]
     assert sorted(make_dataset(f"delta+{path}", cache_dir=cache, filters=[("a", ">", 2)])["a"].tolist()) == [3]
     assert sorted(make_dataset(f"delta+{path}@0", cache_dir=cache, filters=[("a", ">", 2)])["a"].tolist()) == [5]
+    state = make_loader(f"delta+{path}@0", 1, cache=False).state_dict()
+    with pytest.raises(ConfigError, match=r"the state is of delta\+.*t@0, and this loader reads delta\+"):
+        make_loader(f"delta+{path}", 1, cache=False).load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", ["i", "u", "p"])
