@@ -49,12 +49,15 @@ def changed_from(usual: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, 
 
 def rows_text(rows: npt.NDArray[Any], total: int) -> Any:
     """Return the numbers of rows, or those of a mask, as text; a text about them if there are too many."""
-    if rows.size <= MOST_ROWS:
-        numbers = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64) % total
+    is_mask = rows.dtype == np.bool_
+    # The borders of a mask are counted first, which takes no time.
+    parts, most = (np.count_nonzero(rows[1:] != rows[:-1]), MOST_CHARACTERS) if is_mask else (rows.size, MOST_ROWS)
+    if parts <= most:
+        numbers = np.flatnonzero(rows) if is_mask else rows.astype(np.int64) % total
         text = ranges(numbers, MOST_CHARACTERS)
         if not text.endswith("…"):
             return text
-    return {UNRECORDED: f"{np.count_nonzero(rows) if rows.dtype == np.bool_ else rows.size:,} rows"}
+    return {UNRECORDED: f"{np.count_nonzero(rows) if is_mask else rows.size:,} rows"}
 
 
 def rows_of(text: str) -> npt.NDArray[np.int64]:
@@ -74,11 +77,14 @@ def rows_of(text: str) -> npt.NDArray[np.int64]:
 
 def ranges(numbers: Sequence[int] | npt.NDArray[Any], most: int = 4000) -> str:
     """Return the numbers in ascending order as text of at most `most` characters, such as "0-3, 7, 9-12"."""
-    ordered = np.unique(numbers)
-    last = np.append(np.diff(ordered) != 1, bool(len(ordered)))[: len(ordered)]
-    first = np.roll(last, 1)
+    ordered = np.asarray(numbers)
+    if not len(ordered):
+        return ""
+    if (ordered[1:] < ordered[:-1]).any():
+        ordered = np.sort(ordered)
+    ends = np.append(np.flatnonzero(np.diff(ordered) > 1), len(ordered) - 1)[:most]
     texts, left = list[str](), most
-    for start, end in zip(ordered[first], ordered[last], strict=True):
+    for start, end in zip(ordered[np.append(0, ends[:-1] + 1)], ordered[ends], strict=True):
         text = f"{start}" if start == end else f"{start}-{end}"
         left -= len(text) + len(", ")
         if left < len("…"):

@@ -156,8 +156,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return f"Loader({len(self):,} batches; {_order_text(self.rank_sampler)}; {self.dataset!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the workers, which belong to this process."""
-        return {**vars(self), "_workers": {}}
+        """Leave out the workers and the ledger of the loop, which belong to this process."""
+        return {**vars(self), "_workers": {}, "_latest_ledger": Ledger(None, 0, writes=False)}
 
     def __len__(self) -> int:
         self._renew()

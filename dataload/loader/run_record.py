@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from dataload.catalog.recipe import plain
@@ -33,7 +34,7 @@ PACKAGES = ("dataload", "torch", "numpy", "pyarrow")
 def record_of(loader: Loader, start: Position) -> dict[str, Any]:
     """Return the record of a loop of this loader that begins at a position: JSON, without credentials."""
     sampler = loader.rank_sampler
-    return {
+    record = {
         "versions": _versions(),
         "fingerprint": loader.dataset.fingerprint,
         "recipe": recipe_of(loader.dataset),
@@ -48,11 +49,16 @@ def record_of(loader: Loader, start: Position) -> dict[str, Any]:
         "epoch": start.epoch,
         "cursor": start.cursor,
     }
+    return {name: plain(value) for name, value in record.items()}
 
 
 @cache
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # a source tree that was never installed
+            found[name] = version(name)
+    return found
 
 
 def given_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

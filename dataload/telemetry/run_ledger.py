@@ -10,15 +10,18 @@ seals are a chain: a changed line, or a changed row, changes each later one. Ran
 from __future__ import annotations
 
 import base64
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Concatenate, ParamSpec, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +34,14 @@ DIGEST_BYTES = 12
 FIRST_SEAL = 1 << 10  # batches of a loop; each further seal comes after twice as many
 ROWS_AT_ONCE = 1 << 14  # in the chain: a call for a few leaves the interpreter to other threads as often
 MOST_SKIPPED = 1000  # rows that a loop of a rank names
+LOCK_SECONDS = 2.0  # that a loop waits for the lock of another process
 LINES = {"cursor"}, {"to", "chain"}, {"skipped", "rank"}  # what tells the kinds of lines
 NUMBERS = ("cursor", "to", "rank", "epoch", "ranks", "nodes", "rows", "batch_size", "step", "accumulate")
 MOST = 1 << 62  # of these
 ALWAYS = {"epoch", "ranks", "nodes", "rows", "batch_size", "order", "recipe"}  # in a record
 
 Rows = npt.NDArray[np.int64]
+P = ParamSpec("P")
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,19 @@ class Chain:
         return base64.b64encode(found.digest()[:DIGEST_BYTES]).decode()
 
 
+def _guarded(method: Callable[Concatenate[Ledger, P], None]) -> Callable[Concatenate[Ledger, P], None]:
+    """Return a method that ends the ledger, with one warning, where it would raise: no loop ends because of it."""
+
+    @wraps(method)
+    def guarded(self: Ledger, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            self.end_with(error)
+
+    return guarded
+
+
 class Ledger:
     """Writes the ledger of a run for one loop.
 
@@ -74,7 +92,7 @@ class Ledger:
     Attributes:
         end: Rows of the epoch, of all ranks, that the loop has handed out; -1: none.
 
-    Notes: a failure to write is logged, and the loop goes on without a ledger.
+    Notes: any failure is logged, once, and the loop goes on without a ledger.
     """
 
     def __init__(self, folder: Path | None, rank: int, *, writes: bool) -> None:
@@ -93,6 +111,12 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.seal()
 
+    def end_with(self, error: Exception) -> None:
+        """Write no more, because of an error."""
+        log.warning("the ledger of the run ends here: %s cannot be written: %s", self._path, redacted(error))
+        self._path = self._chain = None
+
+    @_guarded
     def start(self, record: Callable[[], Mapping[str, Any]]) -> None:
         """Record the start of the loop. record: returns what it begins with."""
         if self._path is None or not self._writes:
@@ -106,9 +130,10 @@ class Ledger:
             place = {"cursor": content["cursor"]}  # the mark of a start
             return {**{name: value for name, value in content.items() if known.get(name) != value}, **place}
 
-        if (added := self._append(line, sync=True)) is not None:
-            self._chain = Chain([*lines, added])
+        added = self._append(line, sync=True)
+        self._chain = Chain([*lines, added])
 
+    @_guarded
     def hand_out(self, cursor: int, step: int, size: int, rows: Rows) -> None:
         """Record batches of this rank, of which the first is handed out, after all that were recorded before.
 
@@ -131,6 +156,7 @@ class Ledger:
             self._seal(cursor)
         self._batches += -(-len(rows) // size)
 
+    @_guarded
     def seal(self) -> None:
         """Record a digest of the rows up to here."""
         self._seal(self.end)
@@ -149,33 +175,42 @@ class Ledger:
             chain.add(np.concatenate(self._waiting))
             self._waiting, self._rows = [], 0
 
+    @_guarded
     def skip(self, rows: Sequence[int]) -> None:
         """Record rows that were replaced in a batch."""
         rows = rows[: MOST_SKIPPED - self._skipped]
-        if rows:
+        if rows and self._path is not None:
             self._skipped += len(rows)
             self._append(lambda _: {"skipped": list(rows), "rank": self._rank})
 
-    def _append(self, line: Callable[[bytes], Mapping[str, Any]], *, sync: bool = False) -> bytes | None:
-        """Append line(bytes of the file), and flush it to the disk if `sync`. Return it; None if that failed."""
-        if self._path is None:
-            return None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab+", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # Closing the file releases it.
-                file.seek(0)
-                content = file.read()
-                added = json.dumps(line(content), separators=(",", ":")).encode()
-                after_a_cut = b"\n" if content and not content.endswith(b"\n") else b""
-                file.write(after_a_cut + added + b"\n")
-                if sync:
-                    os.fsync(file.fileno())
-        except OSError as error:
-            log.warning("the ledger of the run ends here: %s cannot be written: %s", self._path, error)
-            self._path = None
-            return None
+    def _append(self, line: Callable[[bytes], Mapping[str, Any]], *, sync: bool = False) -> bytes:
+        """Append line(bytes of the file), and flush it to the disk if `sync`. Return it."""
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab+", buffering=0) as file:
+            _lock(file)  # Closing the file releases it.
+            file.seek(0)
+            content = file.read()
+            added = json.dumps(line(content), separators=(",", ":")).encode()
+            after_a_cut = b"\n" if content and not content.endswith(b"\n") else b""
+            text = after_a_cut + added + b"\n"
+            if file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, "a line was cut off")
+            if sync:
+                os.fsync(file.fileno())
         return added
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file. Raise BlockingIOError if another process holds the lock for too long, perhaps stopped."""
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.01)
 
 
 @dataclass(frozen=True)

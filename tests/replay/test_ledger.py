@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import json
+import pickle
+import resource
+from importlib.metadata import PackageNotFoundError
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,12 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import World, make_dataset, make_loader
+from dataload.catalog.recipe import ranges, rows_text
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
+from dataload.loader import run_record
 from dataload.replay import Run
 from dataload.replay.rebuild import loader_of
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.samplers.token_sampler import TokenSampler
+from dataload.telemetry import run_ledger
 from dataload.telemetry.run_ledger import FILE, read_ledger
 
 ROWS = 120
@@ -166,3 +174,82 @@ def test_a_folder_that_cannot_be_written_ends_no_loop(
     (tmp_path / "run" / FILE).mkdir()
     assert loop(dataset, tmp_path / "run")["epoch"] == 1
     assert "the ledger of the run ends here" in caplog.text
+
+
+def test_numbers_of_numpy_are_recorded_as_plain_ones(dataset: Dataset, tmp_path: Path) -> None:
+    numbers = make_dataset(tmp_path / "rows.parquet", cache=False, null_masks=np.True_)  # type: ignore[arg-type]
+    part = numbers.split([0.5, 0.5], seed=np.int64(3))[0]  # type: ignore[arg-type]
+    loop(part, tmp_path / "run")
+    assert again(tmp_path / "run").verify()[2] == []
+
+
+def test_a_missing_package_or_any_failure_ends_no_loop(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_record, "version", version)
+        run_record._versions.cache_clear()
+        loop(dataset, tmp_path / "run")
+    run_record._versions.cache_clear()
+    assert read_ledger(tmp_path / "run")[0].record["versions"].keys() == {"python"}
+    assert not caplog.records
+    monkeypatch.setattr(run_record, "plain", lambda _: object())
+    assert loop(dataset, tmp_path / "other")["epoch"] == 1
+    assert caplog.text.count("the ledger of the run ends here") == 1
+
+
+def test_a_lock_that_another_process_keeps_ends_the_ledger_and_no_loop(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_ledger, "LOCK_SECONDS", 0)
+    with (tmp_path / FILE).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert loop(dataset, tmp_path)["epoch"] == 1
+    assert caplog.text.count("the ledger of the run ends here") == 1
+
+
+def test_a_line_that_the_disk_cut_off_ends_the_ledger(
+    dataset: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop(dataset, tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    loader = make_loader(dataset, 10, stats_dir=tmp_path, world=World(0, 1), num_threads=0)
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size + 10, hard))
+    try:
+        next(iterator)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    list(iterator)
+    assert "a line was cut off" in caplog.text
+    assert len(read_ledger(tmp_path)) == 1
+    assert again(tmp_path).verify()[1:] == (1, [])
+
+
+def test_a_loader_is_pickled_and_copied_after_a_loop(dataset: Dataset, tmp_path: Path) -> None:
+    loader = make_loader(dataset, 10, stats_dir=tmp_path / "run", world=World(0, 1), num_threads=0)
+    list(loader)
+    for other in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        assert len(list(other)) == ROWS // 10
+    assert again(tmp_path / "run").verify()[1:] == (3, [])
+
+
+def test_the_text_of_rows_needs_no_sort_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sort", "unique"):
+        monkeypatch.setattr(np, name, None)
+    mask = np.zeros(1000, bool)
+    mask[[3, 4, 5, 9, 999]] = True
+    assert rows_text(mask, 1000) == "3-5, 9, 999"
+    assert rows_text(np.ones(5, bool), 5) == "0-4"
+    monkeypatch.setattr(np, "flatnonzero", None)  # nor the rows of one with many borders
+    assert rows_text(np.arange(10_000) % 2 == 0, 10_000) == {"unrecorded": "5,000 rows"}
+
+
+def test_ranges_are_ascending() -> None:
+    assert ranges([7, 3, -1, 4, 3, 0]) == "-1-0, 3-4, 7"
+    assert ranges([]) == ""
+    assert ranges([5]) == "5"
