@@ -63,15 +63,13 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     Attributes:
         num_rows: Number of rows.
         rowstore: The rows.
-        refreshes: Calls of `refresh`, of this snapshot and of those before.
         computed: Columns of each batch that are computed from the numbers of its rows, by name.
     """
 
     num_rows: int
     rowstore: RowStore
-    refreshes: int = 0
-    _newer: Any = None  # of the same class
-    _raising: MapStyle | None = None  # of which this one is `skipping`
+    _lineage: Lineage | None = None
+    skips = False  # Whether it is `skipping`, and so are the snapshots that follow.
     computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
 
     def __len__(self) -> int:
@@ -170,20 +168,36 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         """Hex digest that decides the order of the rows."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out other snapshots."""
+        return {name: value for name, value in vars(self).copy().items() if name != "_lineage"}
+
+    @property
+    def lineage(self) -> Lineage:
+        """The snapshots of the source, which datasets share that `refresh` makes of each other."""
+        if self._lineage is None:
+            self._lineage = Lineage(self)
+        return self._lineage
+
     @property
     def newest(self) -> Self:
         """The rows that loaders read from their next epoch on: those of the last `refresh`, or these."""
-        if self._newer is None and self._raising is not None and (newer := self._raising.newest) is not self._raising:
-            self._newer = newer.skipping()
-        return self if self._newer is None else self._newer
+        if self._lineage is None:
+            return self
+        return cast("Self", self._lineage.skipping() if self.skips else self._lineage.newest)
+
+    def join(self, other: MapStyle, *, skips: bool) -> None:
+        """Follow what a refresh of another snapshot of the source finds. skips: as rows that are `skipping`."""
+        self._lineage, self.skips = other.lineage, skips
 
     def refresh(self) -> Changes:
         """Look for a newer snapshot of the source: folders are listed again, and tables opened at their newest version.
 
         Loaders of this dataset read it from their next epoch on, without a restart. `loader.dataset` is then the
         dataset of that snapshot, and this one stays as it is. What is cached stays valid: only new files are fetched.
-        Filters, `map` and `exclude` hold for the new rows, too. Each rank must call it; ranks that then read different
-        snapshots get an error in the next epoch.
+        Filters, `map` and `exclude` hold for the new rows, too. Datasets that were made of this one before, such as by
+        `exclude` or `mix`, do not follow: refresh those that loaders read. Call it on each rank: ranks that find
+        different snapshots get an error in the next epoch, and in `fit` also if only some have called it.
 
         Returns:
             What has changed since the last snapshot. It is false if nothing has.
@@ -211,15 +225,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             3
             >>> folder.cleanup()
         """
-        before = self.newest
-        after = before.reopened()
-        before.refreshes += 1
-        if after.fingerprint == before.fingerprint:
-            return Changes()
-        after.refreshes = before.refreshes
-        self._newer = after
-        before._newer = after  # noqa: SLF001 (of the same class)
-        return Changes.between(before, after)
+        return self.lineage.refresh()
 
     def reopened(self) -> Self:
         """Return the newest snapshot of the source, with what was made of this one."""
@@ -840,6 +846,39 @@ def _part(manifest: Manifest, inventory: Inventory) -> Manifest:
             'on_change="continue" goes on without the rows, or begin an epoch with set_epoch'
         )
     return found
+
+
+class Lineage:
+    """The snapshots of one source that refreshes have found.
+
+    Attributes:
+        newest: The newest one.
+        refreshes: How often was looked for a newer one.
+    """
+
+    def __init__(self, newest: MapStyle) -> None:
+        self.newest, self.refreshes = newest, 0
+        self._skipping: tuple[MapStyle, MapStyle] | None = None
+
+    def refresh(self) -> Changes:
+        """Look for a newer snapshot. Return what has changed."""
+        before = self.newest
+        after = before.reopened()
+        self.refreshes += 1
+        if after.fingerprint == before.fingerprint:
+            return Changes()
+        after.join(before, skips=False)
+        self.newest = after
+        return Changes.between(before, after)
+
+    def skipping(self) -> MapStyle:
+        """Return the newest one as `MapStyle.skipping` does."""
+        if self._skipping is None or self._skipping[0] is not self.newest:
+            found = self.newest.skipping()
+            if found is not self.newest:
+                found.join(self.newest, skips=True)
+            self._skipping = self.newest, found
+        return self._skipping[1]
 
 
 class Changes(NamedTuple):

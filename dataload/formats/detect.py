@@ -59,8 +59,7 @@ def parse_footer(packed: memoryview, obj: Object) -> Footer:
     if found is None:
         raise DataError(f"{obj.name} has a footer of no known format")
     footer = _parsed(packed, obj, found)
-    if found.magic == parquet.MAGIC:  # It has statistics and offsets. Arrow's is the same for other values.
-        footer.mark = hashlib.blake2b(packed, digest_size=MARK_BYTES).hexdigest()
+    footer.mark = hashlib.blake2b(packed, digest_size=MARK_BYTES).hexdigest()
     return footer
 
 

@@ -174,9 +174,7 @@ def make_loader(
     dataset = dataset_of(source, given, shuffled=bool(shuffle))
     _check_nulls(dataset)
     if on_error == "skip":
-        raising, dataset = dataset, dataset.skipping()
-        if dataset is not raising:
-            dataset._raising = raising  # noqa: SLF001 (a refresh of it holds for the loader)
+        dataset = dataset.lineage.skipping()
     elif dataset.known_failure is not None:
         raise DataError(dataset.known_failure)
     _warn_of_padding(dataset, here)

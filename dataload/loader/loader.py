@@ -125,8 +125,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             vars(self)["batch_size"] = None  # as torch has it for batches of several sizes
         self.rank_sampler = rank_sampler
         self.sampler_of = sampler_of
-        self._next: MapStyle | None = None  # what the next epoch reads, if it is no newer snapshot of the dataset
-        self._refreshes = dataset.refreshes  # of which this loader knows
+        self._next: MapStyle | None = None  # what the next epoch reads, if this one ends on an earlier snapshot
+        self._refreshes = dataset.lineage.refreshes  # of which this loader knows
         self.maker = maker
         self.device = device
         self.prefetch = prefetch
@@ -226,7 +226,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.load_state_dict({**state, "dataset": sampler.position.dataset})
         elif changed and on_change == "next_epoch":
             newest = self.dataset
-            self._read(earlier_dataset(position, newest, sampler))
+            earlier = earlier_dataset(position, newest, sampler)
+            earlier.join(newest, skips=newest.skips)
+            self._read(earlier)
             try:
                 self._restore(state, position)
             except BaseException:
@@ -270,8 +272,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def _renew(self) -> None:
         """Follow changes of the data, such as a refresh or new weights of a mixture, unless an epoch goes on."""
         sampler = self.rank_sampler
-        newest = self.dataset.newest if self._next is None else self._next.newest
-        if newest is not self.dataset or newest.refreshes != self._refreshes:
+        newest = self.dataset.newest
+        if newest is not self.dataset or newest.lineage.refreshes != self._refreshes:
             begun = sampler.handed_out_in_epoch
             if begun is not None and sampler.finished_at(begun.cursor):
                 sampler.end_epoch()  # The last loop took exactly len(loader) batches.
@@ -284,9 +286,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Read the newest snapshot. On other ranks it may be another one, also if it is the same here."""
         if newest is not self.dataset:
             self._read(newest)
-        self._refreshes = newest.refreshes
+        self._refreshes = newest.lineage.refreshes
         if self._agreement is not None:
-            self._agreement = self._agreement.over(newest, self.rank_sampler, newest.refreshes)
+            self._agreement = self._agreement.over(newest, self.rank_sampler, self._refreshes)
 
     def _read(self, dataset: MapStyle) -> None:
         """Read another snapshot of the data, from the beginning of the epoch on."""

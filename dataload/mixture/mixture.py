@@ -151,7 +151,6 @@ class Mixture(MapStyle):
     def over(self, datasets: Sequence[Dataset]) -> Mixture:
         """Return the same mixture of other datasets, whose weights `set_weights` of either of them sets."""
         found = copy.copy(self)
-        found._newer = None  # noqa: SLF001
         found._hold(datasets)  # noqa: SLF001
         return found
 

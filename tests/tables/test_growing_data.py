@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deltalake import DeltaTable, write_deltalake
 from growing import KINDS, GrowingDelta, GrowingFolder
+from pyarrow import feather
 from pyiceberg.table import StaticTable
 from test_agreement import errors_of, together
 from torch import nn
@@ -327,6 +328,19 @@ def test_a_file_that_was_only_touched_is_the_same(folder, options):
     assert sorted(seen + ended(loader)) == list(range(44))
 
 
+def test_arrow_files_that_were_only_touched_are_the_same(tmp_path, options):
+    folder = tmp_path / "arrow"
+    folder.mkdir()
+    feather.write_feather(pa.table({"id": range(40)}), folder / "a.arrow", chunksize=10)
+    begun(str(folder), **options)
+    os.utime(folder / "a.arrow", ns=(0, 0))
+    seen, state = begun(str(folder), **options)
+    feather.write_feather(pa.table({"id": range(40, 44)}), folder / "b.arrow")
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == list(range(44))
+
+
 def test_a_run_goes_on_at_a_copy_of_the_folder(folder, tmp_path, options):
     seen, state = begun(str(folder), **options)
     folder = folder.rename(tmp_path / "moved")
@@ -619,11 +633,41 @@ def test_rows_that_fail_are_skipped_after_a_refresh(folder, options):
     dataset = make_dataset(str(folder), **options).map(positive)
     loader = make_loader(dataset, 4, on_error="skip")
     assert 0 not in ended(loader)
+    for number, refresh in enumerate((dataset.refresh, loader.dataset.refresh, dataset.refresh), 1):
+        write(folder / f"more-{number}.parquet", 36 + 4 * number, 4)
+        assert refresh()
+        rows = ended(loader)
+        assert len(rows) == 40 + 4 * number
+        assert set(range(1, 40 + 4 * number)) == set(rows)
+
+
+def test_a_loader_follows_a_refresh_of_any_of_its_snapshots(folder, options):
+    dataset = make_dataset(str(folder), **options)
+    loader = make_loader(dataset, 4)
+    for number, refresh in enumerate((loader.dataset.refresh, lambda: loader.dataset.refresh(), dataset.refresh), 1):
+        write(folder / f"more-{number}.parquet", 36 + 4 * number, 4)
+        assert refresh()
+        assert sorted(ended(loader)) == list(range(40 + 4 * number))
+
+
+def test_a_loader_that_ends_an_epoch_on_earlier_data_follows_a_refresh(folder, options):
+    seen, state = begun(str(folder), **options)
     write(folder / "c.parquet", 40, 4)
-    assert dataset.refresh()
-    rows = ended(loader)
-    assert len(rows) == 44
-    assert set(range(1, 44)) == set(rows)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="next_epoch")
+    assert sorted(seen + ended(loader)) == list(range(40))
+    write(folder / "d.parquet", 44, 4)
+    assert loader.dataset.refresh()
+    assert sorted(ended(loader)) == list(range(48))
+
+
+def test_a_dataset_is_pickled_without_its_other_snapshots(folder, options):
+    dataset = make_dataset(str(folder), **options)
+    size = len(pickle.dumps(dataset))
+    write(folder / "c.parquet", 40, 4)
+    dataset.refresh()
+    assert len(pickle.dumps(dataset)) <= size + 100
+    assert len(pickle.loads(pickle.dumps(dataset)).newest) == 40
 
 
 def fetched(bucket: Any, before: int) -> int:
