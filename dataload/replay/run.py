@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.run_ledger import Chain, Start, read_ledger
@@ -40,12 +42,14 @@ class Step(NamedTuple):
         start: The loop that had it, or will have it.
         batches: Its batches.
         earlier: The loops that had a step of this number before, until a kill, or a restart from an earlier checkpoint.
+        is_recorded: Whether a seal, or a later loop, tells that the run has been there. Else it is how the run goes on.
     """
 
     number: int
     start: Start
     batches: list[Batch]
     earlier: list[Start]
+    is_recorded: bool
 
 
 class Seen(NamedTuple):
@@ -69,6 +73,11 @@ class Run:
         folder: The folder of the ledger.
         open_loader: Returns the loader of the first rank at the start of a loop.
 
+    Attributes:
+        starts: All loops of the ledger.
+        loops: Those that count as steps: of a training, if any is; else of the loader that began first, and of loaders
+            that went on where it was. So an evaluation that writes to the same folder counts no steps.
+
     Raises:
         ConfigError: There is no ledger.
     """
@@ -78,6 +87,7 @@ class Run:
         self._open = open_loader
         self._loaders: dict[int, Loader] = {}
         self._planned: dict[tuple[int, int], int] = {}
+        self.loops = _loops_of(self.starts)
         self._before = self._steps_before()
 
     def loader(self, start: Start) -> Loader:
@@ -87,8 +97,19 @@ class Run:
         return self._loaders[start.number]
 
     def step(self, number: int) -> Step:
-        """Return a step, given its number, at least 1."""
-        *earlier, start = [each for each in self.starts if self._before[each.number] < number] or self.starts[:1]
+        """Return a step, given its number, at least 1.
+
+        Raises:
+            ConfigError: It came before the ledger.
+        """
+        begun = [each for each in self.loops if self._before[each.number] < number]
+        if not begun:
+            first = min(self._before.values()) + 1
+            raise ConfigError(
+                f"the ledger begins with step {first:,}, and step {number:,} came before: name the folder that the run "
+                "wrote to then"
+            )
+        *earlier, start = begun
         sampler, left = self.loader(start).rank_sampler, number - 1 - self._before[start.number]
         each = _batches_of_a_step(start)
         while left >= (steps := -(-sampler.batches_left() // each)):
@@ -97,19 +118,22 @@ class Run:
         count = min(each, sampler.batches_left() - left * each)
         batches = [_batch_of(sampler.later(left * each + number)) for number in range(count)]
         again = [each for each in earlier if self._before[each.number] + self._steps_of(each) >= number]
-        return Step(number, start, batches, again)
+        sealed = start.seals[-1][0] if start.seals else start.cursor
+        reached = [self._before[start.number] + self._steps_of(start, sealed)]
+        reached += [self._before[each.number] for each in self.loops if each.number > start.number]
+        return Step(number, start, batches, again, number <= max(reached))
 
     def steps_of(self, row: int, epochs: int = 0) -> Iterator[Seen]:
         """Yield when a row came and will come, in the order of the steps, until this many epochs after the last one."""
-        for start in self.starts:
+        for start in self.loops:
             loader = self.loader(start)
             if row >= len(loader.dataset):
                 continue
             sampler, before = loader.rank_sampler, self._before[start.number]
-            last = min(self._before[start.number + 1 :], default=None)
+            last = min((each for number, each in self._before.items() if number > start.number), default=None)
             each = _batches_of_a_step(start)
             yield from _times(sampler, row, before, each, last)
-            if start is self.starts[-1]:
+            if start is self.loops[-1]:
                 for _ in range(epochs):
                     before += -(-sampler.batches_left() // each)
                     sampler = sampler.at(sampler.epoch + 1, 0)
@@ -141,17 +165,17 @@ class Run:
             rows += run.size
         return rows, "it has a seal after the end of the epoch"
 
-    def _steps_before(self) -> list[int]:
-        """Return the steps before each loop."""
-        found = list[int]()
-        for start in self.starts:
+    def _steps_before(self) -> dict[int, int]:
+        """Return the steps before each loop, by its number."""
+        found = dict[int, int]()
+        for start in self.loops:
             known = start.record.get("step")
-            found.append(self._derived(start, found) if known is None else known)
+            found[start.number] = self._derived(start, found) if known is None else known
         return found
 
-    def _derived(self, start: Start, before: list[int]) -> int:
+    def _derived(self, start: Start, before: dict[int, int]) -> int:
         """Return the batches before a loop of a program without `fit`: those of the epoch up to it, and before that."""
-        for earlier in reversed(self.starts[: start.number]):
+        for earlier in reversed([each for each in self.loops if each.number < start.number]):
             if earlier.epoch == start.epoch and earlier.cursor <= start.cursor:
                 return before[earlier.number] + self._steps_of(earlier, start.cursor)
             if earlier.epoch < start.epoch:
@@ -178,6 +202,22 @@ class Run:
             sampler = self.loader(start).rank_sampler
             self._planned[start.number, end] = sampler.batches_left() - sampler.at_row(end).batches_left()
         return self._planned[start.number, end]
+
+
+def _loops_of(starts: Sequence[Start]) -> list[Start]:
+    """Return the loops that count as steps of the run."""
+    if trained := [start for start in starts if start.record.get("step") is not None]:
+        return trained
+    ours, found = {_loader_key(starts[0]): True}, list[Start]()
+    for start in starts:
+        later = not found or (start.epoch, start.cursor) > (found[-1].epoch, found[-1].cursor)
+        if ours.setdefault(_loader_key(start), later):
+            found.append(start)
+    return found
+
+
+def _loader_key(start: Start) -> str:
+    return json.dumps([start.record.get("data"), start.record.get("loader")], sort_keys=True)
 
 
 def _batches_of_a_step(start: Start) -> int:

@@ -173,6 +173,7 @@ def test_a_program_s_own_loader_is_replayed(
     ("words", "message"),
     [
         (["rows"], "name one of --step, --row and --verify"),
+        (["rows", "--row", "9999"], "--row=9999: the run has the rows 0 to 89"),
         (["rows", "--step", "1", "--rank", "7"], "--rank=7: step 1 has the ranks 0 to 0"),
         (["rows", "--step", "1", "--loader", "no_such_module:loader"], "No module named 'no_such_module'"),
         (["rows", "--step", "1", "--loader", "builtins:repr"], "returns str: let it return make_loader"),
@@ -201,3 +202,78 @@ def test_verify_exits_with_1_for_a_changed_ledger(folder: Path, tmp_path: Path, 
     path = tmp_path / "run" / "ledger.jsonl"
     path.write_text(path.read_text().replace('"drop_last":false', '"drop_last":true'))
     assert len(run("rows", "--verify", code=1)["differences"]) == 1
+
+
+def test_an_evaluation_in_the_same_folder_counts_no_steps(folder: Path, tmp_path: Path, run: Any) -> None:
+    train = made(folder, "plain", 0, 1, tmp_path / "run")
+    held_out = make_loader(
+        folder / "b.parquet", 5, shuffle=False, cache=False, stats_dir=tmp_path / "run", world=World(0, 1)
+    )
+    seen = list[Any]()
+    for _ in range(3):
+        for number, batch in enumerate(train):
+            seen.append(batch["row_id"].tolist())
+            if number == 7:
+                list(held_out)
+    for number in (1, 9, 20, 40, len(seen)):
+        found = run("rows", "--step", str(number))
+        assert [row["row_id"] for row in found["batches"][0]["ranks"][0]["rows"]] == seen[number - 1]
+        assert found["other_loops"] == 3
+    times = [each["step"] for each in run("rows", "--row", "17", "--epochs", "0")["seen"]]
+    assert times == [number for number, rows in enumerate(seen, 1) if 17 in rows]
+
+
+def test_other_rows_go_on_with_the_steps_of_the_run(folder: Path, tmp_path: Path, run: Any) -> None:
+    data = make_dataset(folder / "a.parquet", cache=False)
+    first, then = (
+        make_loader(each, 5, row_ids=True, stats_dir=tmp_path / "run", world=World(0, 1))
+        for each in (data, data.exclude([3]))
+    )
+    list(first)
+    then.set_epoch(1)
+    batches = list(then)
+    found = run("rows", "--step", str(len(first) + 2))
+    assert found["other_loops"] == 0
+    rows = [row["row_id"] for row in found["batches"][0]["ranks"][0]["rows"]]
+    assert rows == batches[1]["row_id"].tolist()
+
+
+def test_a_training_s_loops_count_and_the_others_do_not(folder: Path, tmp_path: Path, run: Any) -> None:
+    train, held_out = (made(folder, "plain", 0, 1, tmp_path / "run") for _ in range(2))
+    list(held_out)
+    train.set_epoch(2)
+    batches = list(train.batches_on(progress={"step": 20, "accumulate": 2}))
+    list(held_out)
+    found = run("rows", "--step", "22")
+    assert [batch["ranks"][0]["rows"][0]["row_id"] for batch in found["batches"]] == [
+        batch["row_id"][0].item() for batch in batches[2:4]
+    ]
+    failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "5"])
+    assert "the ledger begins with step 21, and step 5 came before" in str(failed.exception)
+
+
+def test_a_step_that_the_run_has_not_had_is_told(folder: Path, tmp_path: Path, run: Any) -> None:
+    loader = made(folder, "plain", 0, 1, tmp_path / "run")
+    list(loader)
+    iterator = iter(loader)
+    list(zip(range(3), iterator, strict=False))
+    iterator.close()
+    last = len(loader) + 3
+    assert run("rows", "--step", str(last))["recorded"]
+    assert not run("rows", "--step", str(last + 1))["recorded"]
+    assert not run("replay", "--step", "5000", "--out", str(tmp_path / "batch.pt"))["recorded"]
+    text = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "5000"]).stdout
+    assert "no seal and no later loop tells that the run got here: this is how it goes on" in text
+
+
+def test_show_tells_what_the_values_are_without(folder: Path, tmp_path: Path, run: Any) -> None:
+    def twice(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"id": batch["id"] * 2}
+
+    data = make_dataset(folder / "a.parquet", columns=["id"], cache=False).map(twice)
+    list(make_loader(data, 5, stats_dir=tmp_path / "run", transform=dict, world=World(0, 1)))
+    left_out = run("rows", "--step", "3", "--show")["left_out"]
+    assert [name.split()[0] for name in left_out] == ["map", "transform"]
+    assert run("rows", "--step", "3")["left_out"] == []
+    text = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "3", "--show"]).stdout
+    assert f"values are without {', '.join(left_out)}" in text

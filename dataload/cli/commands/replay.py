@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 64 << 10  # of the few row groups that are fetched
 
+NOT_RECORDED = "no seal and no later loop tells that the run got here"
+
 Folder = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="The stats_dir of make_loader, or the log_dir or checkpoint_dir of fit."),
@@ -95,7 +97,9 @@ def replay(
     calls = [f"loader.batch_at({batch.epoch}, {batch.number}, rank={rank})" for batch in found.batches]
     lines = [f"{out}: {', '.join(calls)}"]
     lines += [f"without {name}: pass --loader module:function for the batch as the run had it" for name in missing]
-    show({"out": str(out), "calls": calls, "left_out": missing}, "\n".join(lines), as_json=as_json)
+    lines += [] if found.is_recorded else [f"{NOT_RECORDED}: this is the batch that comes"]
+    figures = {"out": str(out), "calls": calls, "recorded": found.is_recorded, "left_out": missing}
+    show(figures, "\n".join(lines), as_json=as_json)
 
 
 def _run(folder: Path, loader: str | None, cache: CacheConfig, storage_options: str | None) -> Run:
@@ -121,6 +125,7 @@ def _left_out(step: Step) -> list[str]:
 def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json: bool) -> None:
     loader = run.loader(step.start)
     ranks = range(loader.rank_sampler.num_replicas)
+    left_out = _left_out(step) if values else []
     if rank is not None and rank not in ranks:
         raise ConfigError(f"--rank={rank}: step {step.number} has the ranks 0 to {len(ranks) - 1}")
     chosen = ranks if rank is None else [rank]
@@ -133,6 +138,8 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
         for batch in step.batches
     ]
     figures = {"step": step.number, "batches": batches, "earlier_attempts": len(step.earlier)}
+    others = len(run.starts) - len(run.loops)
+    figures |= {"recorded": step.is_recorded, "other_loops": others, "left_out": left_out}
     lines = []
     for batch in batches:
         place = f"epoch {batch['epoch']}, batch {batch['batch']}"
@@ -142,6 +149,14 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
             lines += [_line(each["rank"], found, replaced=found["row_id"] in skipped) for found in each["rows"]]
     if step.earlier:
         lines.append(f"{counted(len(step.earlier), 'earlier attempt')} had a step {step.number}, before a restart")
+    if not step.is_recorded:
+        lines.append(f"{NOT_RECORDED}: this is how it goes on")
+    if others:
+        lines.append(f"{counted(others, 'loop')} of other loaders in this folder, such as evaluations, count no steps")
+    if left_out:
+        lines.append(
+            f"values are without {', '.join(left_out)}: dataload replay --loader module:function has the batch"
+        )
     show(figures, "\n".join(lines), as_json=as_json)
 
 
@@ -198,6 +213,8 @@ def _public(url: str) -> str:
 
 def _show_times(run: Run, row: int, epochs: int, *, as_json: bool) -> None:
     times = list(run.steps_of(row, epochs))
+    if not times and row >= (rows := max(len(run.loader(start).dataset) for start in run.loops)):
+        raise ConfigError(f"--row={row}: the run has the rows 0 to {rows - 1}")
     lines = [f"step {each.step}: epoch {each.epoch}, rank {each.rank}" for each in times]
     show({"row": row, "seen": [each._asdict() for each in times]}, "\n".join(lines) or "never", as_json=as_json)
 
