@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import threading
@@ -22,7 +23,7 @@ from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.options import CacheOptions
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.features import class_names, features_of
-from dataload.catalog.inventory import Inventory, KnownRows, keys_of
+from dataload.catalog.inventory import Inventory, Key, KnownRows, keys_of
 from dataload.catalog.locations import Location, Locator, MadeLocation
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.opening import Opening, Step
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
     from dataload.mapping.running import Function
     from dataload.rows.packing import Packing
+
+
+log = logging.getLogger(__name__)
 
 
 class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
@@ -568,6 +572,11 @@ class Dataset(MapStyle):
         numbers = _as_array(rows)
         return self._of(subset(self.manifest, numbers), None, Step("select"), select=rows_text(numbers, len(self)))
 
+    @property
+    def file_columns(self) -> list[str]:
+        """The names of the columns that are read of the files."""
+        return list(self._columns)
+
     def exclude(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Dataset:
         """Return the dataset without some rows, in file order, such as bad ones or those of a request for erasure.
 
@@ -798,15 +807,53 @@ class Dataset(MapStyle):
         else:
             manifest, blocks, columns = opening.open()
         steps, opening = opening.steps, replace(opening, base=manifest, steps=())
+        base = keys_of(manifest)
         if inventory is not None:
             manifest = _part(manifest, inventory)
         found = Dataset(manifest, blocks, columns, self.fill_null, self.null_masks, (), self.errors, opening)
         for step in steps:
+            if step.name == "exclude" and newest:
+                step = step._replace(argument=self._excluded_in(found, base, step.argument))  # noqa: PLW2901
             if step.name == "map" or inventory is None:  # which has the rows that the other steps have left
                 found = found._repeat(step, self.stages)
         if inventory is not None:  # Other files may have columns that these lack.
             vars(found)["order_key"] = inventory.order_key
         return found
+
+    def _excluded_in(self, newer: Dataset, base: Sequence[Key], rows: KnownRows) -> KnownRows:
+        """Return excluded rows of this snapshot, and those that are the same ones in new files of a newer one.
+
+        Args:
+            newer: The rows that are left of the newer one.
+            base: All row groups of it.
+            rows: The excluded rows.
+        """
+        own = self._base()
+        old, new = Inventory.of(own, ""), Inventory.of(newer.manifest, "")
+        gone = rows.numbers(old, set(old.keys) - set(base))
+        added = new.rows_in(set(new.keys) - set(old.keys)) if gone.size else gone
+        if not added.size:
+            return rows
+        if not own.pinned:
+            groups = np.searchsorted(np.cumsum(old.block_lengths), gone, "right").tolist()
+            files = few(list(dict.fromkeys(old.keys[group][0] for group in groups)))
+            log.warning(
+                "%s had excluded rows and is gone or replaced: exclude them again if new files have them", files
+            )
+            return rows
+        from dataload.moved_rows import moved
+
+        hint = "So it is not known which rows exclude leaves out now: open the table again, and exclude them there"
+        former = Dataset(own, self.blocks, self._columns, self.fill_null, self.null_masks, errors=self.errors)
+        return rows.and_also(new, moved(former, gone, newer, added, hint))
+
+    def _base(self) -> Manifest:
+        """Return all rows of this snapshot."""
+        assert self.opening is not None
+        if self.opening.base is not None:
+            return self.opening.base
+        version = self.manifest.pinned.rpartition("@")[2] or None
+        return self.opening.open(version)[0]
 
     def _repeat(self, step: Step, stages: Sequence[Stage]) -> Dataset:
         """Return what a step makes of these rows. stages: those of the dataset of which it was a step."""

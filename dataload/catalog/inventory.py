@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.catalog.manifest import Manifest
+from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Mask, Selection
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
@@ -56,6 +57,11 @@ class Inventory:
     def starts(self) -> Int64:
         """First row of each row group among all rows of them, then the number of these: int64 [M + 1]."""
         return np.concatenate(([0], np.cumsum(self.lengths)))
+
+    @cached_property
+    def selected(self) -> SelectedRows | None:
+        """The numbers of the dataset's rows among all rows of the row groups; None: they are the same."""
+        return None if self.selection is None else SelectedRows(self.selection)
 
     def rows_in(self, keys: Collection[Key]) -> Int64:
         """Return the numbers of the dataset's rows in some row groups, ascending."""
@@ -136,7 +142,7 @@ class KnownRows:
         borders = np.concatenate(([0], np.cumsum(-(-inventory.lengths // 8))))
         bits = np.zeros(int(borders[-1]), np.uint8)
         for numbers in parts:
-            rows = numbers if inventory.selection is None else inventory.selection.rows_of(numbers)
+            rows = numbers if inventory.selected is None else inventory.selected.rows(numbers)
             if not len(rows):
                 continue
             rows = np.sort(rows)  # So the bits of a byte follow each other.
@@ -162,6 +168,13 @@ class KnownRows:
         masks = zip(inventory.keys, self.others(inventory), strict=True)
         found = [~mask if key in keys else np.zeros(len(mask), np.bool_) for key, mask in masks]
         return np.flatnonzero(np.concatenate([np.empty(0, np.bool_), *found]))
+
+    def and_also(self, inventory: Inventory, numbers: Int64) -> KnownRows:
+        """Return these rows and others of a dataset, by their numbers in it."""
+        found = KnownRows()
+        found._bits.update(self._bits)
+        found.add(inventory, [numbers])
+        return found
 
     def excluded(self, manifest: Manifest) -> Manifest:
         """Return the manifest without these rows."""

@@ -120,6 +120,11 @@ class Manifest:
         """Rows of each row group, selected or not: int64 [row groups]."""
         return np.array([group.rows for group in self.row_groups], np.int64)
 
+    @property
+    def table(self) -> TableColumns | None:
+        """The columns of the table that has these rows; None: they are of no table."""
+        return _table_of(group.file for group in self.row_groups)
+
     @cached_property
     def num_rows(self) -> int:
         """Number of rows."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.arrow_types import is_list
+from dataload.formats.arrow_types import has_members, is_list
 from dataload.formats.hive_partitions import Constants
 from dataload.formats.parquet_thrift import Element, schema_of, text_of
 from dataload.formats.schema import flatten
@@ -53,6 +53,24 @@ class TableColumns:
         """The columns as a dataset has them: members of structs are dotted."""
         plain = [pa.field(each.name, with_fields(each.type, _plain)) for each in self.schema]
         return flatten(pa.schema(plain))
+
+    @cached_property
+    def identities(self) -> dict[str, str]:
+        """What tells each column of `flat` from the others in every version of the table, whatever it is called."""
+        found: dict[str, str] = {}
+        for each in self.schema:
+            for name, key in self._leaves(each):
+                found.setdefault(name, json.dumps(key))
+        return {name: key for name, key in found.items() if name in self.flat.names}
+
+    def _leaves(self, each: pa.Field) -> Iterator[tuple[str, list[Any]]]:
+        own = _id_of(each) if self.by == "id" else (_names_of(each) or [each.name])[0]
+        if not has_members(each.type):
+            yield each.name, [own, _names_inside(each.type)]  # which values of nested columns have
+            return
+        for member in each.type:
+            for name, key in self._leaves(member):
+                yield f"{each.name}.{name}", [own, *key]
 
     def says(self, name: str) -> bool:
         """Return whether the table, or the partition of a file, has the values of a column that files lack."""
@@ -231,6 +249,13 @@ def _id_of(each: pa.Field) -> int | None:
 def _names_of(each: pa.Field) -> list[str]:
     names = (each.metadata or {}).get(STORED)
     return [] if names is None else list(json.loads(names))
+
+
+def _names_inside(kind: pa.DataType) -> list[Any]:
+    """Return the names of the members of structs inside a type."""
+    inner = [kind.field(number) for number in range(kind.num_fields)] if kind.num_fields else []
+    own = [each.name for each in inner] if pa.types.is_struct(kind) else []
+    return [*own, *(names for each in inner if (names := _names_inside(each.type)))]
 
 
 def _content(each: pa.Field) -> list[Any]:

@@ -27,8 +27,8 @@ from dataload.catalog.inventory import Inventory, KnownRows, inventories_from_by
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError, DataError, OriginError
-from dataload.loader.moved_rows import moved
 from dataload.mixture import Mixture
+from dataload.moved_rows import moved
 from dataload.runtime.text import few
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
@@ -49,6 +49,7 @@ VERSION: Final = 1  # of cached inventories
 TABLES: Final = "tables"  # in a state and in its segments: the versions of the tables that it is of
 MOST_TABLE_CHARACTERS: Final = 400  # of their URLs: a state has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
+REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch with set_epoch"
 KEPT: Final = 64  # inventories of this process
 
 _kept: OrderedDict[str, bytes] = OrderedDict()
@@ -61,8 +62,10 @@ def check_choice(on_change: str) -> None:
 
 
 def versions_of(dataset: MapStyle) -> list[str]:
-    """Return the versions of tables that a dataset has, for a state; none if they would make it too long."""
+    """Return the versions of tables that a dataset has, for a state: as URLs, or as numbers if these are too long."""
     found = [each.manifest.pinned for each in dataset.datasets if each.manifest.pinned]
+    if sum(map(len, found)) > MOST_TABLE_CHARACTERS:
+        found = [each.rpartition("@")[2] for each in found]
     return found if sum(map(len, found)) <= MOST_TABLE_CHARACTERS else []
 
 
@@ -335,7 +338,7 @@ def _add_moved(
                 each if segment is None else each.as_of(_url(segment, dataset, source), inventory)
                 for segment, inventory in ((former[0], old), (newer[0], new))
             )
-            had[source].add(new, [moved(of, gone, to, added)])
+            had[source].add(new, [moved(of, gone, to, added, REST_UNKNOWN)])
 
 
 def _url(segment: Mapping[str, Any], dataset: MapStyle, source: int) -> str:

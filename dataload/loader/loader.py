@@ -260,6 +260,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         own = [each.manifest.pinned for each in self.dataset.datasets if each.manifest.pinned]
         if not isinstance(saved, list) or state.get("dataset") == self.rank_sampler.position.dataset:
             return None
+        if len(saved) == len(own):  # A state of many tables has no more than the versions.
+            places = [each.rpartition("@")[0] for each in own]
+            saved = [
+                text if "@" in (text := str(each)) else f"{at}@{each}" for each, at in zip(saved, places, strict=True)
+            ]
         others = [str(each) for each in saved if each not in own]
         if not others:
             return None

@@ -7,7 +7,9 @@ import os
 import pickle
 import random
 import signal
+import zlib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 pytest.importorskip("deltalake")
 pytest.importorskip("pyiceberg")
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -24,6 +27,7 @@ from deltalake import DeltaTable, write_deltalake
 from growing import KINDS, GrowingDelta, GrowingFolder
 from pyarrow import feather
 from pyiceberg.table import StaticTable
+from pyiceberg.types import StringType
 from test_agreement import errors_of, together
 from torch import nn
 
@@ -728,6 +732,128 @@ def test_a_snapshot_that_only_deletes_fetches_no_data(bucket, tmp_path, options)
     assert sorted({*seen, *rest}) == sorted({*seen, *range(50, 100)})
     assert len(seen + rest) == len({*seen, *rest})
     assert fetched(bucket, before) == 0
+
+
+def compact(table: GrowingDelta) -> None:
+    table.source().optimize.compact()
+
+
+def delete_a_row(table: GrowingDelta) -> None:
+    table.source().delete("id = 1")
+    table.alive.remove(1)
+
+
+@pytest.mark.parametrize("rewrite", [compact, delete_a_row])
+def test_excluded_rows_stay_out_when_a_table_writes_them_again(rewrite, tmp_path):
+    table = GrowingDelta(tmp_path / "table")
+    dataset = make_dataset(table.source(), cache=False, filters=[("id", "!=", 5)])
+    dataset = dataset.exclude([dataset["id"].tolist().index(3)]).map(marked)
+    dataset = dataset.exclude([dataset["id"].tolist().index(25)])
+    loader = make_loader(dataset, 4)
+    left = {*range(40)} - {3, 5, 25}
+    assert sorted(ended(loader)) == sorted(left)
+    for _ in range(2):
+        rewrite(table) if 1 in table.alive else compact(table)
+        table.append(4)
+        assert loader.dataset.refresh()
+        assert sorted(ended(loader)) == sorted(table.alive - {3, 5, 25})
+
+
+def test_excluded_rows_that_may_be_anywhere_are_told(tmp_path, folder, caplog):
+    table = GrowingDelta(tmp_path / "table")
+    dataset = make_dataset(table.source(), cache=False).exclude([3])
+    table.source().optimize.compact()
+    table.source().vacuum(0, dry_run=False, enforce_retention_duration=False)
+    with pytest.raises(
+        ConfigError, match=r"So it is not known which rows exclude leaves out now: open the table again"
+    ):
+        dataset.refresh()
+    dataset = make_dataset(str(folder), cache=False).exclude([3])
+    (folder / "a.parquet").rename(folder / "z.parquet")
+    assert dataset.refresh()
+    assert "a.parquet had excluded rows and is gone or replaced: exclude them again" in caplog.text
+
+
+def labelled(first: int, count: int) -> pa.Table:
+    ids = range(first, first + count)
+    return pa.table({"id": pa.array(ids, pa.int64()), "label": pa.array([row % 2 for row in ids], pa.int64())})
+
+
+def test_rows_that_were_written_again_are_found_by_renamed_columns(tmp_path):
+    from iceberg_histories import catalog_in
+
+    catalog = catalog_in(tmp_path / "table")
+    table = catalog.create_table("space.table", labelled(0, 1).schema)
+    table.append(labelled(0, 40))
+    seen, state = begun(catalog.load_table("space.table"), cache=False)
+    with table.update_schema() as update:
+        update.rename_column("id", "num")
+    catalog.load_table("space.table").delete("num = 1")
+    loader = make_loader(catalog.load_table("space.table"), 4, cache=False)
+    loader.load_state_dict(state, on_change="continue")
+    rest = [row for batch in loader for row in batch["num"].tolist()]
+    assert sorted([*seen, *rest]) == sorted({*range(40)} - {1} | {*seen} & {1})
+    table = catalog.load_table("space.table")
+    with table.update_schema() as update:
+        update.delete_column("num")
+    with table.update_schema() as update:
+        update.add_column("num", StringType())
+    catalog.load_table("space.table").delete("label = 1")
+    loader = make_loader(catalog.load_table("space.table"), 4, cache=False)
+    with pytest.raises(ConfigError, match=r"columns were dropped and added since, so equal rows cannot be found"):
+        loader.load_state_dict(state, on_change="continue")
+
+
+def test_rows_that_were_written_again_are_found_beside_rows_that_map_cannot_make(tmp_path):
+    table = GrowingDelta(tmp_path / "table")
+
+    def fails(batch: dict[str, Any]) -> dict[str, Any]:
+        if 19 in numbers(batch):
+            raise ValueError("19")
+        return {"id": batch["id"]}
+
+    def loader() -> Any:
+        return make_loader(make_dataset(table.source(), cache=False).map(fails), 4, on_error="skip")
+
+    seen, state = read([loader()], 6, None)  # of both files
+    table.source().delete("id = 1")
+    changes._kept.clear()
+    resumed = loader()
+    resumed.load_state_dict(state, on_change="continue")
+    rest = ended(resumed)
+    assert set(seen + rest) - {1} == {*range(40)} - {1, 19}
+
+
+def test_damaged_numbers_of_rows_that_were_written_again_are_made_again(tmp_path, options, monkeypatch):
+    table = GrowingDelta(tmp_path / "table")
+    seen, state = begun(table.source(), **options)
+    table.source().optimize.compact()
+    for wrong in ([-2, -1], [3, 2], [400]):
+        with monkeypatch.context() as patch, suppress(ValueError, IndexError):
+            found = zlib.compress(np.array(wrong, "<i8").tobytes())
+            patch.setattr("dataload.moved_rows._found", lambda *_, found=found: found)
+            make_loader(table.source(), 4, **options).load_state_dict(state, on_change="continue")
+    loader = make_loader(table.source(), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + ended(loader)) == list(range(40))
+
+
+def test_versions_of_tables_with_long_urls_are_in_the_state(tmp_path):
+    tables = [GrowingDelta(tmp_path / f"{number}{'x' * 200}", 100 * number, 20) for number in range(2)]
+
+    def loader() -> Any:
+        changes._kept.clear()
+        return make_loader(mix([make_dataset(each.source(), cache=False) for each in tables]), 4)
+
+    seen, state = read([loader()], 4, None)
+    assert state["tables"] == ["1", "1"]
+    for each in tables:
+        each.source().delete("id % 100 = 1")
+    resumed = loader()
+    resumed.load_state_dict(state, on_change="continue")
+    assert sorted({*seen, *ended(resumed)} - {1, 101}) == sorted({*range(20), *range(100, 120)} - {1, 101})
+    with pytest.raises(ConfigError, match=f"delta\\+{tables[0].folder}@1, .*and this loader reads"):
+        loader().load_state_dict(state)
 
 
 # fit
