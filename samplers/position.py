@@ -70,7 +70,9 @@ class Position(NamedTuple):
             raise ConfigError(
                 f"the state has version {version!r}; this release reads {STATE_VERSION}: give a state_dict() of it"
             )
-        _require(PLACE, state)
+        require(PLACE, state)
+        if not isinstance(state["dataset"], str):
+            raise ConfigError(f"the state has dataset={state['dataset']!r}: give all that state_dict() returned")
         epoch, cursor = (whole_number(name, state[name]) for name in ("epoch", "cursor"))
         for name in LISTS:
             if not isinstance(state.get(name), list | tuple | str | None):
@@ -95,22 +97,33 @@ class Position(NamedTuple):
                 f"those of the state, or {CHOICE}, or begin an epoch with set_epoch instead of load_state_dict"
             )
         names = here.options.keys() - {EARLIER}
-        _require(names, self.options)
-        options = {name: self.options[name] for name in here.options if name in names}
+        require(names, self.options)
+        options = listed({name: self.options[name] for name in here.options if name in names}, known)
         if self.options.get(EARLIER):
             options[EARLIER] = self.options[EARLIER]
-        for name in LISTS:
-            if isinstance(stored := options.get(name), str):
-                options[name] = next((list(each) for each in known[name] if digest(each) == stored), None)
-                if options[name] is None:
-                    raise ConfigError(
-                        f"the state has only a digest of its {name}, because of the number of sources, and these "
-                        "differ: make the mixture and the loader with those of the run that saved it"
-                    )
         return self._replace(options=options)
 
 
-def _require(names: Iterable[str], state: Mapping[str, Any]) -> None:
+def listed(options: Mapping[str, Any], known: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, Any]:
+    """Return the options of a state with lists in place of their digests. known: as for `Position.restored`.
+
+    Raises:
+        ConfigError: No known list has a digest.
+    """
+    found = dict(options)
+    for name in LISTS:
+        if isinstance(stored := found.get(name), str):
+            found[name] = next((list(each) for each in known.get(name, ()) if digest(each) == stored), None)
+            if found[name] is None:
+                raise ConfigError(
+                    f"the state has only a digest of its {name}, because of the number of sources, and these "
+                    "differ: make the mixture and the loader with those of the run that saved it"
+                )
+    return found
+
+
+def require(names: Iterable[str], state: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a state has all of these."""
     if missing := set(names) - state.keys():
         raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
 

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
+from dataload.runtime.text import few
 from dataload.samplers.order import Order
 from dataload.samplers.partition import check_locality, is_local
 from dataload.samplers.position import EARLIER, Position
@@ -298,7 +299,8 @@ class RankSampler(DistributedSampler[int]):
 
         Raises:
             IndexError: The epoch has no such step.
-            ConfigError: It came before the state was saved, on ranks that this sampler doesn't know.
+            ConfigError: It came before the state was saved, on ranks that this sampler doesn't know, or it had rows of
+                data that has changed since.
         """
         found, step = copy(self), whole_number("step", step)
         if epoch != self.epoch:
@@ -307,6 +309,12 @@ class RankSampler(DistributedSampler[int]):
         cursor = found._cursor_of(step)  # noqa: SLF001 (of the same class)
         if cursor is None or found.finished_at(cursor):
             raise IndexError(f"epoch {epoch} has no step {step}: steps count from 0")
+        if cursor < (taken := found.order.taken):
+            former = found._earlier_at(cursor)  # noqa: SLF001
+            raise ConfigError(
+                f"step {step} of epoch {epoch} had rows of data that has changed since, {former}, and this loader "
+                f"knows the epoch from row {taken} on: ask a loader of that data"
+            )
         found.seek(epoch, cursor)
         return found
 
@@ -433,7 +441,7 @@ class RankSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state is of another dataset or version, or incomplete, or `rest` is missing.
         """
-        position = Position.from_state(state).restored(self.position, self._known_lists(), self._differences)
+        position = Position.from_state(state).restored(self.position, self.known_lists(), self._differences)
         if (rest is None) != (EARLIER not in position.options):
             raise ConfigError("the data has changed within the epoch of the state: load it by loader.load_state_dict")
         cursor, saved = position.cursor, position.options
@@ -462,6 +470,10 @@ class RankSampler(DistributedSampler[int]):
         self._continued = None if rest is None else order
         self._begin(position.epoch, cursor, options, order)
         self.handed_out, self.restored = None, True
+
+    def known_lists(self) -> dict[str, list[Sequence[Any]]]:
+        """Return the lists that a digest in a state may stand for, by the name of the option."""
+        return {}
 
     def _iterator(self, begin: Callable[[], tuple[int, int]]) -> Iterator[int]:
         """Return an iterator of the rank's rows from an epoch and a cursor on, which `begin` returns."""
@@ -501,6 +513,16 @@ class RankSampler(DistributedSampler[int]):
                 f"another size, and this loader knows those from {first} on: ask a loader like the one that saved it"
             )
 
+    def _earlier_at(self, cursor: int) -> str:
+        """Return of which earlier data a row of the epoch was, as text."""
+        end = 0
+        for each in self.position.options[EARLIER]:
+            end += each["rows"]
+            if cursor < end:
+                break
+        versions = f" at version {few(each['tables'])}" if each.get("tables") else ""
+        return f"dataset={each['dataset']!r}{versions}"
+
     def _is_over(self, order: PositionOrder, position: Position) -> bool:
         """Return whether no batch is left after a position of an order."""
         return self._share.num_batches(order.n - position.cursor) == 0
@@ -521,10 +543,6 @@ class RankSampler(DistributedSampler[int]):
         given = self._given
         changed = {name: given[name] for name in self.order.chosen if options[name] != given[name]}
         return {**options, **changed, "num_streams": given["num_streams"]} if changed else options
-
-    def _known_lists(self) -> dict[str, list[Sequence[Any]]]:
-        """Return the lists that a digest in a state may stand for, by the name of the option."""
-        return {}
 
     def _shares(self, num_streams: int) -> bool:
         """Return whether several nodes share the dataset with these streams."""

@@ -10,8 +10,7 @@ import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import Any
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,10 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 Int64 = npt.NDArray[np.int64]
+MOST_BYTES: Final = 1 << 30  # of an inventory: one of a billion rows has a bit for each
+MOST_ROWS: Final = 1 << 36
+KINDS: Final = (str, int, str, int, int)  # of a key, and of a number of rows
+
 Key = tuple[str, int, str, int]
 """The name, the size and the version of a file, and the number of a row group in it."""
 
@@ -81,18 +84,22 @@ class Inventory:
         files = {key[:3] for key in keys_of(manifest)}
         if any(key[:3] in files for key in self.keys):
             return self
-        names = {(path.rpartition("/")[2], *rest): path for path, *rest in files}
-        for path, size, version, _ in self.keys:
-            if (other := names.get((path.rpartition("/")[2], size, version))) is not None:
-                parts = zip(path.split("/")[::-1], other.split("/")[::-1], strict=False)
-                tail = len("/".join(own for own, _ in takewhile(lambda pair: pair[0] == pair[1], parts)))
-                old, new = path[: len(path) - tail], other[: len(other) - tail]
-                moved = (
-                    (new + name.removeprefix(old) if name.startswith(old) else name, size, version, number)
-                    for name, size, version, number in self.keys
-                )
-                return replace(self, keys=tuple(moved))
-        return self
+        # Of equal files, those are the same whose paths end alike the longest.
+        ends: dict[tuple[Any, ...], str] = {}
+        for path, *rest in sorted(files):
+            for end in _ends(path):
+                ends.setdefault((end, *rest), path)
+        same = [
+            (len(end), path[: -len(end)], ends[end, size, version][: -len(end)])
+            for path, size, version in dict.fromkeys(key[:3] for key in self.keys)
+            for end in _ends(path)
+            if (end, size, version) in ends
+        ]
+        if not same:
+            return self
+        _, old, new = max(same)
+        moved = ((new + path.removeprefix(old) if path.startswith(old) else path, *rest) for path, *rest in self.keys)
+        return replace(self, keys=cast("tuple[Key, ...]", tuple(moved)))
 
     def to_bytes(self) -> bytes:
         """Return the inventory as bytes, without credentials."""
@@ -105,17 +112,34 @@ class Inventory:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inventory:
-        """Return the inventory that `to_bytes` wrote. Raise ValueError or TypeError for other bytes."""
+        """Return the inventory that `to_bytes` wrote. Raise ValueError for other bytes."""
         try:
-            order_key, files, chosen = json.loads(zlib.decompress(data))
-        except zlib.error as error:
-            raise ValueError("no inventory") from error
-        keys = [
-            (str(path), int(size), str(version), int(number)) for path, size, version, of in files for number, _ in of
-        ]
-        lengths = np.array([rows for *_, of in files for _, rows in of], np.int64)
-        selection = None if chosen is None else Selection.from_bytes(base64.b64decode(chosen), lengths.tolist())
-        return cls(str(order_key), tuple(keys), lengths, selection)
+            order_key, files, chosen = json.loads(_unpacked(data))
+            groups = [(path, size, version, number, rows) for path, size, version, of in files for number, rows in of]
+            columns = list(zip(*groups, strict=True)) or [()] * len(KINDS)
+            if any(type(value) is not kind for kind, column in zip(KINDS, columns, strict=True) for value in column):
+                raise ValueError("a file with other values than its name, size and version")
+            lengths = np.array(columns[-1], np.int64)
+            if lengths.min(initial=0) < 0 or sum(columns[-1]) > MOST_ROWS:
+                raise ValueError(f"row groups of a negative number of rows, or of more than {MOST_ROWS:,}")
+            selection = None if chosen is None else Selection.from_bytes(base64.b64decode(chosen), lengths.tolist())
+        except (TypeError, IndexError, OverflowError, RecursionError, zlib.error) as error:
+            raise ValueError(f"no inventory ({error})") from error
+        return cls(str(order_key), tuple(group[:4] for group in groups), lengths, selection)
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacker = zlib.decompressobj()
+    found = unpacker.decompress(data, MOST_BYTES)
+    if not unpacker.eof:
+        raise ValueError(f"it is cut short, or is longer than {MOST_BYTES:,} bytes")
+    return found
+
+
+def _ends(path: str) -> list[str]:
+    """Return the name of a file, then with its folder, then with that of the folder, …"""
+    parts = path.split("/")
+    return ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def keys_of(manifest: Manifest) -> tuple[Key, ...]:
@@ -188,5 +212,8 @@ def inventories_to_bytes(inventories: Iterable[Inventory]) -> bytes:
 
 
 def inventories_from_bytes(data: Any) -> list[Inventory]:
-    """Return what `inventories_to_bytes` wrote. Raise ValueError or TypeError for other bytes."""
-    return [Inventory.from_bytes(base64.b64decode(each)) for each in json.loads(bytes(data))]
+    """Return what `inventories_to_bytes` wrote. Raise ValueError for other bytes."""
+    try:
+        return [Inventory.from_bytes(base64.b64decode(each)) for each in json.loads(bytes(data))]
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"no inventories ({error})") from error

@@ -14,8 +14,9 @@ cache; a table's version can be opened again instead.
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -34,7 +35,7 @@ from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Schedule, plain, weights_of
 from dataload.samplers.order import Order
-from dataload.samplers.position import EARLIER, Position
+from dataload.samplers.position import EARLIER, Position, digest, listed, require
 from dataload.samplers.rest import Continued, Left, LeftOrder
 from dataload.samplers.token_sampler import TokenSampler
 
@@ -46,6 +47,7 @@ Int64 = npt.NDArray[np.int64]
 OnChange = Literal["error", "next_epoch", "continue"]
 
 VERSION: Final = 1  # of cached inventories
+BY_ROWS: Final = "by_rows"  # in the first segment: the mixture weighs each snapshot by its rows
 TABLES: Final = "tables"  # in a state and in its segments: the versions of the tables that it is of
 MOST_TABLE_CHARACTERS: Final = 400  # of their URLs: a state has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
@@ -53,6 +55,8 @@ REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch wit
 KEPT: Final = 64  # inventories of this process
 
 _kept: OrderedDict[str, bytes] = OrderedDict()
+
+log = logging.getLogger(__name__)
 
 
 def check_choice(on_change: str) -> None:
@@ -85,12 +89,34 @@ def known_as_text(dataset: MapStyle, digests: Sequence[str]) -> dict[str, str]:
 
 def learn(texts: Mapping[str, str]) -> None:
     """Keep the inventories that `known_as_text` returned. Raise ConfigError for others."""
-    for digest, text in texts.items():
+    for name, text in texts.items():
         try:
-            inventories_from_bytes(text.encode())
-            _keep(digest, text.encode())
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"the inventory of {digest} cannot be read: {error}") from error
+            data = str(text).encode()
+            inventories_from_bytes(data)
+            _keep(name, data)
+        except ValueError as error:
+            raise ConfigError(f"the inventory of {name} cannot be read: {error}") from error
+
+
+def at_start(position: Position, dataset: MapStyle, sampler: RankSampler) -> Position:
+    """Return a position at the start of an epoch in other data. A mixture that weighs by rows weighs by those of it."""
+    own, options = sampler.position.options, dict(position.options)
+    options |= {name: own[name] for name in ("window", "windows") if name in own}  # Other data has other defaults.
+    if isinstance(dataset, Mixture) and dataset.by_rows:
+        weights = options.get("weights")
+        by_rows = _by_rows(each.inventory for each in dataset.datasets)
+        segment = {"dataset": position.dataset, TABLES: _tables(position)}
+        try:
+            is_by_rows = _is_by_rows(weights, _inventories(segment, dataset))
+        except ConfigError:
+            is_by_rows = True
+            log.warning(
+                "the state has weights=%s of other data, whose rows are not known here: the mixture weighs by rows, %s",
+                weights,
+                by_rows,
+            )
+        options["weights"] = by_rows if is_by_rows else weights
+    return Position(sampler.position.dataset, position.epoch, 0, options)
 
 
 def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tuple[Position, PositionOrder]:
@@ -105,40 +131,56 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
         ConfigError: It cannot be told which rows the epoch has had.
     """
     check_supported(dataset, sampler)
-    segments = list(position.options.get(EARLIER, ()))
-    _check(segments)
-    tables = position.options.get(TABLES)
+    for step in ("select", "split"):
+        if any(each.opening and step in {made.name for made in each.opening.steps} for each in dataset.datasets):
+            raise ConfigError(
+                f'{step} is of the rows of one snapshot, and on_change="continue" goes on with another, in which it '
+                'has others: use on_change="next_epoch", or choose rows by filters'
+            )
+    segments, tables = _segments(position), _tables(position)
+    here = [each.inventory for each in dataset.datasets]
+    names = sampler.position.options.keys() - {EARLIER}
+    require(names, position.options)
+    options = {name: position.options[name] for name in names}
+    known = sampler.known_lists()
     rows = position.cursor - sum(each["rows"] for each in segments)
+    if rows < 0:
+        raise ConfigError(
+            f"the state has had {position.cursor} rows, fewer than those before the data changed: give all that "
+            "state_dict() returned"
+        )
+    by_rows = isinstance(dataset, Mixture) and bool(segments) and BY_ROWS in segments[0]
+    inventories = [_inventories(each, dataset) for each in segments]
     if position.dataset != sampler.position.dataset and rows:
-        versions = [str(each).rpartition("@")[2] for each in tables or ()]
-        segments.append({"dataset": position.dataset, "rows": rows, **({TABLES: versions} if versions else {})})
+        versions = [each.rpartition("@")[2] for each in tables]
+        segment = {"dataset": position.dataset, "rows": rows, **({TABLES: versions} if versions else {})}
+        latest = _inventories(segment, dataset)
+        if isinstance(dataset, Mixture) and dataset.by_rows and not segments:
+            by_rows = _is_by_rows(options["weights"], latest)
+            segment |= {BY_ROWS: True} if by_rows else {}
+        segments.append(segment)
+        inventories.append(latest)
     if len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
         raise ConfigError(
             f"the data has changed {len(segments)} times within one epoch, more than a state holds: on_change="
             '"next_epoch" ends the epoch first'
         )
-    inventories = [_inventories(each, dataset) for each in segments]
-    latest = inventories[-1] if position.dataset != sampler.position.dataset and inventories else None
-    options = {name: value for name, value in position.options.items() if name not in (EARLIER, TABLES)}
-    if latest is None:
-        latest = [each.inventory for each in dataset.datasets]
-    by_rows = isinstance(dataset, Mixture) and dataset.by_rows and options["weights"] == _by_rows(latest)
+    if by_rows:
+        options["weights"] = _by_rows(here)
+    options = listed(options, known)
     order, had = sampler.order.with_options(), [KnownRows() for _ in dataset.datasets]
-    here = [each.inventory for each in dataset.datasets]
     taken = 0
     for number, (segment, found) in enumerate(zip(segments, inventories, strict=True)):
         of = _order_over(order, found, options, by_rows=by_rows)
-        first = of if not taken else _rest(of, found, had, taken)
+        first = of if not taken else _rest(of, found, had, taken, by_rows=by_rows)
         _add(had, found, first, position.epoch, taken + segment["rows"])
         taken += segment["rows"]
         is_last = number == len(segments) - 1
         following = (None, here) if is_last else (segments[number + 1], inventories[number + 1])
         _add_moved(had, (segment, found), following, dataset)
-    if by_rows:
-        options["weights"] = _by_rows(here)
     whole = _order_over(order, here, options, by_rows=by_rows)
     moved = Position(sampler.position.dataset, position.epoch, position.cursor, {**options, EARLIER: segments})
-    return moved, _rest(whole, here, had, taken)
+    return moved, _rest(whole, here, had, taken, by_rows=by_rows)
 
 
 def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler) -> MapStyle:
@@ -149,8 +191,7 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
         OriginError: A file of it is gone.
     """
     check_supported(dataset, sampler)
-    tables = list(position.options.get(TABLES) or [])
-    segment = {"dataset": position.dataset, TABLES: tables}
+    segment = {"dataset": position.dataset, TABLES: _tables(position)}
     found = _known(segment, dataset)
     urls = _urls(segment, dataset)
     if urls is None or (found is None and None in urls):
@@ -159,8 +200,7 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
         one.as_of(url, None if found is None else found[number])
         for number, (one, url) in enumerate(zip(dataset.datasets, urls, strict=True))
     ]
-    names = dataset.names if isinstance(dataset, Mixture) else ("",)
-    if _digest([one.inventory for one in each], names) != position.dataset:
+    if _digest([one.inventory for one in each], _names(dataset)) != position.dataset:
         raise _unknown(segment)
     return dataset.over(each) if isinstance(dataset, Mixture) else each[0]
 
@@ -191,11 +231,32 @@ def _unsupported(dataset: MapStyle) -> str:
     return ""
 
 
-def _check(segments: Sequence[Any]) -> None:
-    for each in segments:
-        rows = each.get("rows") if isinstance(each, Mapping) else None
-        if not (isinstance(rows, int) and rows > 0 and isinstance(each.get("dataset"), str)):
-            raise ConfigError(f"the state has {EARLIER}={segments!r}: give all that state_dict() returned")
+def _segments(position: Position) -> list[dict[str, Any]]:
+    """Return what an epoch has had of earlier data. Raise ConfigError unless `continued` has made it."""
+    given = position.options.get(EARLIER, [])
+    if not isinstance(given, list | tuple) or not all(map(_is_segment, given)):
+        raise ConfigError(f"the state has {EARLIER}={given!r}: give all that state_dict() returned")
+    names = "dataset", "rows", TABLES, BY_ROWS
+    return [{name: each[name] for name in names if name in each} for each in given]
+
+
+def _is_segment(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("dataset"), str):
+        return False
+    rows, by_rows = value.get("rows"), value.get(BY_ROWS, True)
+    return type(rows) is int and rows > 0 and by_rows is True and _are_texts(value.get(TABLES, []))
+
+
+def _tables(position: Position) -> list[str]:
+    """Return of which versions of tables a state is. Raise ConfigError for anything else."""
+    given = position.options.get(TABLES, [])
+    if not _are_texts(given):
+        raise ConfigError(f"the state has {TABLES}={given!r}: give all that state_dict() returned")
+    return list(given)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)
 
 
 def _inventories(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory]:
@@ -210,28 +271,36 @@ def _inventories(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventor
     except (OriginError, DataError) as error:
         raise ConfigError(f"{few(map(str, urls))}, of which the epoch has rows, cannot be opened: {error}") from error
     found = [each.inventory for each in former]
-    names = dataset.names if isinstance(dataset, Mixture) else ("",)
-    if _digest(found, names) != segment["dataset"]:
+    if _digest(found, _names(dataset)) != segment["dataset"]:
         raise _unknown(segment)
     _keep(segment["dataset"], inventories_to_bytes(found))
     return found
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:
-    """Return what this process or the cache knows of the data of a segment."""
-    digest = segment["dataset"]
-    if digest in _kept:
-        found = inventories_from_bytes(_kept[digest])
-    elif (cached := _cached(dataset, digest).get()) is not None:
-        found = cached
-        _keep(digest, inventories_to_bytes(found))
-    else:
-        return None
-    if len(found) != len(dataset.datasets):
-        raise ConfigError(
-            f"the state is of {len(found)} sources, and this loader has {len(dataset.datasets)}: use those"
-        )
-    return [own.beside(each.manifest) for own, each in zip(found, dataset.datasets, strict=True)]
+    """Return what this process or the cache knows of the data of a segment, if it has the digest of that."""
+    name = segment["dataset"]
+    for found in _recorded(name, dataset):
+        if len(found) != len(dataset.datasets):
+            raise ConfigError(
+                f"the state is of {len(found)} sources, and this loader has {len(dataset.datasets)}: use those"
+            )
+        if _digest(found, _names(dataset)) == name:
+            _keep(name, inventories_to_bytes(found))
+            return [own.beside(each.manifest) for own, each in zip(found, dataset.datasets, strict=True)]
+    _kept.pop(name, None)
+    return None
+
+
+def _recorded(name: str, dataset: MapStyle) -> Iterator[list[Inventory]]:
+    if name in _kept:
+        yield inventories_from_bytes(_kept[name])
+    if (cached := _cached(dataset, name).get()) is not None:
+        yield cached
+
+
+def _names(dataset: MapStyle) -> Sequence[str]:
+    return dataset.names if isinstance(dataset, Mixture) else ("",)
 
 
 def _keep(digest: str, data: bytes) -> None:
@@ -282,18 +351,29 @@ def _by_rows(found: Iterable[Inventory]) -> list[Any]:
     return plain(weights_of([int(each.block_lengths.sum()) for each in found]))
 
 
+def _is_by_rows(weights: Any, found: Iterable[Inventory]) -> bool:
+    """Return whether the weights of a state, or the digest of them, are those by these rows."""
+    by_rows = _by_rows(found)
+    return weights in (by_rows, digest(by_rows))
+
+
 def _order_over(order: Any, found: Sequence[Inventory], options: Mapping[str, Any], *, by_rows: bool) -> PositionOrder:
     """Return the order of data with these rows. options: those of a state."""
     own = {name: options[name] for name in order.options}
-    if not isinstance(order, MixtureOrder):
-        [only] = found
-        return Order(only.block_lengths, dataset_key=only.order_key.encode(), **own)
-    if by_rows:
-        own["weights"] = _by_rows(found)
-    return MixtureOrder(_sources(found, [source.name for source in order.sources]), **own)
+    try:
+        if not isinstance(order, MixtureOrder):
+            [only] = found
+            return Order(only.block_lengths, dataset_key=only.order_key.encode(), **own)
+        if by_rows:
+            own["weights"] = _by_rows(found)
+        return MixtureOrder(_sources(found, [source.name for source in order.sources]), **own)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error
 
 
-def _rest(order: Any, found: Sequence[Inventory], had: Sequence[KnownRows], taken: int) -> PositionOrder:
+def _rest(
+    order: Any, found: Sequence[Inventory], had: Sequence[KnownRows], taken: int, *, by_rows: bool
+) -> PositionOrder:
     """Return the order of an epoch that goes on with data that has these rows, after `taken` rows of others."""
     window = max(1, *(each.window for each in order.orders))
     left = []
@@ -306,7 +386,7 @@ def _rest(order: Any, found: Sequence[Inventory], had: Sequence[KnownRows], take
     is_over = False
     if options["num_rows"] is not None:
         options["num_rows"], is_over = max(1, options["num_rows"] - taken), options["num_rows"] <= taken
-    rest = MixtureOrder(order.sources, **options, left=left)
+    rest = MixtureOrder(order.sources, **options, left=left, left_by_rows=by_rows)
     rest.n = 0 if is_over else rest.n
     return cast("PositionOrder", Continued(order, rest, taken))
 

@@ -31,6 +31,7 @@ from dataload.loader.capacity import Capacity, check_workers, gathered_at_once
 from dataload.loader.changes import (
     TABLES,
     OnChange,
+    at_start,
     check_choice,
     continued,
     earlier_dataset,
@@ -223,7 +224,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 raise ConfigError(f"the state is of {other}")
             sampler.load_state_dict(state)  # It raises.
         elif changed and not position.cursor:  # The epoch has not begun.
-            sampler.load_state_dict({**state, "dataset": sampler.position.dataset})
+            sampler.load_state_dict(_state_at(at_start(position, self.dataset, sampler)))
         elif changed and on_change == "next_epoch":
             newest = self.dataset
             earlier = earlier_dataset(position, newest, sampler)
@@ -245,7 +246,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.load_state_dict(state)
             return
         moved, order = continued(position, self.dataset, sampler)
-        sampler.load_state_dict({**state, **moved.state_dict()}, lambda _: order)
+        sampler.load_state_dict(_state_at(moved), lambda _: order)
 
     def inventories(self) -> dict[str, str]:
         """Return which rows the data of the current epoch has, and had before it changed, for checkpoints."""
@@ -621,6 +622,11 @@ def _order_text(sampler: RankSampler) -> str:
 def _shuffle_text(order: PositionOrder) -> str:
     windows = few(str(each.window) for each in order.orders)
     return f"shuffle={order.shuffle!r}, window={windows}, seed={order.seed}" if order.shuffle else "shuffle=False"
+
+
+def _state_at(position: Position) -> dict[str, Any]:
+    """Return a state of this position, for this process: with all lists, of which those of a file may be digests."""
+    return {**position.state_dict(), **position.options}
 
 
 def _identity(answer: Any) -> Any:

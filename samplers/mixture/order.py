@@ -79,6 +79,7 @@ class MixtureOrder:
         windows: Window of each source, see `Order`; None: the defaults.
         num_streams: Number of streams of each source.
         left: What is left of the pass over each source, of an epoch whose data has changed; None: all.
+        left_by_rows: Whether the sources have shares of the epoch by these rows, because the weights are by rows.
 
     Attributes:
         n: Rows of an epoch.
@@ -109,6 +110,7 @@ class MixtureOrder:
         windows: Sequence[int | None] | None = None,
         num_streams: int = 1,
         left: Sequence[Left] | None = None,
+        left_by_rows: bool = False,
     ) -> None:
         self.sources, self.seed = tuple(sources), whole_number("seed", seed)
         self.stop, self.num_rows = stop, num_rows
@@ -148,7 +150,7 @@ class MixtureOrder:
             parts = [LeftOrder.of(order, part) for order, part in zip(self.orders, left, strict=True)]
             self._first_pass = [part.n for part in parts]
             self._source_rows = [ContinuedRows(*each) for each in zip(parts, whole, strict=True)]
-            if shares == weights_of(rows) and any(self._first_pass):  # What is left comes once, too.
+            if left_by_rows and any(self._first_pass):  # What is left comes once, too.
                 shares = integer_weights(self._first_pass, zero=True)
         self._quotas = Quotas(shares, self.unit)
         self.n, last = self.length(self.unit)

@@ -147,6 +147,11 @@ class MixtureSampler(RankSampler):
         if self.rank == 0:
             _warn_of_kept(self._own_options(self._next_options()["weights"]), given)
 
+    def known_lists(self) -> dict[str, list[Sequence[Any]]]:
+        """Return the lists that a digest in a state may stand for, as in `RankSampler`."""
+        known = [plain(weights) for weights in self._known_weights()]
+        return {"weights": known, "next_weights": known, "windows": [self._given["windows"]]}
+
     def _own_options(self, weights: list[Any]) -> dict[str, Any]:
         """Return the arguments that a state brings with it for all later epochs, with the weights of those."""
         return {**{name: getattr(self.order, name) for name in FIXES}, "weights": weights}
@@ -161,10 +166,6 @@ class MixtureSampler(RankSampler):
         options = super()._next_options(options)
         weights = options["next_weights"]
         return options if weights is None else {**options, "weights": weights, "next_weights": None}
-
-    def _known_lists(self) -> dict[str, list[Sequence[Any]]]:
-        known = [plain(weights) for weights in self._known_weights()]
-        return {"weights": known, "next_weights": known, "windows": [self._given["windows"]]}
 
     def _known_weights(self) -> list[Weights]:
         """Return the weights that a digest in a state may mean."""

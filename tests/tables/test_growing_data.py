@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pickle
@@ -32,8 +33,10 @@ from test_agreement import errors_of, together
 from torch import nn
 
 from dataload import fit, make_dataset, make_loader, mix
+from dataload.catalog import inventory
 from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.loader import changes
+from dataload.samplers import position
 from dataload.world import World
 
 
@@ -548,6 +551,201 @@ def test_a_source_that_repeats_goes_on_with_its_pass(batches, folder, tmp_path, 
     assert set(had) | set(small[:left]) == set(range(1000, 1014))
     for first in range(left, len(small), 14):
         assert len(set(small[first : first + 14])) == len(small[first : first + 14])
+
+
+# Mixtures
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    path = tmp_path / "other"
+    path.mkdir()
+    write(path / "x.parquet", 1000, 20)
+    return path
+
+
+@pytest.mark.parametrize("choice", ["continue", "next_epoch"])
+def test_an_epoch_that_has_not_begun_weighs_a_mixture_by_its_new_rows(choice, folder, other, options):
+    def loader() -> Any:
+        return make_loader(mix({"a": str(folder), "b": str(other)}, **options), 4)
+
+    first = loader()
+    ended(first)
+    state = first.state_dict()
+    first.dataset.set_weights([3, 1])
+    weighed = first.state_dict()
+    changes._kept.clear()
+    write(other / "y.parquet", 1020, 20)
+    resumed = loader()
+    resumed.load_state_dict(state, on_change=choice)
+    for _ in range(2):
+        assert sorted(ended(resumed)) == [*range(40), *range(1000, 1040)]
+    resumed.load_state_dict(weighed, on_change=choice)  # weights of one's own stay
+    assert resumed.state_dict()["weights"] == [3, 1]
+
+
+@pytest.mark.parametrize("characters", [3400, 0])
+def test_a_mixture_by_rows_is_saved_before_the_first_batch_after_a_change(
+    characters, folder, other, options, monkeypatch
+):
+    monkeypatch.setattr(position, "MOST_CHARACTERS", characters)  # As those of many sources, weights become a digest.
+
+    def loader(state: Any, weights: Any = None) -> Any:
+        changes._kept.clear()
+        found = make_loader(mix({"a": str(folder), "b": str(other)}, weights, **options), 4, window=2)
+        found.load_state_dict(state, on_change="continue")
+        return found
+
+    mixture = mix({"a": str(folder), "b": str(other)}, **options)
+    seen, state = begun(mixture, window=2)
+    write(other / "y.parquet", 1020, 20)
+    state = json.loads(json.dumps(loader(state).state_dict()))
+    write(other / "z.parquet", 1040, 30)
+    resumed = loader(state)
+    assert sorted(seen + ended(resumed)) == [*range(40), *range(1000, 1070)]
+    assert sorted(ended(resumed)) == [*range(40), *range(1000, 1070)]
+    assert sorted(seen + ended(loader(state, [3, 1]))) == [*range(40), *range(1000, 1070)]  # It holds from then on.
+
+
+@pytest.mark.parametrize("characters", [3400, 0])
+def test_weights_that_equal_the_rows_stay(characters, folder, other, options, monkeypatch):
+    monkeypatch.setattr(position, "MOST_CHARACTERS", characters)
+    write(other / "x.parquet", 1000, 40)
+
+    def loader() -> Any:
+        return make_loader(mix({"a": str(folder), "b": str(other)}, [1, 1], **options), 4, window=2)
+
+    seen, state = read([loader()], 8, None)
+    (other / "x.parquet").unlink()
+    write(other / "z.parquet", 1040, 40)
+    resumed = loader()
+    resumed.load_state_dict(state, on_change="continue")
+    rest = ended(resumed)
+    left = 40 - sum(row < 1000 for row in seen)
+    assert sum(row < 1000 for row in rest) == left
+    assert abs(sum(row >= 1000 for row in rest) - left) <= 1
+
+
+def test_steps_before_a_change_are_not_those_after_it(folder, options):
+    _, state = begun(str(folder), **options)
+    write(folder / "c.parquet", 40, 8)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    for ask in (loader.rows_at, loader.batch_at):
+        for step in (0, 2):
+            with pytest.raises(ConfigError, match=f"step {step} of epoch 0 had rows of .*dataset='{state['dataset']}'"):
+                ask(0, step)
+    [rows] = loader.rows_at(0, 3)
+    assert numbers(next(iter(loader))) == loader.dataset["id"][rows].tolist()
+
+
+FORGED = {
+    "earlier=": {"earlier": 5},
+    "earlier=.5": {"earlier": [5]},
+    "tables=.5": {"tables": [5]},
+    "tables=5": {"tables": 5},
+    "dataset=": {"dataset": ["x"]},
+    "fewer than": {"cursor": 2},
+    "lacks": {"seed": None},
+    "makes no order": {"shuffle": []},
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_state_is_refused(what, folder, options):
+    _, state = begun(str(folder), **options)
+    write(folder / "c.parquet", 40, 8)
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    saved = loader.state_dict()
+    forged = {name: value for name, value in {**saved, **FORGED[what]}.items() if value is not None}
+    write(folder / "d.parquet", 48, 8)
+    loader = make_loader(str(folder), 4, **options)
+    with pytest.raises(ConfigError, match=what):
+        loader.load_state_dict(forged, on_change="continue")
+    with pytest.raises(ConfigError, match="the state has earlier="):
+        loader.load_state_dict({**saved, "earlier": [{**saved["earlier"][0], "tables": 5}]}, on_change="continue")
+
+
+def packed(content: str) -> str:
+    return json.dumps([base64.b64encode(zlib.compress(content.encode())).decode()])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '["k",[["p",Infinity,"v",[[0,5]]]],null]',
+        '["k",[["p",1,"v",[[0,1e400]]]],null]',
+        f'["k",[["p",1,"v",[[0,{2**70}]]]],null]',
+        '["k",[["p",1,"v",[[0,-5]]]],null]',
+        '["k",[["p",1,"v",[[0,10000000000000]]]],null]',
+        '["k",[["p",1,"v",[[0,5.5]]]],null]',
+        '["k",[[1,1,"v",[[0,5]]]],null]',
+        '["k",5,null]',
+        "[" * 100_000,
+    ],
+)
+def test_a_forged_inventory_is_refused(content):
+    with pytest.raises(ConfigError, match="the inventory of 12ab cannot be read"):
+        changes.learn({"12ab": packed(content)})
+
+
+def test_an_inventory_does_not_unpack_to_any_size(folder, options, monkeypatch):
+    loader = make_loader(str(folder), 4, **options)
+    texts = loader.inventories()
+    changes.learn(texts)
+    monkeypatch.setattr(inventory, "MOST_BYTES", 100)
+    with pytest.raises(ConfigError, match="is longer than"):
+        changes.learn(texts)
+
+
+def test_an_inventory_of_other_rows_than_its_digest_is_not_used(folder, options):
+    seen, state = begun(str(folder), **options)
+    text = make_loader(str(folder), 4, **options).inventories()[state["dataset"]]
+    content = json.loads(zlib.decompress(base64.b64decode(json.loads(text)[0])))
+    content[1][1][3][0][1], content[1][1][3][1][1] = 2, 8
+    write(folder / "c.parquet", 40, 8)
+    for cached in (True, False):
+        changes._kept.clear()
+        changes.learn({state["dataset"]: packed(json.dumps(content))})
+        loader = make_loader(str(folder), 4, **(options if cached else {"cache": False}))
+        if cached:
+            loader.load_state_dict(state, on_change="continue")
+            assert sorted(seen + ended(loader)) == list(range(48))
+        else:
+            with pytest.raises(ConfigError, match="is not in this cache"):
+                loader.load_state_dict(state, on_change="continue")
+
+
+@pytest.mark.parametrize("name", ["split", "select"])
+def test_rows_that_were_chosen_by_number_do_not_go_on_with_other_data(name, folder, options):
+    def chosen() -> Any:
+        dataset = make_dataset(str(folder), **options)
+        return dataset.split([0.5, 0.5], seed=1)[0] if name == "split" else dataset.select(range(20))
+
+    before = sorted(chosen()["id"].tolist())
+    seen, state = begun(chosen(), 2)
+    write(folder / "0.parquet", 40, 20)
+    loader = make_loader(chosen(), 4)
+    with pytest.raises(ConfigError, match=f"{name} is of the rows of one snapshot, and on_change="):
+        loader.load_state_dict(state, on_change="continue")
+    loader.load_state_dict(state, on_change="next_epoch")
+    assert sorted(seen + ended(loader)) == before
+
+
+def test_equal_files_in_two_folders_are_told_apart_after_a_move(tmp_path, options):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for day in "xy":
+        (old / f"day={day}").mkdir(parents=True)
+        write(old / f"day={day}" / "part-0.parquet", 0, 20)
+    seen, state = begun(str(old), **options)
+    changes._kept.clear()
+    old.rename(new)
+    (new / "day=z").mkdir()
+    write(new / "day=z" / "part-0.parquet", 100, 8)
+    loader = make_loader(str(new), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    assert Counter(seen + ended(loader)) == {**dict.fromkeys(range(20), 2), **dict.fromkeys(range(100, 108), 1)}
 
 
 def test_rows_that_were_chosen_by_number_are_not_refreshed(folder, options):
