@@ -208,7 +208,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
         Raises:
             ConfigError: Rows were chosen by number, as by `select`, `split` or a `Subset`, or made by `flat_map` or
-                `pack`.
+                `pack`; or the table has written excluded rows again and cannot tell which.
             OriginError: The source cannot be read.
             DataError: A file is not supported.
 
