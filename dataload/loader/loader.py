@@ -206,11 +206,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 another version, or other rows are chosen. "error" raises an error. "next_epoch" ends the epoch on the
                 data of the state, whose files must still be there, and reads this loader's from the next epoch on.
                 "continue" reads in the rest of the epoch what it has not had of this loader's data: the old rows that
-                are still there, and the new ones, each once.
+                are still there, and the new ones, each once; not after `select` or `split`.
 
         Raises:
             ConfigError: The state is of another dataset, or of another version of a table; or it cannot be told which
-                rows of it the epoch has had.
+                rows of it the epoch has had, or what the rest of it is.
             OriginError: A file of the data of the state is gone.
         """
         check_choice(on_change)
@@ -323,7 +323,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
         Raises:
             IndexError: The epoch has no such batch.
-            ConfigError: It came before the state was saved, on other ranks than this loader's.
+            ConfigError: It came before the state was saved, on other ranks than this loader's, or before the data
+                changed.
 
         Example:
             >>> import tempfile
@@ -352,7 +353,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
         Raises:
             IndexError: The epoch has no such batch.
-            ConfigError: There is no such rank, or the batch came before the state was saved, on other ranks.
+            ConfigError: There is no such rank, or the batch came before the state was saved, on other ranks, or before
+                the data changed.
             Exception: What the loop would raise.
         """
         sampler = self.rank_sampler.at(epoch, step)
