@@ -151,4 +151,5 @@ def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second
                 assert losses == expected_losses
         assert all(torch.equal(state, answers[0][0]) for state, *_ in answers)
         assert all(N <= rows < N + max(first, second) for *_, history in answers for rows in history)
-        assert [path.name[:11] for path in sorted((trial / "kept").iterdir())] == [".lock", *["checkpoint-"] * 2]
+        names = [path.name[:11] for path in sorted((trial / "kept").iterdir())]
+        assert names == [".lock", *["checkpoint-"] * 2, "ledger.json"]
