@@ -44,18 +44,16 @@ def main():
     run = {"eval_strategy": "epoch", "label_names": ["label"], "report_to": "none", "ddp_find_unused_parameters": False}
     run |= {f"per_device_{part}_batch_size": args.batch_size for part in ("train", "eval")}  # which it logs
     run["use_cpu"] = not torch.cuda.is_available()  # else the ranks of a machine without GPUs train without DDP
-    arguments = TrainingArguments("checkpoints", num_train_epochs=args.epochs, **run)
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
     loader = make_loader(args.train, args.batch_size, **options)
     held_out = make_loader(args.held_out, args.batch_size, shuffle=False, **options)
-    trainer = RowTrainer(
+    RowTrainer(
         Classifier(loader.dataset.schema.field("image").type.list_size),
-        arguments,
+        TrainingArguments("checkpoints", num_train_epochs=args.epochs, **run),
         train_dataset=loader,
         eval_dataset=held_out,
         compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
-    )
-    trainer.train()
+    ).train()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,10 @@ def replay(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Make the batch of a step again, and save it; a list of them, if the step accumulated several."""
+    """Make the batch of a step again, and save it.
+
+    A step that accumulated several has a list of them.
+    """
     import torch
 
     run = _run(folder, loader, cache, storage_options)
