@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
@@ -25,6 +26,8 @@ from dataload.world import World
 
 Int64 = npt.NDArray[np.int64]
 Rest = Callable[["PositionOrder"], "PositionOrder"]
+
+STATE = -1  # in place of the number of an epoch: those before the one of a state had the order of the state, if any
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +110,7 @@ class RankSampler(DistributedSampler[int]):
             place: in an iteration that goes on, or at the end of the epoch before. None: there is none.
         entered: Whether an iteration of torch has taken rows of the epoch, which `position` does not count.
         restored: Whether the number of the epoch is from a state, and not from the caller.
+        since: The first epoch of this data: those before had other rows.
     """
 
     position: Position
@@ -114,7 +118,9 @@ class RankSampler(DistributedSampler[int]):
     handed_out: Position | None = None
     entered = False
     restored = False
+    since = 0
     _continued: PositionOrder | None = None  # that of a state
+    _past: Mapping[int, Position] = MappingProxyType({})  # where epochs began that are over, by their numbers
     is_even: ClassVar[bool] = True  # whether all batches but the last have `batch_size` rows
     _differences: ClassVar[str] = (
         "other files or filters, row groups of other sizes, or batches that are cut otherwise"  # between two datasets
@@ -173,6 +179,11 @@ class RankSampler(DistributedSampler[int]):
     def next_order(self) -> PositionOrder:
         """The order from the next epoch on."""
         return self._order_of(self._next_options())
+
+    @property
+    def next_options(self) -> Mapping[str, Any]:
+        """The options of the order from the next epoch on."""
+        return self._next_options()
 
     @property
     def handed_out_in_epoch(self) -> Position | None:
@@ -299,13 +310,16 @@ class RankSampler(DistributedSampler[int]):
 
         Raises:
             IndexError: The epoch has no such step.
-            ConfigError: It came before the state was saved, on ranks that this sampler doesn't know, or it had rows of
-                data that has changed since.
+            ConfigError: It came before the state was saved, on ranks that this sampler doesn't know, or in an epoch of
+                which it doesn't know the order, or it had rows of data that has changed since.
         """
-        found, step = copy(self), whole_number("step", step)
-        if epoch != self.epoch:
-            found.seek(epoch, 0)
-        found.renew()
+        found, step, epoch = copy(self), whole_number("step", step), whole_number("epoch", epoch)
+        if epoch < self.epoch:
+            found._return_to(epoch)  # noqa: SLF001 (of the same class)
+        else:
+            if epoch != self.epoch:
+                found.seek(epoch, 0)
+            found.renew()
         cursor = found._cursor_of(step)  # noqa: SLF001 (of the same class)
         if cursor is None or found.finished_at(cursor):
             raise IndexError(f"epoch {epoch} has no step {step}: steps count from 0")
@@ -315,8 +329,25 @@ class RankSampler(DistributedSampler[int]):
                 f"step {step} of epoch {epoch} had rows of data that has changed since, {former}, and this loader "
                 f"knows the epoch from row {taken} on: ask a loader of that data"
             )
+        if found.restored:  # A state does not tell the size of the batches before it.
+            found._check_known(step, found.step_of(found.cursor)[0])  # noqa: SLF001
         found.seek(epoch, cursor)
         return found
+
+    def _return_to(self, epoch: int) -> None:
+        """Begin with an epoch before the current one, as it began then."""
+        begun = self._past.get(epoch)
+        options = self.position.options if begun is None else begun.options
+        known = [self._next_options(), *(each.options for each in self._past.values())]
+        if epoch < self.since or (begun is None and any(each != options for each in known)):
+            raise ConfigError(
+                f"epoch {epoch} came before those that this loader has had, perhaps in another order, because the "
+                "data, the weights or the arguments have changed since: ask a loader like the one that had it, or "
+                "`dataload rows`, which reads the ledger of a run"
+            )
+        cursor = 0 if begun is None else begun.cursor
+        self._begin(epoch, cursor, options, self._order_of(options))
+        self.handed_out, self.restored = None, cursor > 0
 
     def at_row(self, cursor: int) -> Self:
         """Return a sampler that begins after `cursor` rows of the epoch. This one stays where it is."""
@@ -405,15 +436,16 @@ class RankSampler(DistributedSampler[int]):
         number, rows = whole_number("epoch", epoch), whole_number("cursor", cursor)
         options = self.position.options if number == self.epoch else self._next_options()
         order = self._order_of(options)
-        self.restored = self.restored and number == self.epoch
+        restored = self.restored and number == self.epoch
         self._begin(number, min(max(rows, order.taken), order.n), options, order)
-        self.handed_out = None
+        self.handed_out, self.restored = None, restored
 
     def replace_data(self, other: Self) -> None:
         """Read what another sampler reads, which is new, from the beginning of the epoch on."""
         epoch, advances = self.epoch, self._advances
         vars(self).update(vars(other), handed_out=None, restored=False, _advances=advances, _continued=None)
         self.seek(epoch, 0)
+        self._past, self.since = {}, epoch
 
     def renew(self) -> None:
         """Follow changes of the data, such as new weights of a mixture, unless an epoch goes on."""
@@ -470,6 +502,7 @@ class RankSampler(DistributedSampler[int]):
         self._continued = None if rest is None else order
         self._begin(position.epoch, cursor, options, order)
         self.handed_out, self.restored = None, True
+        self._past, self.since = {STATE: position}, position.epoch if EARLIER in options else 0
 
     def known_lists(self) -> dict[str, list[Sequence[Any]]]:
         """Return the lists that a digest in a state may stand for, by the name of the option."""
@@ -577,6 +610,9 @@ class RankSampler(DistributedSampler[int]):
             options = {**options, **order.options}
             self._follow(order)
         self.entered = False
+        if epoch != self.epoch:
+            begun = self.position.at(self.cursor if self.restored else 0)
+            self._past = {**self._past, self.epoch: begun}
         self.position = Position(self.position.dataset, epoch, cursor, options)
 
     def _follow(self, order: PositionOrder) -> None:

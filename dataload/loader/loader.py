@@ -225,6 +225,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             sampler.load_state_dict(state)  # It raises.
         elif changed and not position.cursor:  # The epoch has not begun.
             sampler.load_state_dict(_state_at(at_start(position, self.dataset, sampler)))
+            sampler.since = position.epoch
         elif changed and on_change == "next_epoch":
             newest = self.dataset
             earlier = earlier_dataset(position, newest, sampler)
@@ -323,8 +324,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
         Raises:
             IndexError: The epoch has no such batch.
-            ConfigError: It came before the state was saved, on other ranks than this loader's, or before the data
-                changed.
+            ConfigError: It came before the state was saved, perhaps on other ranks or in batches of another size; or in
+                an epoch that came before those of this loader, in an order that it doesn't know; or before the data changed.
 
         Example:
             >>> import tempfile
@@ -353,8 +354,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
         Raises:
             IndexError: The epoch has no such batch.
-            ConfigError: There is no such rank, or the batch came before the state was saved, on other ranks, or before
-                the data changed.
+            ConfigError: There is no such rank, or as for `rows_at`.
             Exception: What the loop would raise.
         """
         sampler = self.rank_sampler.at(epoch, step)

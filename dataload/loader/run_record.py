@@ -40,6 +40,7 @@ def record_of(loader: Loader, start: Position) -> dict[str, Any]:
         "recipe": recipe_of(loader.dataset),
         "data": start.dataset,
         "order": dict(start.options),
+        "next_order": None if (coming := sampler.next_options) == start.options else dict(coming),
         "loader": loader.given,
         "batch_size": sampler.batch_size,
         "drop_last": sampler.drop_last,

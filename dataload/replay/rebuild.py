@@ -83,7 +83,8 @@ def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int =
     """
     order, given = record["order"], record.get("loader") or {}
     dataset = dataset_of(record["recipe"], options)
-    windows: Sequence[Any] = order.get("windows") or [order.get("window")]
+    given_order = record.get("next_order") or order  # which the loader had as arguments
+    windows: Sequence[Any] = given_order.get("windows") or [given_order.get("window")]
     if isinstance(dataset, Mixture):
         dataset = mix(
             dict(zip(dataset.names, dataset.datasets, strict=True)), **{name: order[name] for name in OF_MIXTURE}
@@ -93,12 +94,12 @@ def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int =
     if "batch_tokens" in given:
         kept["batch_tokens"] = given["batch_tokens"]
     else:
-        kept |= {"batch_size": record["batch_size"], "num_streams": order["num_streams"]}
+        kept |= {"batch_size": record["batch_size"], "num_streams": given_order["num_streams"]}
     loader = make_loader(
         dataset,
         **kept,
-        shuffle=order["shuffle"],
-        seed=order["seed"],
+        shuffle=given_order["shuffle"],
+        seed=given_order["seed"],
         window=windows[0] if len(set(windows)) == 1 else None,
         drop_last=record["drop_last"],
         world=_world(record, rank),

@@ -199,3 +199,92 @@ def test_later_epochs_have_the_weights_that_are_set(folder: Path) -> None:
     assert [rows.tolist() for rows in loader.rows_at(0, 0)] == [seen[0]["row_id"].tolist()]
     list(batches)
     assert coming == [batch["row_id"] for batch in loader][2].tolist() != again.rows_at(0, 2)[0].tolist()
+
+
+def _epoch(loader: Loader, batches: int | None = None) -> list[list[int]]:
+    iterator = iter(loader)
+    found = [batch["row_id"].tolist() for batch in islice(iterator, batches)]
+    iterator.close()
+    return found
+
+
+def _known(loader: Loader, epoch: int, batches: int) -> list[list[int]]:
+    return [loader.rows_at(epoch, number)[0].tolist() for number in range(batches)]
+
+
+def test_past_epochs_keep_the_weights_that_they_had(folder: Path) -> None:
+    sources = {name: make_dataset(folder / f"{name}.parquet", cache=False) for name in SIZES}
+    mixture = mix(sources, [1, 1, 1])
+    loader = make_loader(mixture, 8, row_ids=True, world=World(0, 1))
+    seen = list[list[list[int]]]()
+    for weights in ([8, 1, 1], [1, 8, 1], [1, 1, 8]):
+        seen.append(_epoch(loader))
+        mixture.set_weights(weights)
+        assert [_known(loader, epoch, len(rows)) for epoch, rows in enumerate(seen)] == seen
+    other = make_loader(mixture, 8, row_ids=True, world=World(0, 1))
+    other.load_state_dict(loader.state_dict())
+    assert _known(other, 3, 2) == _known(loader, 3, 2)
+    mixture.set_weights([1, 2, 3])
+    _epoch(other)
+    _epoch(other)
+    with pytest.raises(ConfigError, match="epoch 1 came before those that this loader has had"):
+        other.rows_at(1, 0)
+
+
+def test_steps_before_a_restored_row_are_unknown(folder: Path) -> None:
+    first = make_loader(folder, 10, row_ids=True, cache=False, world=World(0, 1))
+    _epoch(first, 4)
+    state = {**first.state_dict(), "cursor": 40}
+    other = make_loader(folder, 20, row_ids=True, cache=False, world=World(0, 1))
+    other.load_state_dict(state)
+    for number in range(2):
+        with pytest.raises(ConfigError, match=f"step {number} of epoch 0 came before the state was saved"):
+            other.rows_at(0, number)
+    coming = [other.rows_at(0, number)[0].tolist() for number in range(2, 5)]
+    assert coming == _epoch(other)[:3]
+    # and when the epoch is over
+    assert coming == [other.rows_at(0, number)[0].tolist() for number in range(2, 5)]
+    with pytest.raises(ConfigError, match="step 1 of epoch 0 came before the state was saved"):
+        other.rows_at(0, 1)
+
+
+def test_a_restored_offset_holds_when_the_epoch_is_over(folder: Path) -> None:
+    first = make_loader(folder, 10, row_ids=True, cache=False, world=World(0, 1))
+    _epoch(first)
+    state = {**first.state_dict(), "epoch": 0, "cursor": 10}
+    loader = make_loader(folder, 32, row_ids=True, seed=7, cache=False, world=World(0, 1))
+    loader.load_state_dict(state)
+    rows = _epoch(loader)
+    assert _known(loader, 0, len(rows)) == rows
+    following = _epoch(loader)
+    assert _known(loader, 0, len(rows)) == rows
+    assert _known(loader, 1, len(following)) == following
+    state["epoch"] = 3
+    loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match="epoch 1 came before those that this loader has had"):
+        loader.rows_at(1, 0)
+
+
+def test_epochs_of_other_data_are_unknown(folder: Path) -> None:
+    data = make_dataset(folder / "a.parquet", cache=False)
+    first = make_loader(data, 10, row_ids=True, world=World(0, 1))
+    _epoch(first)
+    loader = make_loader(data.exclude([3]), 10, row_ids=True, world=World(0, 1))
+    loader.load_state_dict(first.state_dict(), on_change="next_epoch")
+    with pytest.raises(ConfigError, match="epoch 0 came before those that this loader has had"):
+        loader.rows_at(0, 0)
+    rows = _epoch(loader)
+    assert _known(loader, 1, len(rows)) == rows
+
+
+def test_the_arguments_of_a_loader_hold_after_the_epoch_of_a_state(folder: Path, tmp_path: Path) -> None:
+    first = make_loader(folder, 10, row_ids=True, cache=False, world=World(0, 1))
+    _epoch(first, 2)
+    state = first.state_dict()
+    state["cursor"] = 20
+    loader = make_loader(folder, 10, row_ids=True, seed=7, window=1, cache=False, stats_dir=tmp_path, world=World(0, 1))
+    loader.load_state_dict(state)
+    rest = len(_epoch(loader))
+    following = _known(loader, 1, 5)
+    run = Run(tmp_path, lambda start: loader_of(start.record, {"cache": False}))
+    assert [run.step(rest + 1 + number).batches[0].rows[0].tolist() for number in range(5)] == following
