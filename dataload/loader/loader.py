@@ -325,7 +325,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         Raises:
             IndexError: The epoch has no such batch.
             ConfigError: It came before the state was saved, perhaps on other ranks or in batches of another size; or in
-                an epoch that came before those of this loader, in an order that it doesn't know; or before the data changed.
+                an epoch that came before those of this loader, in an order that it doesn't know; or before
+                the data changed.
 
         Example:
             >>> import tempfile
