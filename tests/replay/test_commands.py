@@ -277,3 +277,14 @@ def test_show_tells_what_the_values_are_without(folder: Path, tmp_path: Path, ru
     assert run("rows", "--step", "3")["left_out"] == []
     text = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "3", "--show"]).stdout
     assert f"values are without {', '.join(left_out)}" in text
+
+
+def test_a_saved_batch_of_any_columns_is_loaded_again(tmp_path: Path, run: Any) -> None:
+    table = pa.table({"id": range(8), "image": [b"\xff\x00"] * 8, "tokens": [[1, 2]] * 8})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for ragged in ("list", "flat"):
+        list(make_loader(tmp_path / "rows.parquet", 4, ragged=ragged, cache=False, stats_dir=tmp_path / "run"))
+        run("replay", "--step", "1", "--out", str(tmp_path / "batch.pt"))
+        (tmp_path / "run" / "ledger.jsonl").unlink()
+        assert torch.load(tmp_path / "batch.pt", weights_only=True).keys() == {"id", "image", "tokens"}
+    assert not list(tmp_path.glob("*.partial"))

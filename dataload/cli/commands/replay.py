@@ -91,9 +91,11 @@ def replay(
     found = run.step(step)
     source = run.loader(found.start)
     batches = [source.batch_at(batch.epoch, batch.number, rank) for batch in found.batches]
+    kept, partial = [_kept(batch) for batch in batches], out.with_name(f"{out.name}.partial")
     try:
-        with out.open("wb") as file:
-            torch.save(batches[0] if len(batches) == 1 else batches, file)
+        with partial.open("wb") as file:
+            torch.save(kept[0] if len(kept) == 1 else kept, file)
+        partial.replace(out)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
     missing = [] if loader else _left_out(found)
@@ -115,6 +117,17 @@ def _run(folder: Path, loader: str | None, cache: CacheConfig, storage_options: 
     if loader is None:
         return Run(folder, lambda start: loader_of(start.record, options))
     return Run(folder, lambda start: loader_of_program(loader, start.record))
+
+
+def _kept(value: Any) -> Any:
+    """Return a value of a batch as torch.load has it without code of others: bytes, and dicts of `Flat` columns."""
+    if isinstance(value, memoryview):
+        return bytes(value)
+    if isinstance(value, dict):
+        return {name: _kept(each) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _kept(value._asdict())
+    return [_kept(each) for each in value] if isinstance(value, list) else value
 
 
 def _left_out(step: Step) -> list[str]:
