@@ -72,8 +72,9 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
     num_rows: int
     rowstore: RowStore
-    _lineage: Lineage | None = None
-    skips = False  # Whether it is `skipping`, and so are the snapshots that follow.
+    _refreshes = 0
+    _newer: MapStyle | None = None  # a later snapshot, perhaps not the latest
+    _raising: MapStyle | None = None  # of which this one is `skipping`
     computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
 
     def __len__(self) -> int:
@@ -174,25 +175,34 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out other snapshots."""
-        return {name: value for name, value in vars(self).copy().items() if name != "_lineage"}
-
-    @property
-    def lineage(self) -> Lineage:
-        """The snapshots of the source, which datasets share that `refresh` makes of each other."""
-        if self._lineage is None:
-            self._lineage = Lineage(self)
-        return self._lineage
+        others = ("_newer", "_raising")
+        return {name: value for name, value in vars(self).copy().items() if name not in others}
 
     @property
     def newest(self) -> Self:
         """The rows that loaders read from their next epoch on: those of the last `refresh`, or these."""
-        if self._lineage is None:
-            return self
-        return cast("Self", self._lineage.skipping() if self.skips else self._lineage.newest)
+        if self._raising is not None and (newest := self._raising.newest) is not self._raising:
+            if self._newer is None or self._newer._raising is not newest:  # noqa: SLF001 (of the same class)
+                self._newer = newest.as_skipping()
+        elif self._newer is not None:
+            self._newer = self._newer.newest
+        return cast("Self", self if self._newer is None else self._newer)
 
-    def join(self, other: MapStyle, *, skips: bool) -> None:
-        """Follow what a refresh of another snapshot of the source finds. skips: as rows that are `skipping`."""
-        self._lineage, self.skips = other.lineage, skips
+    @property
+    def refreshes(self) -> int:
+        """How often a newer snapshot was looked for, up to this one."""
+        return self._refreshes if self._raising is None else self._raising.refreshes
+
+    def as_skipping(self) -> MapStyle:
+        """Return the rows as `skipping` does. A refresh of these holds for them."""
+        found = self.skipping()
+        if found is not self:
+            found._raising = self  # noqa: SLF001
+        return found
+
+    def precede(self, newer: MapStyle) -> None:
+        """Let loaders of this snapshot read a newer one from their next epoch on."""
+        self._newer = newer
 
     def refresh(self) -> Changes:
         """Look for a newer snapshot of the source: folders are listed again, and tables opened at their newest version.
@@ -229,7 +239,16 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             3
             >>> folder.cleanup()
         """
-        return self.lineage.refresh()
+        before: MapStyle = self.newest
+        while before._raising is not None:
+            before = before._raising.newest
+        after = before.reopened()
+        before._refreshes += 1  # noqa: SLF001
+        if after.fingerprint == before.fingerprint:
+            return Changes()
+        after._refreshes = before._refreshes  # noqa: SLF001
+        before.precede(after)
+        return Changes.between(before, after)
 
     def reopened(self) -> Self:
         """Return the newest snapshot of the source, with what was made of this one."""
@@ -893,39 +912,6 @@ def _part(manifest: Manifest, inventory: Inventory) -> Manifest:
             'on_change="continue" goes on without the rows, or begin an epoch with set_epoch'
         )
     return found
-
-
-class Lineage:
-    """The snapshots of one source that refreshes have found.
-
-    Attributes:
-        newest: The newest one.
-        refreshes: How often was looked for a newer one.
-    """
-
-    def __init__(self, newest: MapStyle) -> None:
-        self.newest, self.refreshes = newest, 0
-        self._skipping: tuple[MapStyle, MapStyle] | None = None
-
-    def refresh(self) -> Changes:
-        """Look for a newer snapshot. Return what has changed."""
-        before = self.newest
-        after = before.reopened()
-        self.refreshes += 1
-        if after.fingerprint == before.fingerprint:
-            return Changes()
-        after.join(before, skips=False)
-        self.newest = after
-        return Changes.between(before, after)
-
-    def skipping(self) -> MapStyle:
-        """Return the newest one as `MapStyle.skipping` does."""
-        if self._skipping is None or self._skipping[0] is not self.newest:
-            found = self.newest.skipping()
-            if found is not self.newest:
-                found.join(self.newest, skips=True)
-            self._skipping = self.newest, found
-        return self._skipping[1]
 
 
 class Changes(NamedTuple):

@@ -174,7 +174,7 @@ def make_loader(
     dataset = dataset_of(source, given, shuffled=bool(shuffle))
     _check_nulls(dataset)
     if on_error == "skip":
-        dataset = dataset.lineage.skipping()
+        dataset = dataset.as_skipping()
     elif dataset.known_failure is not None:
         raise DataError(dataset.known_failure)
     _warn_of_padding(dataset, here)

@@ -127,7 +127,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.rank_sampler = rank_sampler
         self.sampler_of = sampler_of
         self._next: MapStyle | None = None  # what the next epoch reads, if this one ends on an earlier snapshot
-        self._refreshes = dataset.lineage.refreshes  # of which this loader knows
+        self._refreshes = dataset.refreshes  # of which this loader knows
         self.maker = maker
         self.device = device
         self.prefetch = prefetch
@@ -229,7 +229,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         elif changed and on_change == "next_epoch":
             newest = self.dataset
             earlier = earlier_dataset(position, newest, sampler)
-            earlier.join(newest, skips=newest.skips)
+            earlier.precede(newest)
             self._read(earlier)
             try:
                 self._restore(state, position)
@@ -280,7 +280,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Follow changes of the data, such as a refresh or new weights of a mixture, unless an epoch goes on."""
         sampler = self.rank_sampler
         newest = self.dataset.newest
-        if newest is not self.dataset or newest.lineage.refreshes != self._refreshes:
+        if newest is not self.dataset or newest.refreshes != self._refreshes:
             begun = sampler.handed_out_in_epoch
             if begun is not None and sampler.finished_at(begun.cursor):
                 sampler.end_epoch()  # The last loop took exactly len(loader) batches.
@@ -293,7 +293,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Read the newest snapshot. On other ranks it may be another one, also if it is the same here."""
         if newest is not self.dataset:
             self._read(newest)
-        self._refreshes = newest.lineage.refreshes
+        self._refreshes = newest.refreshes
         if self._agreement is not None:
             self._agreement = self._agreement.over(newest, self.rank_sampler, self._refreshes)
 
