@@ -97,7 +97,7 @@ class Ledger:
 
     def __init__(self, folder: Path | None, rank: int, *, writes: bool) -> None:
         self._path = None if folder is None else folder / FILE
-        self._rank, self._writes = rank, writes
+        self._rank, self._writes, self._pid = rank, writes, os.getpid()
         self._chain: Chain | None = None
         self.end = self._sealed = -1
         self._batches, self._due = 0, FIRST_SEAL
@@ -162,8 +162,8 @@ class Ledger:
         self._seal(self.end)
 
     def _seal(self, end: int) -> None:
-        if self._chain is None or self._latest is None or end == self._sealed:
-            return
+        if self._chain is None or self._latest is None or end == self._sealed or self._pid != os.getpid():
+            return  # A forked child has the loop of its parent.
         self._add_waiting(self._chain)
         cursor, step, size, rows = self._latest
         text = self._chain.sealed(rows[: -(-(end - cursor) // step) * size], end)
