@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 DELTA_URL, ICEBERG_URL = TABLE_URLS
-AZURE = ("abfs://", "abfss://", "wasb://", "wasbs://")
 
 Positions = npt.NDArray[np.int64]
 
@@ -354,10 +353,8 @@ def text_of(values: pa.Array | pa.ChunkedArray) -> list[int | str | None]:
 
 
 def shown(url: str) -> str:
-    """Return the URL of a table without credentials. Before the "@" of Azure's URLs is the name of a container."""
-    if "://" not in url:
-        return url
-    return url.partition("?")[0] if url.startswith(AZURE) else redacted(url)
+    """Return the URL of a table without credentials."""
+    return redacted(url) if "://" in url else url
 
 
 def at_version(url: str) -> tuple[str, str | None]:

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 CREDENTIALS = re.compile(
-    "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string",
+    "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string|"
+    "jwt|pwd|^code$",
     re.IGNORECASE,
 )
 """Matches the names of options and query parameters that hold credentials."""
 
-_USERINFO = re.compile(r"(?<![\w/])//[^/?#\s]*@")  # up to the last @ of a host: a password may have others
+# Up to the last @ of a host: a password may have others. In Azure's URLs the name of a container may stand before it.
+_NOT_AZURE = "(?<!abfs:)(?<!abfss:)(?<!wasb:)(?<!wasbs:)"
+_USERINFO = re.compile(rf"(?<![\w/])(?:{_NOT_AZURE}//[^/?#\s]*@|//[^/?#\s]*:[^/?#\s]*@)")
 # Signatures and tokens of presigned URLs. The version of an object is no secret.
 _QUERY = re.compile(r"(\?versionId=[^?&\s'\"]*)?(?(1)([?&][^\s'\"]*)?|\?[^\s'\"]+)")
 
@@ -61,8 +64,11 @@ def quotes_input(error: BaseException) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """Return the URL `text` without user, password and the query parameters that hold credentials."""
-    address, mark, query = _USERINFO.sub("//", text).partition("?")
+    """Return the URL `text` without user, password and the parameters that hold credentials."""
+    text, _, fragment = _USERINFO.sub("//", text).partition("#")
+    if fragment and not CREDENTIALS.search(fragment.partition("=")[0] if "=" in fragment else ""):
+        text += f"#{fragment}"
+    address, mark, query = text.partition("?")
     kept = [part for part in query.split("&") if not CREDENTIALS.search(part.partition("=")[0])]
     return address + mark * bool(kept) + "&".join(kept)
 

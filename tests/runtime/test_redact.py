@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataload.runtime.redact import cause_of, redacted, without_signature
+from dataload.runtime.redact import cause_of, redacted, without_credentials, without_signature
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,31 @@ from dataload.runtime.redact import cause_of, redacted, without_signature
         ("valkey://user:se@cret@host:6379 failed", "valkey://host:6379 failed"),
         ("//user:secret@host/x", "//host/x"),
         ("file:///data@2026/x and /data//x@y", "file:///data@2026/x and /data//x@y"),
+        (
+            "abfss://container@account.dfs.core.windows.net/x?sig=secret",
+            "abfss://container@account.dfs.core.windows.net/x",
+        ),
+        ("abfss://user:secret@host/x", "abfss://host/x"),
         ("two\nlines\r\n  here", "two lines here"),
         ("is https://host/x right? No", "is https://host/x right? No"),
     ],
 )
 def test_credentials_are_left_out(text: str, seen: str) -> None:
     assert redacted(text) == seen
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("https://host/x?id=1&jwt=secret", "https://host/x?id=1"),
+        ("https://host/x?code=secret&pwd=secret", "https://host/x"),
+        ("https://host/x#access_token=secret", "https://host/x"),
+        ("s3://bucket/a#1.parquet", "s3://bucket/a#1.parquet"),
+        ("wasbs://container@account/x?token=secret", "wasbs://container@account/x"),
+    ],
+)
+def test_sources_are_recorded_without_credentials(text: str, kept: str) -> None:
+    assert without_credentials(text) == kept
 
 
 @pytest.mark.parametrize(
