@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from dataload.catalog.recipe import UNRECORDED, rows_of
 from dataload.dataset import Dataset, MapStyle, make_dataset
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataloadError
 from dataload.loader.factory import make_loader
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture, mix
@@ -19,6 +19,8 @@ from dataload.samplers.mixture.weights import weights_of
 from dataload.samplers.position import STATE_VERSION
 from dataload.world import World
 
+MOST_RANKS = 1 << 20
+OPENING = {"source", "columns", "filters", "fill_null", "null_masks", "errors", "partitioning"}
 OF_MIXTURE = ("stop", "num_rows", "batching")
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ def _dataset_of(calls: Any, options: Mapping[str, Any]) -> Dataset:
         values = [how, *(how.values() if isinstance(how, dict) else ())]
         if name not in CALLS or any(isinstance(value, dict) and UNRECORDED in value for value in values):
             raise ConfigError(f"the ledger cannot make the dataset again, because of {name}({how}): {PROGRAM}")
+        if name == "make_dataset" and not how.keys() <= OPENING:
+            raise ConfigError(f"the ledger opens a dataset with {sorted(how.keys() - OPENING)}, which no ledger has")
         found = make_dataset(**how, **options) if name == "make_dataset" else CALLS[name](found, how)
     return cast("Dataset", found)
 
@@ -78,9 +82,20 @@ def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int =
         rank: The rank.
 
     Raises:
-        ConfigError: The dataset has other rows than it had, or the record is not complete.
+        ConfigError: The dataset has other rows than it had, or the record is damaged.
         OriginError: The source cannot be read.
     """
+    try:
+        return _loader_of(record, options, rank)
+    except DataloadError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"the ledger is damaged, or another version of dataload wrote it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int) -> Loader:
     order, given = record["order"], record.get("loader") or {}
     dataset = dataset_of(record["recipe"], options)
     given_order = record.get("next_order") or order  # which the loader had as arguments
@@ -144,6 +159,8 @@ def loader_of_program(name: str, record: Mapping[str, Any], rank: int = 0) -> Lo
 
 def _world(record: Mapping[str, Any], rank: int) -> World:
     ranks, nodes = record["ranks"], record["nodes"]
+    if not 0 < nodes <= ranks <= MOST_RANKS:
+        raise ConfigError(f"the ledger has a loop of {ranks} ranks on {nodes} nodes, so it is damaged")
     return World(rank, ranks, node_sizes=(ranks // nodes,) * nodes)
 
 

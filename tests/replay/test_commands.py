@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dataload import World, make_dataset, make_loader, mix
 from dataload.cli.app import app
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataloadError
 from dataload.loader.loader import Loader
 
 RNG = np.random.default_rng(7)
@@ -194,6 +194,35 @@ def test_wrong_use_is_told(
     done = CliRunner().invoke(app, [words[0], str(tmp_path / "run"), *words[1:]])
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": 0},
+        {"ranks": 1 << 60, "nodes": 1 << 60},
+        {"order": "text"},
+        {"order": {}},
+        {"recipe": 5},
+        {"recipe": [5]},
+        {"recipe": [{"make_dataset": {"source": "a", "storage_options": {"key": "x"}}}]},
+        {"recipe": [{"make_dataset": {"source": 5}}]},
+        {"recipe": [{"pack": {"foo": 1}}]},
+        {"cursor": "first"},
+    ],
+    ids=str,
+)
+def test_a_planted_ledger_is_one_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("DATALOAD_CACHE_DIR", str(tmp_path / "command"))
+    next(iter(made(folder, "plain", 0, 1, tmp_path / "run")))
+    path = tmp_path / "run" / "ledger.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps({**first, **change}) + "\n")
+    for words in (["rows", "--step", "1"], ["rows", "--row", "1"]):
+        done = CliRunner().invoke(app, [words[0], str(tmp_path / "run"), *words[1:]])
+        assert isinstance(done.exception, DataloadError), (words, done.exception)
 
 
 def test_verify_exits_with_1_for_a_changed_ledger(folder: Path, tmp_path: Path, run: Any) -> None:
