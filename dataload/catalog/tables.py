@@ -137,7 +137,8 @@ def at_snapshot(source: Any, version: str | None, storage_options: Mapping[str, 
     """
     if isinstance(source, (str, os.PathLike)):
         url = os.fspath(source)
-        return url if version is None else f"{at_version(url)[0]}@{version}"
+        table = at_version(url)[0] if url.startswith(DELTA_URL) else url.partition("@")[0]  # "@main" names a branch
+        return url if version is None else f"{table}@{version}"
     if _is_of("deltalake", "DeltaTable", source):
         from dataload.catalog.delta import delta_at
 

@@ -31,6 +31,7 @@ from table_rows import check_same, rows_of
 from dataload import make_dataset, make_loader
 from dataload.catalog.iceberg import vectors_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
+from dataload.loader import changes
 
 VENDED = {"s3.access-key-id": "id", "s3.secret-access-key": "VENDEDSECRET"}
 
@@ -260,6 +261,19 @@ def test_a_pin_names_the_columns_too(table):
     assert ids(snapshot) == list(range(8))  # the names that it had
     with pytest.raises(ConfigError, match="has no schema 7: leave out ~7"):
         make_dataset(f"{snapshot}~7", cache=False)
+
+
+def test_an_epoch_goes_on_after_the_branch_of_its_url_has_moved(table, tmp_path):
+    loader = make_loader("iceberg://lake/space.table@main", 2, cache_dir=tmp_path / "first")
+    batches = iter(loader)
+    seen = next(batches)["id"].tolist()
+    state = loader.state_dict()
+    batches.close()
+    table.append(rows(8, 2))
+    changes._kept.clear()  # as in a new process
+    loader = make_loader("iceberg://lake/space.table@main", 2, cache_dir=tmp_path / "second")
+    loader.load_state_dict(state, on_change="continue")
+    assert sorted(seen + [number for batch in loader for number in batch["id"].tolist()]) == list(range(10))
 
 
 def test_a_filter_that_cannot_be_applied_is_told(table):
