@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from statistics import median_low
 
 # A body that trickles must not hold up an epoch. Requests that all begin at once on a slow network take this long, too.
@@ -23,17 +22,17 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self._took = deque[tuple[float, int]](maxlen=LAST)
+        self._took: tuple[tuple[float, int], ...] = ()  # replaced: a deque may change while another thread looks at it
 
     def note(self, seconds: float, num_bytes: int) -> None:
         """Record how long a request took, or after which time it was given up."""
-        self._took.append((seconds, num_bytes))
+        self._took = (*self._took[1 - LAST :], (seconds, num_bytes))
 
     def seconds(self, num_bytes: int, attempt: int) -> float:
         """Return how long an attempt may take; the first one is 0. There are few different results."""
         if attempt >= HURRIED:
             return MOST_SECONDS
-        alike = [seconds for seconds, size in tuple(self._took) if ALIKE * size >= num_bytes]
+        alike = [seconds for seconds, size in self._took if ALIKE * size >= num_bytes]
         usual = TIMES * median_low(alike) if alike else 0.0
         steps = math.ceil(math.log(max(1.0, usual / LEAST_SECONDS), STEP))
         return min(MOST_SECONDS, LEAST_SECONDS * STEP ** (steps + attempt))

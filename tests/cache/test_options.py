@@ -63,7 +63,9 @@ commands = {**group.commands, **{f"cache {name}": each for name, each in group.c
 del commands["cache"], commands["demo"]  # which has a cache of its own
 texts = {name: each.get_help(each.make_context(name, [], resilient_parsing=True)) for name, each in commands.items()}
 takes_cache = {name for name, text in texts.items() if "--cache-dir" in text}
-assert takes_cache == {"head", "plan", "warm", "doctor", "cache stats", "cache verify", "cache evict"}
+assert takes_cache == {
+    "head", "plan", "warm", "doctor", "rows", "replay", "cache stats", "cache verify", "cache evict"
+}
 for name in takes_cache:
     assert all(text in texts[name] for text in ("--added", "What it adds.", "[default: 7]")), texts[name]
     assert ("--of-origin" in texts[name]) == (not name.startswith("cache ")), name
