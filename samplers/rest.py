@@ -61,46 +61,21 @@ class Continued:
 
     def __init__(self, plain: Order | MixtureOrder, left: LeftOrder | MixtureOrder, taken: int) -> None:
         self.plain, self.left, self.taken = plain, left, taken
-        self.n = taken + left.n
-        self.chosen, self.num_streams, self.seed, self.run_rows = (
-            plain.chosen,
-            left.num_streams,
-            plain.seed,
-            plain.run_rows,
-        )
+        self.n, self.num_streams = taken + left.n, left.num_streams
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "plain":
             raise AttributeError(name)
-        return getattr(self.plain, name)  # such as the weights of a mixture
+        return getattr(self.plain, name)  # such as its options, its digest, and the weights of a mixture
 
     @property
     def orders(self) -> tuple[Order, ...]:
         """The order of each dataset."""
         return self.left.orders
 
-    @property
-    def shuffle(self) -> Any:
-        """Kind of the shuffle."""
-        return self.plain.shuffle
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the new data's order."""
-        return self.plain.options
-
-    @property
-    def digest(self) -> str:
-        """Identifies the new data."""
-        return self.plain.digest
-
     def most_rows(self, rows: int) -> list[int]:
         """Return how many rows of each dataset may be in `rows` consecutive positions."""
         return self.left.most_rows(rows)
-
-    def with_options(self, **options: Any) -> Order | MixtureOrder:
-        """Return the order of a whole epoch of the new data with other options."""
-        return self.plain.with_options(**options)
 
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
         """Return the rows of the new data at these positions.

@@ -19,7 +19,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from copy import copy
 from datetime import timedelta
 from functools import partial
 from pathlib import PurePath
@@ -60,31 +59,26 @@ class Agreement:
     Args:
         dataset: The dataset of the loader.
         sampler: Its order.
+        place: Where the program made the loader; "": where it is now.
+        snapshot: How often the loader has looked for a newer snapshot; None: it reads its first one.
     """
 
-    def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
+    def __init__(self, dataset: MapStyle, sampler: RankSampler, place: str = "", snapshot: int | None = None) -> None:
         self._dataset = dataset
         self._rank, size = sampler.rank, sampler.num_replicas
-        self._order = _order_of(sampler)
-        self._place = _place_in_program()
-        self._name = f"{self._place} of {size}"  # Torchrun counts no restart if ranks come or go, and keeps its store.
+        options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
+        self._order = json.loads(json.dumps({"data": sampler.order.digest, **options}))
+        self._place = place or _place_in_program()
+        of = "" if snapshot is None else f" snapshot {snapshot}"
+        # Torchrun counts no restart if ranks come or go, and keeps its store.
+        self._name = f"{self._place}{of} of {size}"
         self._to_compare = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks
         self._looks = 0
         self._announced = 0  # loaders of this place, as shown
 
-    def over(self, dataset: MapStyle, sampler: RankSampler, number: int) -> Agreement:
-        """Return what compares the ranks after this loader has looked `number` times for a newer snapshot."""
-        found = copy(self)
-        new = {
-            "_dataset": dataset,
-            "_order": _order_of(sampler),
-            "_name": f"{self._place} snapshot {number} of {sampler.num_replicas}",
-            "_to_compare": {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank},
-            "_looks": 0,
-            "_announced": 0,
-        }
-        vars(found).update(new)
-        return found
+    def over(self, dataset: MapStyle, sampler: RankSampler, snapshot: int) -> Agreement:
+        """Return what compares the ranks after this loader has looked `snapshot` times for a newer snapshot."""
+        return Agreement(dataset, sampler, self._place, snapshot)
 
     def check(self) -> None:
         """Show what this rank reads, and compare it with what others show by now.
@@ -173,12 +167,6 @@ class Agreement:
         names = [name for name, value in self._order.items() if other.get(name) != value]
         own, theirs = (", ".join(f"{name}={each.get(name)!r}" for name in names) for each in (self._order, other))
         return f"rank {self._rank} has {own}, rank {rank} has {theirs}. Give all ranks the same"
-
-
-def _order_of(sampler: RankSampler) -> dict[str, Any]:
-    options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
-    found: dict[str, Any] = json.loads(json.dumps({"data": sampler.order.digest, **options}))
-    return found
 
 
 class Board:

@@ -20,7 +20,6 @@ from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError
 from dataload.formats.schema import ERRORS, Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
-from dataload.formats.table_columns import TableFile
 from dataload.formats.text import TextErrors
 from dataload.mapping.identity import find_code, identity, name_of
 from dataload.mapping.pickling import dumps
@@ -301,8 +300,8 @@ def order_key_of(manifest: Manifest) -> str:
         for group in manifest.row_groups
     ]
     selected = None if manifest.selection is None else manifest.selection.digest
-    tables = {each.file.columns.digest for each in manifest.row_groups if isinstance(each.file, TableFile)}
-    content = [groups, selected, *sorted(tables)]
+    table = manifest.table
+    content = [groups, selected, *([] if table is None else [table.digest])]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"order").hexdigest()
 
 
