@@ -66,7 +66,26 @@ class EpochOrder:
         before = int(self._starts[np.flatnonzero(self._pieces == piece)[0]]) + row - int(first[piece])
         window = self._window_at(before)
         begin = int(self._window_starts[window])
-        return begin + self._windows.get(window, self._window).index_of(before - begin)
+        return begin + int(self._windows.get(window, self._window).indices_of(np.array([before - begin]))[0])
+
+    def masks_before(self, ends: Int64) -> Iterator[npt.NDArray[np.bool_]]:
+        """Yield which rows of each piece come before a place of their stream, in file order: bool [rows of it].
+
+        Args:
+            ends: The place of each stream: int64 [S].
+        """
+        windows = np.searchsorted(self._placement.windows, np.arange(len(self._pieces)), "right") - 1  # of each piece
+        streams = np.searchsorted(self._placement.first_windows, windows, "right") - 1
+        begins = self._window_starts[windows]
+        counts, sizes = ends[streams] - begins, self._window_starts[windows + 1] - begins
+        for piece in np.argsort(self._placement.first[self._pieces]).tolist():
+            first, end = self._starts[piece : piece + 2].tolist()
+            count, begin = int(counts[piece]), int(begins[piece])
+            if 0 < count < sizes[piece]:
+                window = self._windows.get(int(windows[piece]), self._window)
+                yield window.indices_of(np.arange(first - begin, end - begin)) < count
+            else:
+                yield np.full(end - first, count > 0)
 
     def first_needs(self, place: int, end: int, starts: Int64) -> Iterator[tuple[int, int]]:
         """Yield (place, row group) at the first place of one stream that needs each row group, in ascending order.

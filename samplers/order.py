@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -21,12 +22,12 @@ from dataload.samplers.share import RUN_ROWS
 from dataload.samplers.window_size import default_window
 
 Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 Shuffle = Literal["block", "full", False]
 
 OPTIONS: Final = ("shuffle", "seed", "window", "num_streams")
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
 
-HAD_ROWS = 1 << 22  # rows of a part
 MOST_STREAMS = 1 << 16  # an empty stream costs memory, too; and numpy sorts 16 bits by radix
 
 
@@ -172,15 +173,34 @@ class Order:
         stream = int(np.searchsorted(cuts, place, "right")) - 1
         return np.array([(place - int(cuts[stream])) * self.num_streams + stream], np.int64)
 
-    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
-        """Yield what an epoch has had before a position, a part at a time.
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Iterator[Mask], bool]]:
+        """Yield which rows of each dataset an epoch has had before a position.
 
         Yields:
-            (number of the dataset, rows of it, whether they are of another pass over it than those before). Without a
-            mixture there is one dataset and one pass.
+            (number of the dataset, which rows of each of its row groups, whether they are of another pass over it than
+            the first one). Without a mixture there is one dataset and one pass.
         """
-        for first in range(0, position, HAD_ROWS):
-            yield 0, self.rows(epoch, np.arange(first, min(first + HAD_ROWS, position))), False
+        yield 0, self.masks_before(epoch, position), False
+
+    def masks_before(self, epoch: int, position: int) -> Iterator[Mask]:
+        """Yield which rows of each row group come before a position: bool [rows of it], in file order.
+
+        Only the windows that go on at the position are looked into.
+        """
+        if self.shuffle is False:
+            for start, end in pairwise(self._starts.tolist()):
+                yield np.arange(start, end) < position
+            return
+        streams = np.arange(self.num_streams)
+        taken = np.maximum(0, (position - streams + self.num_streams - 1) // self.num_streams)
+        pieces = self._epoch(epoch).masks_before(
+            np.minimum(self._placement.cuts[:-1] + taken, self._placement.cuts[1:])
+        )
+        for rows in np.diff(self._starts).tolist():
+            mask = next(pieces) if rows else np.empty(0, np.bool_)
+            while len(mask) < rows:  # A border of streams cuts the row group.
+                mask = np.concatenate((mask, next(pieces)))
+            yield mask
 
     def window_starts(self, epoch: int) -> Int64:
         """Return the first position of each window of an order of one stream, then n: int64 [V + 1].

@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.runtime.text import few
-from dataload.samplers.order import Order
+from dataload.samplers.order import Mask, Order
 from dataload.samplers.partition import check_locality, is_local
 from dataload.samplers.position import EARLIER, Position
 from dataload.samplers.row_iterator import RowIterator
@@ -81,8 +81,8 @@ class PositionOrder(Protocol):
     def positions_of(self, epoch: int, row: int) -> Int64:
         """Return where a row comes in an epoch, ascending: int64 [k]."""
 
-    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
-        """Yield (dataset, rows of it, whether they begin a pass over it) of those before a position of the epoch."""
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Iterator[Mask], bool]]:
+        """Yield (dataset, which rows of each of its row groups, whether a later pass has them) before a position."""
 
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None

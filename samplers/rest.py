@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.errors import ConfigError
-from dataload.samplers.order import Order, checked
+from dataload.samplers.order import Mask, Order, checked
 
 if TYPE_CHECKING:
     from dataload.samplers.mixture.order import MixtureOrder
@@ -23,10 +23,12 @@ class Left(NamedTuple):
     Attributes:
         lengths: Such rows of each row group: int64 [M].
         rows: Returns their numbers in the dataset, by their numbers among such rows: int64 [k] both.
+        among: Yields which rows of each row group of the dataset some of them are, given which of such rows.
     """
 
     lengths: Int64
     rows: Callable[[Int64], Int64]
+    among: Callable[[Iterator[Mask]], Iterator[Mask]]
 
 
 class LeftOrder(Order):
@@ -34,11 +36,15 @@ class LeftOrder(Order):
 
     def __init__(self, left: Left, **options: Any) -> None:
         super().__init__(left.lengths, **options)
-        self._rows_of = left.rows
+        self._left = left
 
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
         """Return the rows at these positions of the epoch, as `Order.rows` does."""
-        return self._rows_of(super().rows(epoch, positions))
+        return self._left.rows(super().rows(epoch, positions))
+
+    def masks_before(self, epoch: int, position: int) -> Iterator[Mask]:
+        """Yield which rows of each row group of the dataset come before a position, as `Order.masks_before` does."""
+        return self._left.among(super().masks_before(epoch, position))
 
     @classmethod
     def of(cls, order: Order, left: Left) -> LeftOrder:
@@ -96,7 +102,7 @@ class Continued:
         """Return where a row of the new data comes in the rest of the epoch: int64 [k], by a look at all of it."""
         return self.taken + np.flatnonzero(self.left.rows(epoch, np.arange(self.left.n)) == row)
 
-    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Iterator[Mask], bool]]:
         """Yield what the epoch has had of the new data before a position, as `Order.had` does."""
         return self.left.had(epoch, position - self.taken)
 

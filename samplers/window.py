@@ -42,9 +42,9 @@ class Window:
         numbers += self._shifts.take(pieces, mode="clip")
         return numbers
 
-    def index_of(self, number: int) -> int:
-        """Return the index in the shuffled window of a row, given its index before the shuffle."""
-        return int(self._shuffled.inverse[np.array([number])][0])
+    def indices_of(self, numbers: Int64) -> Int64:
+        """Return the indices in the shuffled window of rows, given those before the shuffle: int64 [k] both."""
+        return self._shuffled.inverse[numbers]
 
     def first_uses(self, number: int) -> Iterable[tuple[int, int]]:
         """Return (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""

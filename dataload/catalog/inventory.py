@@ -5,7 +5,6 @@ A row is its place in a row group of a file. Two snapshots have the same row if 
 
 from __future__ import annotations
 
-import base64
 import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -16,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.catalog.manifest import Manifest
-from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Mask, Selection
-from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 Int64 = npt.NDArray[np.int64]
-MOST_BYTES: Final = 1 << 30  # of an inventory: one of a billion rows has a bit for each
+MOST_BYTES: Final = 1 << 30  # of inventories: those of a billion rows have a bit for each
+MOST_TEXT: Final = 1 << 28  # of the names of their files
 MOST_ROWS: Final = 1 << 36
 KINDS: Final = (str, int, str, int, int)  # of a key, and of a number of rows
 
@@ -55,16 +53,6 @@ class Inventory:
     def block_lengths(self) -> Int64:
         """Rows of the dataset in each row group: int64 [M]."""
         return self.lengths if self.selection is None else self.selection.counts
-
-    @cached_property
-    def starts(self) -> Int64:
-        """First row of each row group among all rows of them, then the number of these: int64 [M + 1]."""
-        return np.concatenate(([0], np.cumsum(self.lengths)))
-
-    @cached_property
-    def selected(self) -> SelectedRows | None:
-        """The numbers of the dataset's rows among all rows of the row groups; None: they are the same."""
-        return None if self.selection is None else SelectedRows(self.selection)
 
     def rows_in(self, keys: Collection[Key]) -> Int64:
         """Return the numbers of the dataset's rows in some row groups, ascending."""
@@ -101,40 +89,6 @@ class Inventory:
         moved = ((new + path.removeprefix(old) if path.startswith(old) else path, *rest) for path, *rest in self.keys)
         return replace(self, keys=cast("tuple[Key, ...]", tuple(moved)))
 
-    def to_bytes(self) -> bytes:
-        """Return the inventory as bytes, without credentials."""
-        files: dict[tuple[str, int, str], list[list[int]]] = {}
-        for (path, size, version, number), rows in zip(self.keys, self.lengths.tolist(), strict=True):
-            files.setdefault((path, size, version), []).append([number, rows])
-        chosen = None if self.selection is None else base64.b64encode(self.selection.to_bytes()).decode()
-        content = [self.order_key, [[*file, groups] for file, groups in files.items()], chosen]
-        return zlib.compress(json.dumps(content, separators=(",", ":")).encode())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Inventory:
-        """Return the inventory that `to_bytes` wrote. Raise ValueError for other bytes."""
-        try:
-            order_key, files, chosen = json.loads(_unpacked(data))
-            groups = [(path, size, version, number, rows) for path, size, version, of in files for number, rows in of]
-            columns = list(zip(*groups, strict=True)) or [()] * len(KINDS)
-            if any(type(value) is not kind for kind, column in zip(KINDS, columns, strict=True) for value in column):
-                raise ValueError("a file with other values than its name, size and version")
-            lengths = np.array(columns[-1], np.int64)
-            if lengths.min(initial=0) < 0 or sum(columns[-1]) > MOST_ROWS:
-                raise ValueError(f"row groups of a negative number of rows, or of more than {MOST_ROWS:,}")
-            selection = None if chosen is None else Selection.from_bytes(base64.b64decode(chosen), lengths.tolist())
-        except (TypeError, IndexError, OverflowError, RecursionError, zlib.error) as error:
-            raise ValueError(f"no inventory ({error})") from error
-        return cls(str(order_key), tuple(group[:4] for group in groups), lengths, selection)
-
-
-def _unpacked(data: bytes) -> bytes:
-    unpacker = zlib.decompressobj()
-    found = unpacker.decompress(data, MOST_BYTES)
-    if not unpacker.eof:
-        raise ValueError(f"it is cut short, or is longer than {MOST_BYTES:,} bytes")
-    return found
-
 
 def _ends(path: str) -> list[str]:
     """Return the name of a file, then with its folder, then with that of the folder, …"""
@@ -162,22 +116,25 @@ class KnownRows:
 
     def add(self, inventory: Inventory, parts: Iterable[Int64]) -> None:
         """Add rows of a dataset, by their numbers in it."""
-        starts = inventory.starts
-        borders = np.concatenate(([0], np.cumsum(-(-inventory.lengths // 8))))
-        bits = np.zeros(int(borders[-1]), np.uint8)
-        for numbers in parts:
-            rows = numbers if inventory.selected is None else inventory.selected.rows(numbers)
-            if not len(rows):
-                continue
-            rows = np.sort(rows)  # So the bits of a byte follow each other.
-            groups = np.searchsorted(starts, rows, "right") - 1
-            within = rows - starts[groups]
-            places = borders[groups] + within // 8
-            firsts = np.flatnonzero(np.diff(places, prepend=-1))
-            bits[places[firsts]] |= np.bitwise_or.reduceat((1 << (within % 8)).astype(np.uint8), firsts)
-        for key, own in zip(inventory.keys, np.split(bits, borders[1:-1]), strict=True):
-            if own.any():
-                self._bits[key] = own | self._bits[key] if key in self._bits else own
+        numbers = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
+        ends = np.cumsum(inventory.block_lengths)
+        for group, own in enumerate(np.split(numbers, np.searchsorted(numbers, ends[:-1]))):
+            if own.size:
+                rows = int(inventory.block_lengths[group])
+                mask = np.zeros(rows, np.bool_)
+                mask[own - (ends[group] - rows)] = True
+                self._add(inventory, group, mask)
+
+    def add_masks(self, inventory: Inventory, masks: Iterable[Mask]) -> None:
+        """Add rows of a dataset: which of the rows that it has of each row group."""
+        for group, mask in enumerate(masks):
+            if mask.any():
+                self._add(inventory, group, mask)
+
+    def _add(self, inventory: Inventory, group: int, mask: Mask) -> None:
+        whole = mask if inventory.selection is None else inventory.selection.within(group, mask)
+        key, bits = inventory.keys[group], np.packbits(whole, bitorder="little")
+        self._bits[key] = bits | self._bits[key] if key in self._bits else bits
 
     def others(self, inventory: Inventory) -> Iterator[Mask]:
         """Yield which of the rows that a dataset has of each row group are not among these: bool [rows of it]."""
@@ -189,9 +146,12 @@ class KnownRows:
 
     def numbers(self, inventory: Inventory, keys: Collection[Key]) -> Int64:
         """Return the numbers of those rows among these that a dataset has in some row groups, ascending."""
-        masks = zip(inventory.keys, self.others(inventory), strict=True)
-        found = [~mask if key in keys else np.zeros(len(mask), np.bool_) for key, mask in masks]
-        return np.flatnonzero(np.concatenate([np.empty(0, np.bool_), *found]))
+        first, found = 0, [np.empty(0, np.int64)]
+        for key, mask in zip(inventory.keys, self.others(inventory), strict=True):
+            if key in keys:
+                found.append(np.flatnonzero(~mask) + first)
+            first += len(mask)
+        return np.concatenate(found)
 
     def and_also(self, inventory: Inventory, numbers: Int64) -> KnownRows:
         """Return these rows and others of a dataset, by their numbers in it."""
@@ -207,13 +167,55 @@ class KnownRows:
 
 
 def inventories_to_bytes(inventories: Iterable[Inventory]) -> bytes:
-    """Return the inventories of all sources of a loader as bytes."""
-    return json.dumps([base64.b64encode(each.to_bytes()).decode() for each in inventories]).encode()
+    """Return the inventories of all sources of a loader as bytes, without credentials.
+
+    They are compressed: a line of JSON, which has the row groups of each source and the bytes of its selection, and
+    then the selections.
+    """
+    sources, selections = [], []
+    for each in inventories:
+        files: dict[tuple[str, int, str], list[list[int]]] = {}
+        for (path, size, version, number), rows in zip(each.keys, each.lengths.tolist(), strict=True):
+            files.setdefault((path, size, version), []).append([number, rows])
+        selections.append(b"" if each.selection is None else each.selection.to_bytes())
+        sources.append([each.order_key, [[*file, groups] for file, groups in files.items()], len(selections[-1])])
+    return zlib.compress(b"\n".join([json.dumps(sources, separators=(",", ":")).encode(), b"".join(selections)]))
 
 
-def inventories_from_bytes(data: Any) -> list[Inventory]:
+def inventories_from_bytes(data: bytes | memoryview) -> list[Inventory]:
     """Return what `inventories_to_bytes` wrote. Raise ValueError for other bytes."""
     try:
-        return [Inventory.from_bytes(base64.b64decode(each)) for each in json.loads(bytes(data))]
-    except (TypeError, RecursionError) as error:
+        content = _unpacked(data)
+        end = content.find(b"\n", 0, MOST_TEXT)
+        if end < 0:
+            raise ValueError(f"no line of JSON in {MOST_TEXT:,} bytes")
+        found, start = [], end + 1
+        for order_key, files, size in json.loads(content[:end]):
+            if type(order_key) is not str or type(size) is not int or not 0 <= size <= len(content) - start:
+                raise ValueError("a selection that is cut short")
+            found.append(_inventory(order_key, files, memoryview(content)[start : start + size]))
+            start += size
+    except (TypeError, IndexError, OverflowError, RecursionError, zlib.error) as error:
         raise ValueError(f"no inventories ({error})") from error
+    return found
+
+
+def _inventory(order_key: str, files: Any, chosen: memoryview) -> Inventory:
+    """Return the inventory of these files. chosen: the selection of their rows; b"": all."""
+    groups = [(path, size, version, number, rows) for path, size, version, of in files for number, rows in of]
+    columns = list(zip(*groups, strict=True)) or [()] * len(KINDS)
+    if any(type(value) is not kind for kind, column in zip(KINDS, columns, strict=True) for value in column):
+        raise ValueError("a file with other values than its name, size and version")
+    lengths = np.array(columns[-1], np.int64)
+    if lengths.min(initial=0) < 0 or sum(columns[-1]) > MOST_ROWS:
+        raise ValueError(f"row groups of a negative number of rows, or of more than {MOST_ROWS:,}")
+    selection = Selection.from_bytes(chosen, lengths.tolist()) if chosen else None
+    return Inventory(order_key, tuple(group[:4] for group in groups), lengths, selection)
+
+
+def _unpacked(data: bytes | memoryview) -> bytes:
+    unpacker = zlib.decompressobj()
+    found = unpacker.decompress(data, MOST_BYTES)
+    if not unpacker.eof:
+        raise ValueError(f"it is cut short, or is longer than {MOST_BYTES:,} bytes")
+    return found

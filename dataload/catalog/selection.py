@@ -79,6 +79,12 @@ class Selection:
             mask[self.offsets(block) + (self.rows[block] - self.rows[first])] = True
         return mask
 
+    def within(self, group: int, mask: Mask) -> Mask:
+        """Return which rows of a row group a mask has that has a value for each of its selected rows."""
+        whole = self.mask(group)
+        whole[whole] = mask
+        return whole
+
     def only(self, groups: Iterable[int]) -> Selection:
         """Return the selection of some of the row groups."""
         return Selection.of(map(self.mask, groups))

@@ -71,9 +71,4 @@ def _by_row_group(mask: Mask, manifest: Manifest) -> Iterator[Mask]:
     """Yield the rows to keep of each row group, among all its rows."""
     ends = np.cumsum(manifest.block_lengths)
     for number, part in enumerate(np.split(mask, ends[:-1])):
-        if manifest.selection is None:
-            yield part
-        else:
-            whole = manifest.selection.mask(number)
-            whole[whole] = part
-            yield whole
+        yield part if manifest.selection is None else manifest.selection.within(number, part)

@@ -13,6 +13,7 @@ cache; a table's version can be opened again instead.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from dataload.cache.blocks.reader import Object
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.inventory import Inventory, KnownRows, inventories_from_bytes, inventories_to_bytes
 from dataload.catalog.selected_rows import SelectedRows
-from dataload.catalog.selection import Selection
+from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.mixture import Mixture
 from dataload.moved_rows import moved
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 OnChange = Literal["error", "next_epoch", "continue"]
 
-VERSION: Final = 1  # of cached inventories
+VERSION: Final = 2  # of cached inventories
 BY_ROWS: Final = "by_rows"  # in the first segment: the mixture weighs each snapshot by its rows
 TABLES: Final = "tables"  # in a state and in its segments: the versions of the tables that it is of
 MOST_TABLE_CHARACTERS: Final = 400  # of their URLs: a state has at most 4 KB
@@ -84,14 +85,14 @@ def keep(dataset: MapStyle, digest: str) -> None:
 def known_as_text(dataset: MapStyle, digests: Sequence[str]) -> dict[str, str]:
     """Return the inventories of data with these digests as texts, the first of which is that of a dataset."""
     keep(dataset, digests[0])
-    return {each: _kept[each].decode() for each in digests if each in _kept}
+    return {each: base64.b64encode(_kept[each]).decode() for each in digests if each in _kept}
 
 
 def learn(texts: Mapping[str, str]) -> None:
     """Keep the inventories that `known_as_text` returned. Raise ConfigError for others."""
     for name, text in texts.items():
         try:
-            data = str(text).encode()
+            data = base64.b64decode(text, validate=True)
             inventories_from_bytes(data)
             _keep(name, data)
         except ValueError as error:
@@ -379,7 +380,8 @@ def _rest(
     left = []
     for own, known in zip(found, had, strict=True):
         selection = Selection.of(known.others(own))
-        left.append(Left(selection.counts, _Rows(selection, 2 * window)))
+        rows = _Rows(selection, 2 * window)
+        left.append(Left(selection.counts, rows, rows.among))
     if not isinstance(order, MixtureOrder):
         return cast("PositionOrder", Continued(order, LeftOrder.of(order, left[0]), taken))
     options = dict(order.options)
@@ -395,10 +397,10 @@ def _add(had: list[KnownRows], found: Sequence[Inventory], order: PositionOrder,
     """Add the rows that an epoch has had up to a position. A new pass over a source has had none before."""
     if end > order.n:
         raise ConfigError(f"the state has had {end} rows of an epoch of {order.n}: give all that state_dict() returned")
-    for source, rows, is_new_pass in order.had(epoch, end):
+    for source, masks, is_new_pass in order.had(epoch, end):
         if is_new_pass:
             had[source] = KnownRows()
-        had[source].add(found[source], [rows])
+        had[source].add_masks(found[source], masks)
 
 
 def _add_moved(
@@ -443,3 +445,7 @@ class _Rows:
             self._table = SelectedRows(self._selection, self._groups)
         rows: Int64 = self._table.rows(numbers)
         return rows
+
+    def among(self, masks: Iterator[Mask]) -> Iterator[Mask]:
+        """Yield which rows of each row group of the dataset these are, given which of its selected rows."""
+        return (self._selection.within(group, mask) for group, mask in enumerate(masks))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.samplers.mixture.source import SourceRows, source_epoch
+from dataload.samplers.order import Mask
 from dataload.samplers.rest import LeftOrder
 
 Int64 = npt.NDArray[np.int64]
@@ -34,6 +35,12 @@ class ContinuedRows:
     def consecutive(self, epoch: int, start: int, end: int) -> Int64:
         """Return the rows at the indices from `start` to `end`, as `rows` does."""
         return self.rows(epoch, np.arange(start, end))
+
+    def had(self, epoch: int, count: int) -> Iterator[Mask]:
+        """Yield which rows the last pass has had before an index, as `SourceRows.had` does."""
+        if count > self._left.n:
+            return self._whole.had(epoch, count - self._left.n)
+        return self._left.masks_before(source_epoch(epoch, 0), count)
 
     def indices_of(self, epoch: int, row: int, count: int) -> Int64:
         """Return which of the first `count` indices have a row, as `SourceRows.indices_of` does: by a look at all."""

@@ -24,7 +24,7 @@ from dataload.samplers.mixture.quotas import END, Quotas
 from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import STRETCH, MixtureSource, SourceRows
 from dataload.samplers.mixture.weights import Weights, integer_weights, knots, plain, weights_of
-from dataload.samplers.order import HAD_ROWS, Order, Shuffle, checked
+from dataload.samplers.order import Mask, Order, Shuffle, checked
 from dataload.samplers.placement import MOST_ROWS, row_borders
 from dataload.samplers.rest import Left, LeftOrder
 from dataload.samplers.share import RUN_ROWS
@@ -220,18 +220,11 @@ class MixtureOrder:
             found.append(positions[(sources == source) & (indices == index)])
         return np.concatenate([np.empty(0, np.int64), *found])
 
-    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Int64, bool]]:
-        """Yield what the passes over the sources that go on at a position have had, as `Order.had` does.
-
-        Yields:
-            (number of the source, rows of it, whether a pass over it begins with them)
-        """
+    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Iterator[Mask], bool]]:
+        """Yield what the passes over the sources that go on at a position have had, as `Order.had` does."""
         for source, count in enumerate(self._indices_at(epoch, position) if position else ()):
-            whole, first = self.orders[source].n, self._first_pass[source]
-            start = first + (count - first - 1) // whole * whole if count > first else 0
-            for begin in range(start, count, HAD_ROWS):
-                indices = np.arange(begin, min(begin + HAD_ROWS, count))
-                yield source, self._source_rows[source].rows(epoch, indices), begin == start and count > first
+            if count:
+                yield source, self._source_rows[source].had(epoch, count), count > self._first_pass[source]
 
     def window_starts(self, epoch: int) -> Int64:  # noqa: ARG002
         """Return the first position of parts of the epoch, then n: int64. None has more than a window of a source."""

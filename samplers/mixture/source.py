@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dataload.samplers.lru import LRU
 from dataload.samplers.mixture.small_source import SmallSourceRows, is_small
-from dataload.samplers.order import Order
+from dataload.samplers.order import Mask, Order
 
 Int64 = npt.NDArray[np.int64]
 
@@ -83,6 +83,20 @@ class SourceRows:
             parts.append(self._stretches.get(key, self._computed)[first : first + end - start])
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def had(self, epoch: int, count: int) -> Iterator[Mask]:
+        """Yield which rows of each row group the last pass has had before the index `count`, which is positive."""
+        wrap = (count - 1) // self._order.n
+        position = count - wrap * self._order.n
+        # Positions are rotated within a stripe, so a whole stripe has the rows that it has without.
+        whole = 0 if self._small is not None else position - position % self._order.num_streams
+        others = np.sort(self.rows(epoch, np.arange(count - position + whole, count)))
+        ends = np.cumsum(self._order.block_lengths)
+        parts = np.split(others, np.searchsorted(others, ends[:-1]))
+        masks = self._order.masks_before(source_epoch(epoch, wrap), whole)
+        for mask, rows, first in zip(masks, parts, (ends - self._order.block_lengths).tolist(), strict=True):
+            mask[rows - first] = True
+            yield mask
 
     def indices_of(self, epoch: int, row: int, end: int) -> Int64:
         """Return the indices below `end` that have a row, ascending: int64 [k]."""

@@ -219,6 +219,34 @@ def read_one_after_the_other(folder: str) -> list[int]:
     return together(epochs, "agent")
 
 
+def refresh_on_one_rank(folder: str, refreshing: int) -> list[int]:
+    """Read an epoch, refresh on one rank after the folder has grown, and read another one."""
+
+    def epochs(rank: int) -> list[int]:
+        loader = make_loader(folder, 4, cache=False)
+        ended(loader)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set(f"rank {rank} has read", "")
+        store.wait(["rank 0 has read", "rank 1 has read"])
+        if rank == refreshing:
+            write(Path(folder) / "c.parquet", 40, 4)
+            loader.dataset.refresh()
+        return ended(loader)
+
+    return together(epochs, "agent")
+
+
+@pytest.mark.parametrize("refreshing", [0, 1])
+def test_a_refresh_on_one_rank_alone_is_told(refreshing, folder, ranks):
+    errors = errors_of(ranks(2, refresh_on_one_rank, str(folder), refreshing))
+    assert errors
+    for error in errors:
+        assert "has 40 rows in 2 files" in error
+        assert "has 44 rows in 3 files" in error
+        assert "c.parquet" in error
+        assert "Call refresh() on every rank, before the same epoch" in error
+
+
 def test_a_rank_that_has_not_refreshed_yet_is_no_other_one(folder, ranks):
     rows = ranks(2, read_one_after_the_other, str(folder))
     assert sorted([*rows[0], *rows[1]]) == list(range(44))
@@ -667,21 +695,24 @@ def test_a_forged_state_is_refused(what, folder, options):
         loader.load_state_dict({**saved, "earlier": [{**saved["earlier"][0], "tables": 5}]}, on_change="continue")
 
 
-def packed(content: str) -> str:
-    return json.dumps([base64.b64encode(zlib.compress(content.encode())).decode()])
+def packed(content: str, selections: bytes = b"") -> str:
+    return base64.b64encode(zlib.compress(f"{content}\n".encode() + selections)).decode()
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        '["k",[["p",Infinity,"v",[[0,5]]]],null]',
-        '["k",[["p",1,"v",[[0,1e400]]]],null]',
-        f'["k",[["p",1,"v",[[0,{2**70}]]]],null]',
-        '["k",[["p",1,"v",[[0,-5]]]],null]',
-        '["k",[["p",1,"v",[[0,10000000000000]]]],null]',
-        '["k",[["p",1,"v",[[0,5.5]]]],null]',
-        '["k",[[1,1,"v",[[0,5]]]],null]',
-        '["k",5,null]',
+        '[["k",[["p",Infinity,"v",[[0,5]]]],0]]',
+        '[["k",[["p",1,"v",[[0,1e400]]]],0]]',
+        f'[["k",[["p",1,"v",[[0,{2**70}]]]],0]]',
+        '[["k",[["p",1,"v",[[0,-5]]]],0]]',
+        '[["k",[["p",1,"v",[[0,10000000000000]]]],0]]',
+        '[["k",[["p",1,"v",[[0,5.5]]]],0]]',
+        '[["k",[[1,1,"v",[[0,5]]]],0]]',
+        '[["k",5,0]]',
+        '[["k",[["p",1,"v",[[0,5]]]],9]]',
+        '[["k",[["p",1,"v",[[0,5]]]],-1]]',
+        '[[5,[["p",1,"v",[[0,5]]]],0]]',
         "[" * 100_000,
     ],
 )
@@ -702,12 +733,12 @@ def test_an_inventory_does_not_unpack_to_any_size(folder, options, monkeypatch):
 def test_an_inventory_of_other_rows_than_its_digest_is_not_used(folder, options):
     seen, state = begun(str(folder), **options)
     text = make_loader(str(folder), 4, **options).inventories()[state["dataset"]]
-    content = json.loads(zlib.decompress(base64.b64decode(json.loads(text)[0])))
+    [content] = json.loads(zlib.decompress(base64.b64decode(text)))
     content[1][1][3][0][1], content[1][1][3][1][1] = 2, 8
     write(folder / "c.parquet", 40, 8)
     for cached in (True, False):
         changes._kept.clear()
-        changes.learn({state["dataset"]: packed(json.dumps(content))})
+        changes.learn({state["dataset"]: packed(json.dumps([content]))})
         loader = make_loader(str(folder), 4, **(options if cached else {"cache": False}))
         if cached:
             loader.load_state_dict(state, on_change="continue")
