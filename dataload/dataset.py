@@ -210,8 +210,8 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         Loaders of this dataset read it from their next epoch on, without a restart. `loader.dataset` is then the
         dataset of that snapshot, and this one stays as it is. What is cached stays valid: only new files are fetched.
         Filters, `map` and `exclude` hold for the new rows, too. Datasets that were made of this one before, such as by
-        `exclude` or `mix`, do not follow: refresh those that loaders read. Call it on each rank: ranks that find
-        different snapshots get an error in the next epoch, and in `fit` also if only some have called it.
+        `exclude` or `mix`, do not follow: refresh those that loaders read. Call it on each rank: ranks that read
+        different snapshots, such as because only some have called it, get an error in the next epoch.
 
         Returns:
             What has changed since the last snapshot. It is false if nothing has.

@@ -1,8 +1,9 @@
-"""Ranks that would read different rows, such as those that list different files, are told in the first epoch.
+"""Ranks that would read different rows, such as those that list different files, are told in the same epoch.
 
 Each rank shows what its loader reads where the others can see it, and looks at what two of them show: in the store of
 the process group, in that of torchrun's agent, or, for ranks of one host, in the cache folder. It waits for nobody. So
-the rank that comes last to its first batch sees the others, and they see it at the end of their epoch.
+the rank that comes last to the first batch of an epoch sees the others, and they see it at the end of theirs. Snapshots
+that a rank has read have the epochs since when: one that has not begun an epoch yet may refresh before it.
 
 A loader is compared with the one that the same place of the program made on the other rank, if that place has made one
 on each of the two: those of a loop may come in another order on each rank, such as that of a set.
@@ -45,6 +46,7 @@ MOST_LOOKS = 16  # after which a rank that shows nothing runs another program
 MOST_FILES = 1 << 12  # of which a rank shows a digest each: the store of a large job has those of all ranks
 FILE_BYTES = 4
 MOST_TABLES = 8  # whose versions a rank shows
+MOST_SNAPSHOTS = 4  # that a rank shows, the latest ones
 
 log = logging.getLogger(__name__)
 
@@ -59,77 +61,92 @@ class Agreement:
     Args:
         dataset: The dataset of the loader.
         sampler: Its order.
-        place: Where the program made the loader; "": where it is now.
-        snapshot: How often the loader has looked for a newer snapshot; None: it reads its first one.
     """
 
-    def __init__(self, dataset: MapStyle, sampler: RankSampler, place: str = "", snapshot: int | None = None) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
         self._rank, size = sampler.rank, sampler.num_replicas
-        options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
-        self._order = json.loads(json.dumps({"data": sampler.order.digest, **options}))
-        self._place = place or _place_in_program()
-        of = "" if snapshot is None else f" snapshot {snapshot}"
+        self._place = _place_in_program()
         # Torchrun counts no restart if ranks come or go, and keeps its store.
-        self._name = f"{self._place}{of} of {size}"
+        self._name = f"{self._place} of {size}"
         self._to_compare = {0, 1 if self._rank == 0 else self._rank - 1} - {self._rank}  # ranks
         self._looks = 0
-        self._announced = 0  # loaders of this place, as shown
+        self._seen: set[int] = set()  # ranks that show something
+        self._shown: tuple[int, int, int] | None = None  # loaders of this place, snapshots, the epoch
+        self._snapshots: list[dict[str, Any]] = []  # that this loader has read, as shown
+        self._count = 0  # of all of them
+        self.read(dataset, sampler, 0)
+        self._snapshots[0]["since"] = 0
 
-    def over(self, dataset: MapStyle, sampler: RankSampler, snapshot: int) -> Agreement:
-        """Return what compares the ranks after this loader has looked `snapshot` times for a newer snapshot."""
-        return Agreement(dataset, sampler, self._place, snapshot)
+    def read(self, dataset: MapStyle, sampler: RankSampler, refreshes: int) -> None:
+        """Know what the loader reads from its next epoch on. refreshes: how often it has looked for newer data."""
+        self._dataset = dataset
+        options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **sampler.order.options}
+        order = json.loads(json.dumps({"data": sampler.order.digest, **options}))
+        tables = [each.manifest.pinned for each in dataset.datasets if each.manifest.pinned]
+        sizes = {"files": len(self._files), "rows": len(dataset), "tables": tables[:MOST_TABLES]}
+        self._count += 1
+        own = {"number": self._count, "refreshes": refreshes, "since": None, "order": order, **sizes}
+        self._snapshots = [*self._snapshots, own][-MOST_SNAPSHOTS:]
 
-    def check(self) -> None:
-        """Show what this rank reads, and compare it with what others show by now.
+    def check(self, epoch: int) -> None:
+        """Show what this rank reads in an epoch, and compare it with what others show by now.
 
         Raises:
             ConfigError: Another rank reads other rows.
         """
-        if not self._to_compare or self._looks == MOST_LOOKS:
+        if not self._to_compare:
             return
         self._looks += 1
+        if self._looks > MOST_LOOKS:
+            self._to_compare &= self._seen
+        if self._snapshots[-1]["since"] is None:
+            self._snapshots[-1]["since"] = epoch
         difference = None
         try:
             if (board := _board(self._dataset.datasets[0].blocks.tier)) is not None:
-                self._show(board)
-                difference = self._difference(board)
+                self._show(board, epoch)
+                difference = self._difference(board, epoch)
         except Exception as error:  # noqa: BLE001 (best effort: a store may end at any time)
             log.debug("cannot compare this rank with others: %r", error)
             self._to_compare.clear()  # Each try may take seconds.
         if difference is not None:
             raise ConfigError(f"the ranks read different rows: {difference}")
 
-    def _show(self, board: Board) -> None:
+    def _show(self, board: Board, epoch: int) -> None:
         """Show what this rank reads, unless it does already."""
-        loaders = _made[self._place]
-        if self._announced != loaders:
-            self._announced = loaders
-            board.show(f"{self._name} files {self._rank}", self._digests)
-            board.show(f"{self._name} {self._rank}", json.dumps({**self._shown, "loaders": loaders}).encode())
+        shown = _made[self._place], self._count, epoch
+        if shown != self._shown:
+            if self._shown is None or self._shown[1] != self._count:
+                board.show(f"{self._name} files {self._count} {self._rank}", self._digests)
+            self._shown = shown
+            content = {"started": _started, "loaders": shown[0], "epoch": epoch, "snapshots": self._snapshots}
+            board.show(f"{self._name} {self._rank}", json.dumps(content).encode())
 
-    def _difference(self, board: Board) -> str | None:
+    def _difference(self, board: Board, epoch: int) -> str | None:
         """Return how the rows of another rank differ, or None."""
         if _made[self._place] > 1:  # They may come in another order on the other rank.
             self._to_compare.clear()
+        own = self._snapshots[-1]
         for rank in sorted(self._to_compare):
             content = board.read(f"{self._name} {rank}")
             other = None if content is None else json.loads(content)
             if other is None or abs(other["started"] - _started) > SAME_ATTEMPT_SECONDS:
                 continue
-            if other["order"] == self._order or other["loaders"] > 1:
+            self._seen.add(rank)
+            if other["loaders"] > 1:
                 self._to_compare.discard(rank)
-            elif other["order"]["data"] != self._order["data"]:
-                return self._other_data(rank, other, board.read(f"{self._name} files {rank}") or b"")
-            else:
-                return self._other_arguments(rank, other["order"])
+                continue
+            begun = [each for each in other["snapshots"] if each["since"] is not None and each["since"] <= epoch]
+            theirs = begun[-1] if begun else own
+            if theirs["refreshes"] < own["refreshes"] and other["epoch"] < own["since"]:
+                continue  # It may look for a newer one before its own epoch begins.
+            if theirs["order"]["data"] != own["order"]["data"]:
+                return self._other_data(
+                    rank, theirs, board.read(f"{self._name} files {theirs['number']} {rank}") or b""
+                )
+            if theirs["order"] != own["order"]:
+                return self._other_arguments(rank, theirs["order"])
         return None
-
-    @property
-    def _shown(self) -> dict[str, Any]:
-        tables = [each.manifest.pinned for each in self._dataset.datasets if each.manifest.pinned]
-        sizes = {"files": len(self._files), "rows": len(self._dataset)}
-        return {"started": _started, "order": self._order, **sizes, "tables": tables[:MOST_TABLES]}
 
     @property
     def _files(self) -> list[Object]:
@@ -144,13 +161,13 @@ class Agreement:
         texts = (f"{file.stable_path[shared:]} {file.size}".encode(errors="surrogateescape") for file in files)
         return b"".join(hashlib.blake2b(text, digest_size=FILE_BYTES).digest() for text in texts)
 
-    def _other_data(self, rank: int, other: Mapping[str, Any], digests: bytes) -> str:
+    def _other_data(self, rank: int, theirs: Mapping[str, Any], digests: bytes) -> str:
         def text(shown: Mapping[str, Any]) -> str:
-            data, tables = shown["order"]["data"], shown.get("tables") or []
-            of = f" of {few(tables)}" if tables else ""
-            return f"{counted(shown['rows'], 'row')} in {counted(shown['files'], 'file')}{of} (data {str(data)[:16]})"
+            of = f" of {few(shown['tables'])}" if shown["tables"] else ""
+            data = f"data {str(shown['order']['data'])[:16]}"
+            return f"{counted(shown['rows'], 'row')} in {counted(shown['files'], 'file')}{of} ({data})"
 
-        own, files = self._digests, self._files
+        own, files, mine = self._digests, self._files, self._snapshots[-1]
         starts = range(0, max(len(own), len(digests)), FILE_BYTES)
         first = next((at for at in starts if own[at : at + FILE_BYTES] != digests[at : at + FILE_BYTES]), None)
         where = ""
@@ -159,13 +176,16 @@ class Agreement:
             name = files[number].name if number < len(files) else f"the one after {files[-1].name}"
             where = f"; the first file that differs is {name}"
         way = "List the files once, when nobody writes them, and give all ranks the same"
-        if self._shown["tables"] and other.get("tables"):
+        if mine["tables"] and theirs["tables"]:
             way = "Give all ranks the same version of the table, such as rank 0 has"
-        return f"rank {self._rank} has {text(self._shown)}, rank {rank} has {text(other)}{where}. {way}"
+        if mine["refreshes"] != theirs["refreshes"]:
+            way = "Call refresh() on every rank, before the same epoch"
+        return f"rank {self._rank} has {text(mine)}, rank {rank} has {text(theirs)}{where}. {way}"
 
     def _other_arguments(self, rank: int, other: Mapping[str, Any]) -> str:
-        names = [name for name, value in self._order.items() if other.get(name) != value]
-        own, theirs = (", ".join(f"{name}={each.get(name)!r}" for name in names) for each in (self._order, other))
+        mine = self._snapshots[-1]["order"]
+        names = [name for name, value in mine.items() if other.get(name) != value]
+        own, theirs = (", ".join(f"{name}={each.get(name)!r}" for name in names) for each in (mine, other))
         return f"rank {self._rank} has {own}, rank {rank} has {theirs}. Give all ranks the same"
 
 

@@ -291,11 +291,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def _follow(self, newest: MapStyle) -> None:
         """Read the newest snapshot. On other ranks it may be another one, also if it is the same here."""
+        self._refreshes = newest.refreshes
         if newest is not self.dataset:
             self._read(newest)
-        self._refreshes = newest.refreshes
-        if self._agreement is not None:
-            self._agreement = self._agreement.over(newest, self.rank_sampler, self._refreshes)
+        elif self._agreement is not None:
+            self._agreement.read(newest, self.rank_sampler, self._refreshes)
 
     def _read(self, dataset: MapStyle) -> None:
         """Read another snapshot of the data, from the beginning of the epoch on."""
@@ -307,6 +307,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.maker = self.maker.over(dataset)
         self.collate_fn = partial(self._latest.collate, self.maker)
         self._capacity = Capacity(dataset, self.rank_sampler)
+        if self._agreement is not None:
+            self._agreement.read(dataset, self.rank_sampler, self._refreshes)
 
     def rows_at(self, epoch: int, step: int) -> list[npt.NDArray[np.int64]]:
         """Return the row numbers of a step's batches, one array for each rank: what `row_ids=True` adds to them.
@@ -435,7 +437,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 if self.persistent_workers and self._latest.stats is not stats:
                     raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
         if self._agreement is not None:
-            self._agreement.check()
+            self._agreement.check(epoch)
         if sampler.epoch == epoch:  # The loop may have called set_epoch.
             sampler.end_epoch()
 
@@ -458,13 +460,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if self.detected:
             check_data_parallel(sampler.rank, sampler.num_replicas, search=not self._checked)
             self._checked = True
-        if self._agreement is not None:
-            self._agreement.check()
         if sampler.handed_out_in_epoch is not None and sampler.finished_at(sampler.handed_out_in_epoch.cursor):
             sampler.end_epoch()  # The last loop took exactly len(loader) batches.
         if not sampler.cursor:
             sampler.handed_out, sampler.entered = None, False  # The epoch begins, perhaps for a second time.
         self._renew()
+        if self._agreement is not None:
+            self._agreement.check(sampler.epoch)
         share_host(self.maker, self.dataset, self.local_world_size, self.num_workers)
         return sampler.position if self.sampler is sampler else sampler.position.at(0)  # A batch sampler has all of it.
 
