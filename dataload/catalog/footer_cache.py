@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -48,12 +49,27 @@ class FooterLocation:
     number: int
 
 
+class Kept(NamedTuple, Generic[T]):
+    """How to cache what was found in the footers of a run, so that they need not be parsed again.
+
+    Attributes:
+        what: Tells it from what others have found in the same footers.
+        to_bytes: Returns what was found in some of them as bytes, by the numbers of the footers in the run.
+        from_bytes: Returns what `to_bytes` was given. Raises an exception for other bytes.
+    """
+
+    what: str
+    to_bytes: Callable[[Mapping[int, T]], bytes]
+    from_bytes: Callable[[bytes], dict[int, T]]
+
+
 def read_footers(
     objects: Iterable[Object],
     blocks: Blocks,
     look: Callable[[Footer, Object], T],
     progress: Callable[[Object], object] = lambda _: None,
     known: Mapping[Object, FooterLocation] = MappingProxyType({}),
+    kept: Kept[T] | None = None,
 ) -> list[tuple[T, FooterLocation]]:
     """Return the result of `look` for each object's footer, and where the footer is cached.
 
@@ -63,6 +79,7 @@ def read_footers(
         look: Called with each footer and its file, from any thread. Not all footers are in memory at a time.
         progress: Called with each object whose footer has been read, from any thread.
         known: Where footers may be cached already.
+        kept: How to cache what `look` returns; None: it is not cached.
 
     Raises:
         DataError: A file is neither Parquet nor Arrow IPC.
@@ -71,48 +88,98 @@ def read_footers(
 
     Notes: each host fetches the footers once.
     """
-
-    def fetch(obj: Object) -> tuple[bytes, T]:
-        if ended.is_set():  # Another run could not be read.
-            raise CancelledError
-        return _fetched_footer(obj, blocks, lambda footer: look(footer, obj))
-
-    def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
-        name, results = _name(run), list[T]()
-        key = run_key(name, blocks)
-
-        def fill(allocate: Allocate) -> None:
-            fetched = fetches.map(fetch, run)
-            results.extend(result for _, result in fetched)
-            _join(key, [data for data, _ in fetched], allocate)
-
-        blob = blocks.tier.get_or_fill(key, fill)
-        found = []
-        for number, obj in enumerate(run):
-            result = results[number] if results else look(parse_footer(_cut(blob, number), obj), obj)
-            found.append((result, FooterLocation(name, number)))
-            progress(obj)
-        return found
-
     objects = list(objects)
-    cached = dict[Object, tuple[T, FooterLocation]]()
-    run_of = runs_of(blocks)
+    runs = _Runs(blocks, look, progress, kept)
+    places = defaultdict[Object, dict[int, Object]](dict)
     for obj in objects if known else ():
-        if (location := known.get(obj)) is not None and (found := stored_footer(location, run_of)) is not None:
-            cached[obj] = look(parse_footer(found, obj), obj), location
-            progress(obj)
-    fetches = shared_executor(FOOTERS_IN_FLIGHT, "dataload-footers")  # with other datasets that are being opened
-    runs = DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
-    ended = threading.Event()
+        if (location := known.get(obj)) is not None:
+            places[location.run][location.number] = obj
+    old = {
+        members[number]: (result, FooterLocation(run, number))
+        for run, members in places.items()
+        for number, result in runs.known(run, members).items()
+        if number in members
+    }
+    executor = DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
     try:
         made = (
             result
-            for results in runs.map(read, _runs(obj for obj in objects if obj not in cached))
+            for results in executor.map(runs.read, _runs(obj for obj in objects if obj not in old))
             for result in results
         )
-        return [cached[obj] if obj in cached else next(made) for obj in objects]
+        return [old[obj] if obj in old else next(made) for obj in objects]
     finally:
-        ended.set()
+        runs.ended.set()
+
+
+class _Runs(Generic[T]):
+    """What is found in the footers of runs of files, see `read_footers`. Thread-safe."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        look: Callable[[Footer, Object], T],
+        progress: Callable[[Object], object],
+        kept: Kept[T] | None,
+    ) -> None:
+        self._blocks, self._look, self._progress, self._kept = blocks, look, progress, kept
+        self._fetches = shared_executor(FOOTERS_IN_FLIGHT, "dataload-footers")  # with other datasets that are opened
+        self._run_of = runs_of(blocks)
+        self.ended = threading.Event()
+
+    def read(self, run: list[Object]) -> list[tuple[T, FooterLocation]]:
+        """Return what is found in each footer of a run, and where it is cached. Those that are not are fetched."""
+        name = _name(run)
+        found = self._cached(name)
+        if len(found) < len(run):
+            found = self._fetched(name, run)
+            self._cache(name, found)
+        for obj in run:
+            self._progress(obj)
+        return [(found[number], FooterLocation(name, number)) for number in range(len(run))]
+
+    def known(self, run: Object, members: Mapping[int, Object]) -> dict[int, T]:
+        """Return what is found in some footers of a run, by their numbers; nothing if this host has not cached them."""
+        found = self._cached(run)
+        if members.keys() - found.keys():
+            try:
+                blob = self._run_of(run)
+            except KeyError:
+                return {}
+            found = self._looked(blob, members)
+            self._cache(run, found)
+        for obj in members.values():
+            self._progress(obj)
+        return found
+
+    def _fetched(self, name: Object, run: list[Object]) -> dict[int, T]:
+        key, found = run_key(name, self._blocks), dict[int, T]()
+
+        def fetch(obj: Object) -> tuple[bytes, T]:
+            if self.ended.is_set():  # Another run could not be read.
+                raise CancelledError
+            return _fetched_footer(obj, self._blocks, lambda footer: self._look(footer, obj))
+
+        def fill(allocate: Allocate) -> None:
+            fetched = self._fetches.map(fetch, run)
+            found.update(enumerate(result for _, result in fetched))
+            _join(key, [data for data, _ in fetched], allocate)
+
+        blob = self._blocks.tier.get_or_fill(key, fill)
+        return found or self._looked(blob, dict(enumerate(run)))
+
+    def _looked(self, blob: memoryview, members: Mapping[int, Object]) -> dict[int, T]:
+        return {number: self._look(parse_footer(_cut(blob, number), obj), obj) for number, obj in members.items()}
+
+    def _cached(self, run: Object) -> dict[int, T]:
+        return {} if self._kept is None else self._blob(run, self._kept).get() or {}
+
+    def _cache(self, run: Object, found: Mapping[int, T]) -> None:
+        if (kept := self._kept) is not None:
+            self._blob(run, kept).get_or_make(lambda: kept.to_bytes(found))
+
+    def _blob(self, run: Object, kept: Kept[T]) -> Metadata[dict[int, T]]:
+        return Metadata(self._blocks, run, kept.what, lambda data: kept.from_bytes(bytes(data)))
 
 
 class FooterReader:

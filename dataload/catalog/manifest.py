@@ -19,7 +19,7 @@ import pyarrow as pa
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.common_schema import as_in_table, common_schema, is_ragged, lacking, missing
-from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
+from dataload.catalog.footer_cache import FooterLocation, Kept, Metadata, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import ConfigError, DataError
@@ -381,13 +381,16 @@ def _read_footers(
     progress: Callable[[Object], object],
     known: Callable[[], Mapping[Object, FooterLocation]],
 ) -> Manifest:
-    files = list(zip(objects.items(), read_footers(objects, blocks, _Summarize(), progress, known()), strict=True))
+    table = _table_of(objects)
+    look = _Summarize(table)
+    kept = Kept(f"summary {VERSION} {'' if table is None else table.digest}", look.to_bytes, look.from_bytes)
+    footers = read_footers(objects, blocks, look, progress, known(), kept)
+    files = list(zip(objects.items(), footers, strict=True))
     # pandas writes a frame without rows with other types, or without columns.
     files = [(item, footer) for item, footer in files if any(rows for rows, *_ in footer[0][1])] or files
     objects, found = dict(item for item, _ in files), [footer for _, footer in files]
     members = {name for own in {own for (own, *_), _ in found} for name in {*own.flat.names} - {*own.own.names}}
     flat = [(obj, own.flat) for obj, ((own, *_), _) in zip(objects, found, strict=True)]
-    table = _table_of(objects)
     schema, conflicts, promoted = common_schema(flat, members) if table is None else as_in_table(table.flat, flat)
     for (*_, unreadable, _), _ in found:
         conflicts = {**unreadable, **conflicts}
@@ -450,7 +453,7 @@ def _nulls(
 class _Schema:
     """A file's own schema, its flat form, and the ragged columns of that and those whose batches can hold no nulls.
 
-    Of a file of a table, the flat form has the table's columns only. renamed: see `RowGroup`.
+    Of a file of a table, the flat form has the table's columns only. renamed: see `RowGroup`. content: what makes it.
     """
 
     own: pa.Schema
@@ -458,6 +461,7 @@ class _Schema:
     ragged: list[str]
     without_nulls: list[str]
     renamed: tuple[tuple[str, str], ...]
+    content: tuple[str, str]
 
     @cached_property
     def structs(self) -> frozenset[str]:
@@ -465,31 +469,30 @@ class _Schema:
         return frozenset(field.name for field in self.own if has_members(field.type))
 
 
+_Groups = list[tuple[int, int, list[int], list[int | None]]]
+_Summary = tuple[_Schema, _Groups, Mapping[str, str], str]
+
+
 class _Summarize:
     """Returns a footer's schema, its row groups (rows, bytes, bytes by ragged column, nulls), unreadable columns, mark.
 
-    Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
+    Notes: thread-safe. Files of one schema share one `_Schema`.
+
+    Args:
+        table: The columns of the table that has the files, if there is one.
     """
 
-    _latest: tuple[_Schema, Mapping[str, str]] | None = None
+    def __init__(self, table: TableColumns | None) -> None:
+        self._known = None if table is None else set(table.flat.names)
+        self._latest: tuple[Mapping[str, str], _Schema] | None = None
+        self._schemas: dict[tuple[str, str], _Schema] = {}  # by their serialized form and their renamed columns
 
-    def __call__(
-        self, footer: Footer, obj: Object
-    ) -> tuple[_Schema, list[tuple[int, int, list[int], list[int | None]]], Mapping[str, str], str]:
+    def __call__(self, footer: Footer, obj: Object) -> _Summary:
         latest = self._latest
-        if latest is not None and footer.schema.equals(latest[0].own) and footer.renamed == latest[1]:
-            schema = latest[0]
-        else:
-            flat = flatten(footer.schema)
-            if isinstance(obj, TableFile):
-                known = set(obj.columns.flat.names)
-                flat = pa.schema([field for field in flat if field.name in known])
-            holders = ((name, own) for name in flat.names for own in (name, *structs_of(name)))
-            renamed = tuple((name, footer.renamed[own]) for name, own in holders if own in footer.renamed)
-            ragged = [field.name for field in flat if is_ragged(field)]
-            dense = [field.name for field in flat if not holds_nulls(field)]
-            schema = _Schema(footer.schema, flat, ragged, dense, renamed)
-            self._latest = schema, footer.renamed
+        if latest is None or latest[0] != footer.renamed or not footer.schema.equals(latest[1].own):
+            packed = base64.b64encode(footer.schema.serialize()).decode()
+            latest = self._latest = footer.renamed, self._schema(packed, json.dumps(footer.renamed))
+        schema = latest[1]
         row_groups = [
             (
                 rows,
@@ -502,3 +505,34 @@ class _Summarize:
         if any(min([size, *sizes]) < 0 for _, size, sizes, _ in row_groups):
             raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
         return schema, row_groups, footer.unreadable, footer.mark
+
+    def _schema(self, packed: str, names: str) -> _Schema:
+        """Return a schema. names: the columns that the file calls otherwise, and how, as JSON."""
+        if (found := self._schemas.get((packed, names))) is not None:
+            return found
+        own = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(packed)))
+        flat, renamed = flatten(own), json.loads(names)
+        if self._known is not None:
+            flat = pa.schema([field for field in flat if field.name in self._known])
+        holders = ((name, each) for name in flat.names for each in (name, *structs_of(name)))
+        called = tuple((name, renamed[each]) for name, each in holders if each in renamed)
+        ragged = [field.name for field in flat if is_ragged(field)]
+        dense = [field.name for field in flat if not holds_nulls(field)]
+        schema = _Schema(own, flat, ragged, dense, called, (packed, names))
+        return self._schemas.setdefault((packed, names), schema)
+
+    def to_bytes(self, found: Mapping[int, _Summary]) -> bytes:
+        """Return summaries as JSON."""
+        numbers: dict[tuple[str, str], int] = {}
+        for schema, *_ in found.values():
+            numbers.setdefault(schema.content, len(numbers))
+        files = [[number, numbers[schema.content], *rest] for number, (schema, *rest) in found.items()]
+        return json.dumps([list(numbers), files], separators=(",", ":")).encode()
+
+    def from_bytes(self, data: bytes) -> dict[int, _Summary]:
+        """Return what `to_bytes` was given."""
+        contents, files = json.loads(data)
+        schemas = [self._schema(*content) for content in contents]
+        return {
+            number: (schemas[schema], groups, unreadable, mark) for number, schema, groups, unreadable, mark in files
+        }

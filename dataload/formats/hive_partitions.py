@@ -56,6 +56,8 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
     Raises:
         DataError: Two files have different keys, or one file has the same key twice. The message names them.
     """
+    if not any(files.values()):
+        return [], [()] * len(files)
     names: list[str] = []
     values: list[dict[str, str | None]] = []
     for number, (obj, keys) in enumerate(files.items()):
