@@ -23,11 +23,11 @@ from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.options import CacheOptions
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.features import class_names, features_of
-from dataload.catalog.inventory import Inventory, Key, KnownRows, keys_of
+from dataload.catalog.inventory import Inventory, KnownRows, keys_of
 from dataload.catalog.locations import Location, Locator, MadeLocation
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.catalog.opening import Opening, Step
-from dataload.catalog.recipe import Recipe, changed_from, plain, public_name, rows_text
+from dataload.catalog.opening import Call, Excluded, Opening
+from dataload.catalog.recipe import RowNumbers, public_name
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, source_paths
@@ -312,7 +312,7 @@ class Dataset(MapStyle):
         row_groups: The row groups that have rows of the dataset, in file order.
         block_lengths: Rows of the dataset in each of these row groups, as a `ShardedSampler` takes them: int64 [M].
         fingerprint: Digest of the objects, their versions, the selected rows and the maps.
-        recipe: The calls that made it, see `dataload.catalog.recipe`.
+        calls: The calls that made it, in order.
         window: Default number of row groups that a loader shuffles together.
 
     Example:
@@ -339,8 +339,6 @@ class Dataset(MapStyle):
     """
 
     packing: Packing | None = None
-    recipe: Recipe = ()
-    opening: Opening | None = None
 
     def __init__(
         self,
@@ -351,10 +349,10 @@ class Dataset(MapStyle):
         null_masks: bool = False,
         stages: Sequence[Stage] = (),
         errors: TextErrors = "raise",
-        opening: Opening | None = None,
+        calls: tuple[Call, ...] = (),
     ) -> None:
         self.manifest = manifest
-        self.opening = opening
+        self.calls = calls
         self.blocks = blocks
         self.fill_null = fill_null
         self.null_masks = null_masks
@@ -509,7 +507,7 @@ class Dataset(MapStyle):
         if len(self.stages) == flat:  # The rows before it are counted, so none of them may be missing.
             return self
         after = [replace(stage, skips=True) for stage in self.stages[flat:]]
-        return self._of(self.manifest, [*self.stages[:flat], *after])
+        return self._of(self.manifest, None, [*self.stages[:flat], *after])
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
@@ -545,7 +543,7 @@ class Dataset(MapStyle):
         """
         parts = split_manifest(self.manifest, fractions, seed)
         how = {"fractions": list(map(float, fractions)), "seed": seed}
-        return [self._of(part, None, Step("split"), split={**how, "part": number}) for number, part in enumerate(parts)]
+        return [self._of(part, Call("split", {**how, "part": number})) for number, part in enumerate(parts)]
 
     @with_plain_arguments
     def filter(self, filters: Filters) -> Dataset:
@@ -572,7 +570,7 @@ class Dataset(MapStyle):
         made = {name for stage in self.stages for name in stage.made}
         try:
             found = narrow(self.manifest, self.blocks, filters, made, self.errors)
-            return self._of(found, None, Step("filter", filters), filter=plain(filters))
+            return self._of(found, Call("filter", filters))
         except ConfigError as error:
             hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
             raise ConfigError(f"{error}{hint}") from error
@@ -589,7 +587,7 @@ class Dataset(MapStyle):
             IndexError: The dataset has no such row.
         """
         numbers = _as_array(rows)
-        return self._of(subset(self.manifest, numbers), None, Step("select"), select=rows_text(numbers, len(self)))
+        return self._of(subset(self.manifest, numbers), Call("select", RowNumbers.of(numbers, len(self))))
 
     @property
     def file_columns(self) -> list[str]:
@@ -622,11 +620,18 @@ class Dataset(MapStyle):
             [1, 2, 3, 5]
             >>> folder.cleanup()
         """
-        numbers = _as_array(row_ids)
+        return self.excluding(_as_array(row_ids), KnownRows())
+
+    def excluding(self, numbers: npt.NDArray[Any], known: KnownRows) -> Dataset:
+        """Return the dataset without some rows. See `exclude`.
+
+        Args:
+            numbers: Row numbers, as in `exclude`.
+            known: The rows that were excluded in files of other snapshots.
+        """
         left, rows = excluded(self.manifest, numbers), numbers.astype(np.int64)
-        gone = KnownRows()
-        gone.add(self.inventory, [np.where(rows < 0, rows + len(self), rows)])
-        return self._of(left, None, Step("exclude", gone), exclude=rows_text(numbers, len(self)))
+        known = known.and_also(Inventory.of(self.manifest, ""), np.where(rows < 0, rows + len(self), rows))
+        return self._of(left, Call("exclude", Excluded(RowNumbers.of(rows, len(self)), known)))
 
     def map(
         self,
@@ -667,7 +672,12 @@ class Dataset(MapStyle):
         """
         readable = self if self.known_failure is None else self.skipping()
         stage = readable._stage_of(function, columns, version, processes)  # noqa: SLF001 (of the same class)
-        return self._of(self.manifest, [*self.stages, stage], Step("map"), map=stage.function.name)
+        return self.mapped(stage)
+
+    def mapped(self, stage: Stage) -> Dataset:
+        """Return the dataset of the rows that a map makes, of these rows or of other ones of the same columns."""
+        stages = [*self.stages, replace(stage, manifest=self.manifest)]
+        return self._of(self.manifest, Call("map", stage.function), stages)
 
     @with_plain_arguments
     def flat_map(
@@ -798,120 +808,47 @@ class Dataset(MapStyle):
         """Which rows the dataset has."""
         return Inventory.of(self.manifest, self.order_key)
 
-    def reopened(self) -> Dataset:
-        """Return the newest snapshot of the source, with what was made of this one. See `refresh`."""
-        return self._at(None)
-
-    def as_of(self, table: str | None, inventory: Inventory | None) -> Dataset:
-        """Return this dataset as it was at an earlier snapshot.
-
-        Args:
-            table: The version, or a URL that ends in it, if it is one of a table.
-            inventory: The rows that it had. None: those that the same calls make of the version.
+    def part(self, inventory: Inventory) -> Dataset:
+        """Return the rows of an inventory.
 
         Raises:
-            ConfigError: It cannot be told.
-            OriginNotFound: A file of it is gone.
+            OriginNotFound: A file of them is gone.
         """
-        version = None if table is None else table.rpartition("@")[2]
-        return self._at(version, inventory, newest=False)
-
-    def _at(self, version: str | None, inventory: Inventory | None = None, *, newest: bool = True) -> Dataset:
-        if (opening := self.opening) is None:
-            raise ConfigError("this dataset cannot be made again of a new snapshot: open the source again")
-        if newest or version is not None:
-            manifest, blocks, columns = opening.open(version, newest=newest)
-        elif opening.base is not None:  # The files of a folder are those that it has now.
-            manifest, blocks, columns = opening.base, self.blocks, opening.columns
-        else:
-            manifest, blocks, columns = opening.open()
-        steps, opening = opening.steps, replace(opening, base=manifest, steps=())
-        base = keys_of(manifest)
-        if inventory is not None:
-            manifest = _part(manifest, inventory)
-        found = Dataset(manifest, blocks, columns, self.fill_null, self.null_masks, (), self.errors, opening)
-        for step in steps:
-            if step.name == "exclude" and newest:
-                step = step._replace(argument=self._excluded_in(found, base, step.argument))  # noqa: PLW2901
-            if step.name == "map" or inventory is None:  # which has the rows that the other steps have left
-                found = found._repeat(step, self.stages)
-        if inventory is not None:  # Other files may have columns that these lack.
-            vars(found)["order_key"] = inventory.order_key
+        manifest = inventory.part_of(self.manifest)
+        if manifest is None:
+            known = set(keys_of(self.manifest))
+            gone = list(dict.fromkeys(path for path, *rest in inventory.keys if (path, *rest) not in known))
+            raise OriginNotFound(
+                f"{few(gone)} of the interrupted epoch {'is' if len(gone) == 1 else 'are'} gone, or replaced: "
+                'on_change="continue" goes on without the rows, or begin an epoch with set_epoch'
+            )
+        found = self._of(manifest, Call("part", inventory))
+        vars(found)["order_key"] = inventory.order_key  # Other files may have columns that these lack.
         return found
 
-    def _excluded_in(self, newer: Dataset, base: Sequence[Key], rows: KnownRows) -> KnownRows:
-        """Return excluded rows of this snapshot, and those that are the same ones in new files of a newer one.
+    def reopened(self) -> Dataset:
+        """Return the newest snapshot of the source, with what was made of this one. See `refresh`."""
+        from dataload.lineage import at_newest
 
-        Args:
-            newer: The rows that are left of the newer one.
-            base: All row groups of it.
-            rows: The excluded rows.
-        """
-        own = self._base()
-        old, new = Inventory.of(own, ""), Inventory.of(newer.manifest, "")
-        gone = rows.numbers(old, set(old.keys) - set(base))
-        added = new.rows_in(set(new.keys) - set(old.keys)) if gone.size else gone
-        if not added.size:
-            return rows
-        if not own.pinned:
-            groups = np.searchsorted(np.cumsum(old.block_lengths), gone, "right").tolist()
-            files = few(list(dict.fromkeys(old.keys[group][0] for group in groups)))
-            log.warning(
-                "%s had excluded rows and is gone or replaced: exclude them again if new files have them", files
-            )
-            return rows
-        from dataload.moved_rows import moved
+        return at_newest(self)
 
-        hint = "So it is not known which rows exclude leaves out now: open the table again, and exclude them there"
-        former = Dataset(own, self.blocks, self._columns, self.fill_null, self.null_masks, errors=self.errors)
-        return rows.and_also(new, moved(former, gone, newer, added, hint))
+    def as_of(self, table: str | None, inventory: Inventory | None) -> Dataset:
+        """Return this dataset as it was at an earlier snapshot. See `lineage.at_earlier`."""
+        from dataload.lineage import at_earlier
 
-    def _base(self) -> Manifest:
-        """Return all rows of this snapshot."""
-        assert self.opening is not None
-        if self.opening.base is not None:
-            return self.opening.base
-        version = self.manifest.pinned.rpartition("@")[2] or None
-        return self.opening.open(version)[0]
+        return at_earlier(self, table, inventory)
 
-    def _repeat(self, step: Step, stages: Sequence[Stage]) -> Dataset:
-        """Return what a step makes of these rows. stages: those of the dataset of which it was a step."""
-        if step.name == "map":
-            stage = replace(stages[len(self.stages)], manifest=self.manifest)
-            return self._of(self.manifest, [*self.stages, stage], step)
-        if step.name == "filter":
-            return self.filter(step.argument)
-        if step.name == "exclude":
-            return self._of(step.argument.excluded(self.manifest), None, step)
-        raise ConfigError(f"{step.name} is of the rows of one snapshot: call it again for those of the new one")
-
-    def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None, *steps: Step, **call: Any) -> Dataset:
+    def _of(self, manifest: Manifest, call: Call | None = None, stages: Sequence[Stage] | None = None) -> Dataset:
         """Return a dataset of other rows or stages.
 
         Args:
             manifest: The rows.
+            call: The call that makes it; None: one that is not made again.
             stages: The stages; None: those of this one.
-            *steps: What a refresh repeats of the call that makes it.
-            **call: The method that makes it, and what its recipe says of it.
         """
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
-        how = self._columns, self.fill_null, self.null_masks, kept, self.errors
-        found = Dataset(manifest, self.blocks, *how, None if self.opening is None else self.opening.then(steps))
-        found.recipe = (*self.recipe, call) if call else self.recipe
-        return found
-
-
-def _part(manifest: Manifest, inventory: Inventory) -> Manifest:
-    """Return the rows of an inventory. Raise OriginNotFound if a file of them is gone."""
-    found = inventory.part_of(manifest)
-    if found is None:
-        known = set(keys_of(manifest))
-        gone = list(dict.fromkeys(path for path, *rest in inventory.keys if (path, *rest) not in known))
-        raise OriginNotFound(
-            f"{few(gone)} of the interrupted epoch {'is' if len(gone) == 1 else 'are'} gone, or replaced: "
-            'on_change="continue" goes on without the rows, or begin an epoch with set_epoch'
-        )
-    return found
+        calls = self.calls if call is None else (*self.calls, call)
+        return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors, calls)
 
 
 class Changes(NamedTuple):
@@ -954,7 +891,7 @@ class _FlatDataset(Dataset):
     def __init__(self, source: Dataset, stage: Stage) -> None:
         self._source, self._stage = source, stage
         self.schema, self.blocks, self._counting = stage.schema, source.blocks, threading.Lock()
-        self.recipe = (*source.recipe, {"flat_map": stage.function.name})
+        self.calls = (*source.calls, Call("flat_map", stage.function))
 
     def __getattr__(self, name: str) -> Any:
         if name not in _COUNTED:
@@ -966,7 +903,7 @@ class _FlatDataset(Dataset):
         if self.uncounted is not None:
             return _FlatDataset, (self._source, self._stage)
         how = self.fill_null, self.null_masks, self.stages, self.errors
-        return Dataset, (self.manifest, self.blocks, self._columns, *how)
+        return Dataset, (self.manifest, self.blocks, self._columns, *how, self.calls)
 
     @property
     def uncounted(self) -> Dataset | None:
@@ -991,7 +928,7 @@ class _FlatDataset(Dataset):
             stage = with_counts(own, self._stage)
             stages = [*source.stages, stage]
             manifest = stage.flattened(fingerprint_of(source.manifest, stages[:-1], last=stage.key))
-            rows = source._of(manifest, stages, Step("flat_map"), **self.recipe[-1])  # noqa: SLF001 (of the same class)
+            rows = source._of(manifest, self.calls[-1], stages)  # noqa: SLF001 (of the same class)
             vars(self).update(vars(rows))
 
 
@@ -1068,26 +1005,21 @@ def make_dataset(
     config = chosen(cache, cache_options)
     if partitioning not in PARTITIONINGS:
         raise ConfigError(f"partitioning={partitioning!r} is unknown: use 'hive', or None")
-    errors = checked_errors(errors)
-    columns = _listed(columns)
+    how = fill_null, null_masks, checked_errors(errors), partitioning
     if filters is not None:
-        from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
-        from dataload.catalog.filters import check_form
+        from dataload.catalog.filters import check_form  # imports pyarrow.dataset, which few programs need
 
         check_form(filters)
-    opening = Opening(_kept(source), storage_options, config, columns, partitioning, errors)
-    chosen_columns = columns
-    manifest, blocks, columns = opening.open()
-    opening = replace(opening, base=manifest)
-    named: Any = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
-    if filters is not None:
-        manifest, opening = narrow(manifest, blocks, filters, errors=errors), opening.then([Step("filter", filters)])
-    found = Dataset(manifest, blocks, columns, fill_null, null_masks, errors=errors, opening=opening)
-    how = {"columns": chosen_columns, "filters": plain(filters), "fill_null": plain(fill_null)}
-    how |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
-    usual = {"null_masks": False, "errors": "raise", "partitioning": "hive"}
-    found.recipe = ({"make_dataset": {"source": named, **changed_from(usual, how)}},)
-    return found
+    found = opened(Opening(_kept(source), storage_options, config, _listed(columns), *how))
+    return found if filters is None else found.filter(filters)
+
+
+def opened(opening: Opening, version: str | None = None, *, newest: bool = False) -> Dataset:
+    """Return all rows of a source. See `Opening.open`."""
+    manifest, blocks, columns = opening.open(version, newest=newest)
+    names = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
+    calls = (Call("make_dataset", replace(opening, base=manifest, names=names)),)
+    return Dataset(manifest, blocks, columns, opening.fill_null, opening.null_masks, (), opening.errors, calls)
 
 
 def _kept(source: Source) -> Source:

@@ -16,7 +16,7 @@ from dataload.arguments import did_you_mean, whole_number
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.list_values import values_of
 from dataload.catalog.locations import Location
-from dataload.catalog.recipe import Recipe, plain
+from dataload.catalog.opening import Call
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
@@ -99,6 +99,7 @@ class PackedDataset(Dataset):
 
     def __init__(self, documents: Dataset, packing: Packing) -> None:
         self._documents, self.packing = documents, packing
+        self.calls = (*documents.calls, Call("pack", packing))
         fields = [documents.schema.field(name) for name in packing.columns]
         ids = [pa.field(name, pa.int32()) for name in (SEGMENTS, POSITIONS)]
         values = [pa.field(field.name, field.type.value_type) for field in fields]
@@ -201,17 +202,6 @@ class PackedDataset(Dataset):
         sequences = np.concatenate([each.block_lengths for each in datasets])
         locate = _Documents([each._documents for each in datasets])  # noqa: SLF001 (of this class)
         return SequenceStore(self.packing, documents, sequences, locate, *how, by_use=by_use)
-
-    @property
-    def recipe(self) -> Recipe:  # type: ignore[override]
-        """The calls that made it, see `dataload.catalog.recipe`."""
-        packing = self.packing
-        how = {"length": packing.length, "column": packing.column, "also": list(packing.also), "split": packing.split}
-        pads = dict(zip(packing.columns, map(plain, packing.pads), strict=True))
-        return (
-            *self._documents.recipe,
-            {"pack": {**how, "pad": pads, "cu_seqlens": packing.cu_seqlens, "lengths": packing.lengths}},
-        )
 
     @property
     def fingerprint(self) -> str:

@@ -160,11 +160,6 @@ class KnownRows:
         found.add(inventory, [numbers])
         return found
 
-    def excluded(self, manifest: Manifest) -> Manifest:
-        """Return the manifest without these rows."""
-        whole = Inventory("", keys_of(manifest), manifest.stored_lengths)
-        return manifest.selected(Selection.of(self.others(whole)))
-
 
 def inventories_to_bytes(inventories: Iterable[Inventory]) -> bytes:
     """Return the inventories of all sources of a loader as bytes, without credentials.

@@ -1,61 +1,86 @@
-"""How a dataset was made of its source, so that other snapshots of it can be read alike."""
+"""The calls that make a dataset, the first of which opens its source."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.origin.source import open_source
 from dataload.catalog.footer_cache import FooterLocation
+from dataload.catalog.inventory import KnownRows
 from dataload.catalog.manifest import Manifest, resolve
+from dataload.catalog.recipe import RowNumbers, plain
 from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.tables import at_snapshot, is_table, read_table
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import Partitioning
 from dataload.formats.text import TextErrors
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-
-class Step(NamedTuple):
-    """A call that made a dataset of another one.
+class Call(NamedTuple):
+    """A call that made a dataset. `dataload.lineage` tells how each is made again.
 
     Attributes:
-        name: The method of `Dataset`.
-        argument: What it needs to be repeated: filters, or the rows to exclude.
+        name: "make_dataset", or a method of `Dataset`.
+        given: What it was given, or what stands for that: an `Opening`, filters, `RowNumbers`, …
     """
 
     name: str
-    argument: Any = None
+    given: Any
+
+
+class Excluded(NamedTuple):
+    """The rows that `exclude` was given.
+
+    Attributes:
+        numbers: Their numbers.
+        known: The rows by file, and those of files that other snapshots have.
+    """
+
+    numbers: RowNumbers
+    known: KnownRows
+
+
+USUAL: Mapping[str, Any] = {
+    "columns": None,
+    "fill_null": None,
+    "null_masks": False,
+    "errors": "raise",
+    "partitioning": "hive",
+}
+"""The arguments of `make_dataset` that decide rows and values, beside `source`, and their defaults."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The source of a dataset, and what was made of it.
+    """What `make_dataset` was given.
 
     Attributes:
         source: As in `make_dataset`; None: this is a copy in another process, and the source has no name.
         storage_options: As in `make_dataset`.
         config: The cache.
         columns: As in `make_dataset`.
-        partitioning: As in `make_dataset`.
+        fill_null: As in `make_dataset`.
+        null_masks: As in `make_dataset`.
         errors: As in `make_dataset`.
-        steps: What was made of it, in order.
-        base: All rows of the source.
+        partitioning: As in `make_dataset`.
+        base: All rows of the snapshot that was opened; None: this is a copy in another process.
+        names: The version of the table that was opened, or the paths, without credentials.
     """
 
     source: Source | None
     storage_options: Mapping[str, Any] | None = field(repr=False)
     config: CacheConfig | None
     columns: list[str] | None
-    partitioning: Partitioning
+    fill_null: Any
+    null_masks: bool
     errors: TextErrors
-    steps: tuple[Step, ...] = ()
+    partitioning: Partitioning
     base: Manifest | None = None
+    names: str | list[str] = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out tables, which have connections, and what a copy can read again."""
@@ -88,6 +113,7 @@ class Opening:
         """Return where the footers of known files are cached."""
         return {} if self.base is None else {group.file: group.footer_at for group in self.base.row_groups}
 
-    def then(self, steps: Sequence[Step]) -> Opening:
-        """Return the opening with further steps."""
-        return replace(self, steps=(*self.steps, *steps)) if steps else self
+    def to_json(self) -> dict[str, Any]:
+        """Return the source and the arguments that are not the usual ones, without credentials."""
+        given = {name: plain(getattr(self, name)) for name in USUAL}
+        return {"source": self.names, **{name: value for name, value in given.items() if value != USUAL[name]}}

@@ -1,10 +1,11 @@
-"""What made a dataset, as data: the calls of `make_dataset` and of the methods of datasets, for the ledger of a run."""
+"""What a ledger writes of the calls that made a dataset, as JSON. See `dataload.lineage`."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,10 +13,9 @@ import numpy.typing as npt
 
 from dataload.runtime.redact import without_credentials
 
-Recipe = tuple[Mapping[str, Any], ...]
-"""The calls, in order: each a mapping with the name of the function and what a second call needs, as JSON has it."""
+Int64 = npt.NDArray[np.int64]
 
-UNRECORDED: Final = "unrecorded"  # the key of what a recipe says of a value that it cannot hold
+UNRECORDED: Final = "unrecorded"  # the key of what a ledger says of a value that it cannot hold
 MOST_CHARACTERS = 2000  # of the row numbers of a call
 MOST_ROWS = 1 << 24  # that a call names, to be recorded: a look at more takes long
 
@@ -42,26 +42,35 @@ def public_name(path: str) -> str:
     return without_credentials(path) if "://" in path or "::" in path else os.path.abspath(path)  # noqa: PTH100 (a link stays)
 
 
-def changed_from(usual: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are not the usual ones; None, where there is none."""
-    return {name: value for name, value in how.items() if value != usual.get(name)}
+@dataclass(frozen=True)
+class RowNumbers:
+    """The rows that a call was given: their runs, unless these are more than a ledger holds.
+
+    Attributes:
+        count: Number of rows.
+        runs: First and last number of each run, ascending: int64 [runs, 2]; None: too many.
+    """
+
+    count: int
+    runs: Int64 | None
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[Any], total: int) -> RowNumbers:
+        """Return these rows of `total`: their numbers, negative ones from the end, or a mask."""
+        if rows.dtype != np.bool_:
+            return cls(rows.size, _runs(np.sort(rows.astype(np.int64) % total)) if rows.size <= MOST_ROWS else None)
+        # The borders of a mask are counted first, which takes no time.
+        few = np.count_nonzero(rows[1:] != rows[:-1]) <= MOST_CHARACTERS
+        return cls(int(np.count_nonzero(rows)), _runs(np.flatnonzero(rows)) if few else None)
+
+    def to_json(self) -> Any:
+        """Return the numbers as text; a text about them if there are too many."""
+        text = "…" if self.runs is None else _text(self.runs, MOST_CHARACTERS)
+        return {UNRECORDED: f"{self.count:,} rows"} if text.endswith("…") else text
 
 
-def rows_text(rows: npt.NDArray[Any], total: int) -> Any:
-    """Return the numbers of rows, or those of a mask, as text; a text about them if there are too many."""
-    is_mask = rows.dtype == np.bool_
-    # The borders of a mask are counted first, which takes no time.
-    parts, most = (np.count_nonzero(rows[1:] != rows[:-1]), MOST_CHARACTERS) if is_mask else (rows.size, MOST_ROWS)
-    if parts <= most:
-        numbers = np.flatnonzero(rows) if is_mask else rows.astype(np.int64) % total
-        text = ranges(numbers, MOST_CHARACTERS)
-        if not text.endswith("…"):
-            return text
-    return {UNRECORDED: f"{np.count_nonzero(rows) if is_mask else rows.size:,} rows"}
-
-
-def rows_of(text: str) -> npt.NDArray[np.int64]:
-    """Return the numbers that `rows_text` has written, ascending.
+def rows_of(text: str) -> Int64:
+    """Return the numbers that `RowNumbers.to_json` has written, ascending.
 
     Raises:
         ValueError: It is no such text.
@@ -77,14 +86,19 @@ def rows_of(text: str) -> npt.NDArray[np.int64]:
 
 def ranges(numbers: Sequence[int] | npt.NDArray[Any], most: int = 4000) -> str:
     """Return the numbers in ascending order as text of at most `most` characters, such as "0-3, 7, 9-12"."""
-    ordered = np.asarray(numbers)
-    if not len(ordered):
-        return ""
-    if (ordered[1:] < ordered[:-1]).any():
-        ordered = np.sort(ordered)
-    ends = np.append(np.flatnonzero(np.diff(ordered) > 1), len(ordered) - 1)[:most]
+    return _text(_runs(np.sort(np.asarray(numbers, np.int64))), most)
+
+
+def _runs(ascending: Int64) -> Int64:
+    """Return the first and the last of each run of consecutive numbers: int64 [runs, 2]."""
+    cuts = np.flatnonzero(np.diff(ascending) > 1)
+    firsts, lasts = np.append(0, cuts + 1), np.append(cuts, len(ascending) - 1)
+    return np.stack((ascending[firsts], ascending[lasts]), axis=1) if len(ascending) else np.empty((0, 2), np.int64)
+
+
+def _text(runs: Int64, most: int) -> str:
     texts, left = list[str](), most
-    for start, end in zip(ordered[np.append(0, ends[:-1] + 1)], ordered[ends], strict=True):
+    for start, end in runs[:most].tolist():
         text = f"{start}" if start == end else f"{start}-{end}"
         left -= len(text) + len(", ")
         if left < len("…"):

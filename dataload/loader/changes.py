@@ -133,7 +133,7 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
     """
     check_supported(dataset, sampler)
     for step in ("select", "split"):
-        if any(each.opening and step in {made.name for made in each.opening.steps} for each in dataset.datasets):
+        if any(call.name == step for each in dataset.datasets for call in each.calls):
             raise ConfigError(
                 f'{step} is of the rows of one snapshot, and on_change="continue" goes on with another, in which it '
                 'has others: use on_change="next_epoch", or choose rows by filters'

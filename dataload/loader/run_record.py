@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from dataload.catalog.recipe import plain
-from dataload.dataset import Dataset
+from dataload.lineage import calls_as_json
 from dataload.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -75,6 +75,6 @@ def given_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def recipe_of(dataset: MapStyle) -> Any:
     """Return what made a dataset: a list of calls, or these of each source of a mixture, by name."""
     if isinstance(dataset, Mixture):
-        return {name: list(each.recipe) for name, each in zip(dataset.names, dataset.datasets, strict=True)}
-    assert isinstance(dataset, Dataset)
-    return list(dataset.recipe)
+        return {name: calls_as_json(each) for name, each in zip(dataset.names, dataset.datasets, strict=True)}
+    [only] = dataset.datasets
+    return calls_as_json(only)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from dataload.catalog.recipe import UNRECORDED, rows_of
+from dataload.catalog.opening import USUAL
+from dataload.catalog.recipe import UNRECORDED
 from dataload.dataset import Dataset, MapStyle, make_dataset
 from dataload.errors import ConfigError, DataloadError
+from dataload.lineage import WAYS
 from dataload.loader.factory import make_loader
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture, mix
@@ -20,7 +22,6 @@ from dataload.samplers.position import STATE_VERSION
 from dataload.world import World
 
 MOST_RANKS = 1 << 20
-OPENING = {"source", "columns", "filters", "fill_null", "null_masks", "errors", "partitioning"}
 OF_MIXTURE = ("stop", "num_rows", "batching")
 log = logging.getLogger(__name__)
 
@@ -44,33 +45,22 @@ def dataset_of(recipe: Any, options: Mapping[str, Any]) -> MapStyle:
 
 
 def _dataset_of(calls: Any, options: Mapping[str, Any]) -> Dataset:
+    makers = {name: way.from_json for name, way in WAYS.items()}
+    makers["make_dataset"] = lambda _, how: _opened(how, options)
     found: Any = None
     for call in calls or [{"a program": "of its own"}]:
         [(name, how)] = call.items()
-        values = [how, *(how.values() if isinstance(how, dict) else ())]
-        if name not in CALLS or any(isinstance(value, dict) and UNRECORDED in value for value in values):
+        make, values = makers.get(name), [how, *(how.values() if isinstance(how, dict) else ())]
+        if make is None or any(isinstance(value, dict) and UNRECORDED in value for value in values):
             raise ConfigError(f"the ledger cannot make the dataset again, because of {name}({how}): {PROGRAM}")
-        if name == "make_dataset" and not how.keys() <= OPENING:
-            raise ConfigError(f"the ledger opens a dataset with {sorted(how.keys() - OPENING)}, which no ledger has")
-        found = make_dataset(**how, **options) if name == "make_dataset" else CALLS[name](found, how)
+        found = make(found, how)
     return cast("Dataset", found)
 
 
-def _split(dataset: Dataset, how: Mapping[str, Any]) -> Dataset:
-    parts = dataset.split(how["fractions"], how["seed"])
-    return parts[int(how["part"])]
-
-
-CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "make_dataset": lambda _, how: how,
-    "filter": Dataset.filter,
-    "select": lambda dataset, rows: dataset.select(rows_of(rows)),
-    "exclude": lambda dataset, rows: dataset.exclude(rows_of(rows)),
-    "split": _split,
-    "map": lambda dataset, _: dataset,
-    "pack": lambda dataset, how: dataset.pack(**how),
-}
-"""How each call of a recipe is made again, given the dataset so far."""
+def _opened(how: Mapping[str, Any], options: Mapping[str, Any]) -> Dataset:
+    if unknown := how.keys() - {"source", *USUAL}:
+        raise ConfigError(f"the ledger opens a dataset with {sorted(unknown)}, which no ledger has")
+    return make_dataset(**how, **options)
 
 
 def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int = 0) -> Loader:

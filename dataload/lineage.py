@@ -1,0 +1,185 @@
+"""The calls that made a dataset, as JSON for the ledger of a run; and made again, by it or on another snapshot."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.catalog.inventory import Inventory, inventories_from_bytes, inventories_to_bytes, keys_of
+from dataload.catalog.opening import Opening
+from dataload.catalog.recipe import UNRECORDED, RowNumbers, plain, rows_of
+from dataload.dataset import Dataset, opened
+from dataload.errors import ConfigError
+from dataload.moved_rows import moved
+from dataload.runtime.text import few
+
+if TYPE_CHECKING:
+    from dataload.catalog.inventory import KnownRows
+    from dataload.catalog.opening import Excluded
+    from dataload.rows.packing import Packing
+
+MOST_CHARACTERS = 1 << 14  # of an inventory in a ledger
+
+log = logging.getLogger(__name__)
+
+
+class Move(NamedTuple):
+    """From one snapshot of a source to another.
+
+    Attributes:
+        former: The dataset whose calls are made again.
+        whole: All rows of the other snapshot.
+        is_newer: Whether that is the newest one.
+    """
+
+    former: Dataset
+    whole: Dataset
+    is_newer: bool
+
+
+class Way(NamedTuple):
+    """How a call is made again, given the dataset so far.
+
+    Attributes:
+        to_json: Returns what it was given, as JSON has it.
+        from_json: Makes it again by this JSON. None: JSON cannot hold what it needs.
+        again: Makes it again on another snapshot. None: it is of the rows of one snapshot.
+    """
+
+    to_json: Callable[[Any], Any]
+    from_json: Callable[[Dataset, Any], Dataset] | None = None
+    again: Callable[[Dataset, Any, Move], Dataset] | None = None
+
+
+def _excluded_again(dataset: Dataset, given: Excluded, move: Move) -> Dataset:
+    """Return the rows without the excluded ones, also where a table has written these again."""
+    here = Inventory.of(dataset.manifest, "")
+    rows = given.known.numbers(here, set(here.keys))
+    if move.is_newer:
+        rows = np.union1d(rows, _written_again(dataset, given.known, move))
+    return dataset.excluding(rows, given.known)
+
+
+def _written_again(newer: Dataset, rows: KnownRows, move: Move) -> npt.NDArray[np.int64]:
+    """Return the rows of new files that are some rows of files that the newer snapshot lacks."""
+    whole = _whole(move.former)
+    old, new = (Inventory.of(each.manifest, "") for each in (whole, newer))
+    gone = rows.numbers(old, set(old.keys) - set(keys_of(move.whole.manifest)))
+    added = new.rows_in(set(new.keys) - set(old.keys)) if gone.size else gone
+    if not added.size:
+        return added
+    if whole.manifest.pinned:
+        hint = "So it is not known which rows exclude leaves out now: open the table again, and exclude them there"
+        return moved(whole, gone, newer, added, hint)
+    groups = np.searchsorted(np.cumsum(old.block_lengths), gone, "right").tolist()
+    files = few(list(dict.fromkeys(old.keys[group][0] for group in groups)))
+    log.warning("%s had excluded rows and is gone or replaced: exclude them again if new files have them", files)
+    return added[:0]
+
+
+def _mapped_again(dataset: Dataset, _: Any, move: Move) -> Dataset:
+    return dataset.mapped(move.former.stages[len(dataset.stages)])
+
+
+def _inventory_to_json(inventory: Inventory) -> Any:
+    text = base64.b64encode(inventories_to_bytes([inventory])).decode()
+    return text if len(text) <= MOST_CHARACTERS else {UNRECORDED: f"{inventory.block_lengths.sum():,} rows"}
+
+
+def _part_from_json(dataset: Dataset, text: str) -> Dataset:
+    [inventory] = inventories_from_bytes(base64.b64decode(text))
+    return dataset.part(inventory)
+
+
+def _packing_to_json(packing: Packing) -> dict[str, Any]:
+    names = "length", "column", "also", "split", "cu_seqlens", "lengths"
+    pads = dict(zip(packing.columns, packing.pads, strict=True))
+    return {**{name: plain(getattr(packing, name)) for name in names}, "pad": plain(pads)}
+
+
+WAYS = {
+    "make_dataset": Way(Opening.to_json),
+    "filter": Way(plain, Dataset.filter, lambda dataset, filters, _: dataset.filter(filters)),
+    "select": Way(RowNumbers.to_json, lambda dataset, text: dataset.select(rows_of(text))),
+    "exclude": Way(
+        lambda given: given.numbers.to_json(), lambda dataset, text: dataset.exclude(rows_of(text)), _excluded_again
+    ),
+    "split": Way(plain, lambda dataset, how: dataset.split(how["fractions"], how["seed"])[how["part"]]),
+    "part": Way(_inventory_to_json, _part_from_json),
+    "map": Way(lambda function: function.name, lambda dataset, _: dataset, _mapped_again),  # It changes no row numbers.
+    "flat_map": Way(lambda function: function.name),
+    "pack": Way(_packing_to_json, lambda dataset, how: dataset.pack(**how)),
+}
+"""How each call is made again. A source is opened by `make_dataset` and `opened`."""
+
+
+def calls_as_json(dataset: Dataset) -> list[dict[str, Any]]:
+    """Return the calls that made a dataset, without credentials: a mapping of its name to what was given for each."""
+    return [{name: WAYS[name].to_json(given)} for name, given in dataset.calls]
+
+
+def at_newest(dataset: Dataset) -> Dataset:
+    """Return what the calls of a dataset make of the newest snapshot of its source.
+
+    Raises:
+        ConfigError: A call is of the rows of one snapshot, or it is not known which rows `exclude` leaves out.
+        DataError, OriginError: As `make_dataset` raises them.
+    """
+    return _again(dataset, partial(opened, newest=True), is_newer=True)
+
+
+def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None) -> Dataset:
+    """Return a dataset as it was at an earlier snapshot.
+
+    Args:
+        dataset: The dataset.
+        table: The version, or a URL that ends in it, if it is one of a table.
+        inventory: The rows that it had. None: those that the same calls make of the version.
+
+    Raises:
+        ConfigError: It cannot be told.
+        OriginNotFound: A file of it is gone.
+    """
+    version = None if table is None else table.rpartition("@")[2]
+    if inventory is None:
+        return _again(dataset, partial(opened, version=version), is_newer=False)
+    # The files of a folder are those that it has now.
+    found = (_whole(dataset) if version is None else opened(_opening(dataset), version)).part(inventory)
+    for stage in dataset.stages:
+        found = found.mapped(stage)
+    return found
+
+
+def _again(dataset: Dataset, open_source: Callable[[Opening], Dataset], *, is_newer: bool) -> Dataset:
+    """Return what the calls of a dataset make of another snapshot."""
+    opening = _opening(dataset)
+    steps = [(WAYS[name].again or _refused(name), given) for name, given in dataset.calls[1:]]
+    found = whole = open_source(opening)
+    for again, given in steps:
+        found = again(found, given, Move(dataset, whole, is_newer))
+    return found
+
+
+def _refused(name: str) -> NoReturn:
+    raise ConfigError(f"{name} is of the rows of one snapshot: call it again for those of the new one")
+
+
+def _whole(dataset: Dataset) -> Dataset:
+    """Return all rows of the snapshot of a dataset."""
+    opening = _opening(dataset)
+    if opening.base is None:  # in a copy of another process
+        return opened(opening, dataset.manifest.pinned.rpartition("@")[2] or None)
+    how = opening.fill_null, opening.null_masks, (), opening.errors, dataset.calls[:1]
+    return Dataset(opening.base, dataset.blocks, dataset.file_columns, *how)
+
+
+def _opening(dataset: Dataset) -> Opening:
+    if not dataset.calls or not isinstance(opening := dataset.calls[0].given, Opening):
+        raise ConfigError("this dataset cannot be made again of a new snapshot: open the source again")
+    return opening
