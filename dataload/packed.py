@@ -16,12 +16,14 @@ from dataload.arguments import did_you_mean, whole_number
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.list_values import values_of
 from dataload.catalog.locations import Location
+from dataload.catalog.manifest import Manifest
 from dataload.catalog.opening import Call
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, fields_of
 from dataload.mapping.counting import UNKNOWN, LengthMaker, counted_once, each_counted
+from dataload.mapping.stage import Stage
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.packing import OF_BATCHES, POSITIONS, SEGMENTS, Packing, sequences_of
@@ -36,7 +38,6 @@ from dataload.samplers.window_size import default_window
 
 VERSION = 3
 LONGEST_SEQUENCE = (1 << 31) - 1
-_OF_DOCUMENTS = frozenset(("manifest", "blocks", "fill_null", "null_masks", "errors", "stages", "_columns"))
 
 
 class Piece(NamedTuple):
@@ -100,19 +101,26 @@ class PackedDataset(Dataset):
     def __init__(self, documents: Dataset, packing: Packing) -> None:
         self._documents, self.packing = documents, packing
         self.calls = (*documents.calls, Call("pack", packing))
+        self.blocks, self._columns = documents.blocks, documents.file_columns
+        self.fill_null, self.null_masks, self.errors = documents.fill_null, documents.null_masks, documents.errors
         fields = [documents.schema.field(name) for name in packing.columns]
         ids = [pa.field(name, pa.int32()) for name in (SEGMENTS, POSITIONS)]
         values = [pa.field(field.name, field.type.value_type) for field in fields]
         self.schema = pa.schema([pa.field(each.name, pa.list_(each.type, packing.length)) for each in values + ids])
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _OF_DOCUMENTS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return getattr(self._documents, name)
-
     def __reduce__(self) -> tuple[Any, ...]:
         known = {"_counts": self._counts} if "_counts" in vars(self) else {}
         return PackedDataset, (self._documents, self.packing), known
+
+    @property
+    def manifest(self) -> Manifest:  # type: ignore[override]
+        """The documents: the first look at those of `flat_map` counts them."""
+        return self._documents.manifest
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:  # type: ignore[override]
+        """The maps that make the documents."""
+        return self._documents.stages
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.int64]:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from dataload.cache.blocks.reader import Object
     from dataload.cache.tier import Notes, Tier
-    from dataload.dataset import MapStyle
     from dataload.launchers import MeetingPlace
+    from dataload.map_style import MapStyle
     from dataload.samplers.rank_sampler import RankSampler
 
 STORE_SECONDS = 2  # to connect to the store

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataload.dataset import MapStyle
 from dataload.errors import ConfigError, DataError, RowError
 from dataload.loader.background_iterator import taken
 from dataload.loader.bad_rows import naming_rows, replacements
@@ -27,6 +26,7 @@ from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.user_code import Around, Draws, InThreads, in_loop, in_worker
 from dataload.loader.worker_transport import check_sendable, pack
+from dataload.map_style import MapStyle
 from dataload.rows.collate import Batch, Empty, with_strings
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows

@@ -24,7 +24,7 @@ from dataload.samplers.order import Order
 
 if TYPE_CHECKING:
     from dataload.cache.tier import Tier
-    from dataload.dataset import MapStyle
+    from dataload.map_style import MapStyle
     from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 
 AHEAD_BYTES = 512 << 20  # objects to prefetch: more than the bytes that are in flight at a time

@@ -41,7 +41,7 @@ from dataload.samplers.rest import Continued, Left, LeftOrder
 from dataload.samplers.token_sampler import TokenSampler
 
 if TYPE_CHECKING:
-    from dataload.dataset import MapStyle
+    from dataload.map_style import MapStyle
     from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 
 Int64 = npt.NDArray[np.int64]

@@ -7,10 +7,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 
-from dataload.dataset import MapStyle
 from dataload.loader.lookahead import RecordedNeeds
 from dataload.loader.ranks import process_among
 from dataload.loader.requests import Answer
+from dataload.map_style import MapStyle
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Served

@@ -17,7 +17,6 @@ from torch.utils.data import Subset
 from dataload.arguments import known_keywords, local_folder
 from dataload.cache.config import CacheConfig, split_options
 from dataload.catalog.sources import Source
-from dataload.dataset import MapStyle
 from dataload.errors import ConfigError, DataError
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
@@ -27,6 +26,7 @@ from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.loader.run_record import given_of
 from dataload.loader.samplers import DatasetSampler, MixedSampler, TokenDatasetSampler, TokenMixedSampler
+from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.row_lengths import RowLengths, budget_of
 from dataload.rows.known_nulls import IN_PYTHON

@@ -22,7 +22,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
-from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.agreement import Agreement
 from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead
@@ -48,6 +47,7 @@ from dataload.loader.requests import Answer, Requests
 from dataload.loader.run_record import record_of
 from dataload.loader.trainer_batches import LatestLoop, TrainerBatches
 from dataload.loader.worker_transport import unpack
+from dataload.map_style import MapStyle
 from dataload.rows.batch_tree import on_device
 from dataload.rows.numbered_rows import PlacedRows
 from dataload.runtime.child_process import end_with

@@ -10,10 +10,11 @@ import numpy as np
 from torch.utils.data import Subset
 
 from dataload.catalog.sources import Source, is_of_hugging_face
-from dataload.dataset import Dataset, MapStyle, make_dataset
+from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.arrow_types import canonical
 from dataload.formats.schema import flatten
+from dataload.map_style import MapStyle
 from dataload.rows.columns import Array
 
 # Changes of a table after which its columns are those of its file, by name: their types are compared

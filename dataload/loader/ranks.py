@@ -20,8 +20,8 @@ from dataload.world import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dataload.dataset import MapStyle
     from dataload.loader.batch_maker import BatchMaker
+    from dataload.map_style import MapStyle
 
 FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder; workers seldom fetch
 MAX_RANKS_PER_HOST = 8  # assumed where the launcher does not set LOCAL_WORLD_SIZE

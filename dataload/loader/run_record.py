@@ -14,8 +14,8 @@ from dataload.lineage import calls_as_json
 from dataload.mixture import Mixture
 
 if TYPE_CHECKING:
-    from dataload.dataset import MapStyle
     from dataload.loader.loader import Loader
+    from dataload.map_style import MapStyle
     from dataload.samplers.position import Position
 
 ARGUMENTS = {  # of make_loader, with their defaults

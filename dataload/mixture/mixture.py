@@ -20,9 +20,10 @@ from dataload.catalog.description import cache_text, columns_text
 from dataload.catalog.locations import Location
 from dataload.catalog.same_columns import check_same_columns
 from dataload.catalog.sources import Source
-from dataload.dataset import Dataset, MapStyle, make_dataset
+from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
+from dataload.map_style import MapStyle
 from dataload.mixture.selected_rows import MixedSelectedRows
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore

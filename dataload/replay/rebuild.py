@@ -11,11 +11,12 @@ from typing import Any, cast
 
 from dataload.catalog.opening import USUAL
 from dataload.catalog.recipe import UNRECORDED
-from dataload.dataset import Dataset, MapStyle, make_dataset
+from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError, DataloadError
 from dataload.lineage import WAYS
 from dataload.loader.factory import make_loader
 from dataload.loader.loader import Loader
+from dataload.map_style import MapStyle
 from dataload.mixture import Mixture, mix
 from dataload.samplers.mixture.weights import weights_of
 from dataload.samplers.position import STATE_VERSION

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.arguments import is_url, known_keywords, local_folder, whole_number
-from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.changes import OnChange, check_choice
 from dataload.loader.loader import Loader
+from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
 from dataload.train.checkpoint.checkpoints import Checkpoints
