@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from dataload.catalog.inventory import Inventory, inventories_from_bytes, inventories_to_bytes, keys_of
+from dataload.catalog.inventory import Inventory, keys_of
 from dataload.catalog.opening import Opening
 from dataload.catalog.recipe import UNRECORDED, RowNumbers, plain, rows_of
 from dataload.dataset import Dataset, opened
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from dataload.catalog.inventory import KnownRows
     from dataload.catalog.opening import Excluded
     from dataload.rows.packing import Packing
-
-MOST_CHARACTERS = 1 << 14  # of an inventory in a ledger
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +85,7 @@ def _mapped_again(dataset: Dataset, _: Any, move: Move) -> Dataset:
 
 
 def _inventory_to_json(inventory: Inventory) -> Any:
-    text = base64.b64encode(inventories_to_bytes([inventory])).decode()
-    return text if len(text) <= MOST_CHARACTERS else {UNRECORDED: f"{inventory.block_lengths.sum():,} rows"}
-
-
-def _part_from_json(dataset: Dataset, text: str) -> Dataset:
-    [inventory] = inventories_from_bytes(base64.b64decode(text))
-    return dataset.part(inventory)
+    return {UNRECORDED: f"{inventory.block_lengths.sum():,} rows"}  # which the file beside the ledger has
 
 
 def _packing_to_json(packing: Packing) -> dict[str, Any]:
@@ -111,7 +102,7 @@ WAYS = {
         lambda given: given.numbers.to_json(), lambda dataset, text: dataset.exclude(rows_of(text)), _excluded_again
     ),
     "split": Way(plain, lambda dataset, how: dataset.split(how["fractions"], how["seed"])[how["part"]]),
-    "part": Way(_inventory_to_json, _part_from_json),
+    "part": Way(_inventory_to_json),
     "map": Way(lambda function: function.name, lambda dataset, _: dataset, _mapped_again),  # It changes no row numbers.
     "flat_map": Way(lambda function: function.name),
     "pack": Way(_packing_to_json, lambda dataset, how: dataset.pack(**how)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from dataload.arguments import did_you_mean, whole_number
 from dataload.catalog.description import cache_text, columns_text, source_text
+from dataload.catalog.inventory import Inventory, keys_of
 from dataload.catalog.list_values import values_of
 from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Manifest
@@ -223,6 +224,11 @@ class PackedDataset(Dataset):
         """Hex digest that decides the order of the sequences; see `order_key_of`."""
         return self.packing.digest("order", self._documents.order_key)
 
+    @property
+    def inventory(self) -> Inventory:
+        """Which sequences the dataset has: their numbers in each row group. The documents in them differ by epoch."""
+        return Inventory(self.order_key, keys_of(self.manifest), self.block_lengths)
+
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a whole column, of documents in file order; see `__getitem__`."""
         if name not in self.schema.names:
@@ -261,10 +267,7 @@ class PackedDataset(Dataset):
         return [PackedDataset(part, self.packing) for part in self._documents.split(fractions, seed)]
 
     def _of(self, *_: Any, **__: Any) -> Dataset:
-        raise ConfigError(
-            "the sequences of a packed dataset have other documents in each epoch: filter, select, exclude or map the "
-            "documents before pack, or change batches by make_loader(transform=)"
-        )
+        raise ConfigError("a packed dataset has other documents in its sequences in each epoch: select before pack")
 
     filter = map = flat_map = select = exclude = pack = _of
 
@@ -318,9 +321,10 @@ def packing_of(
     length = whole_number("length", length, least=1)
     if length > LONGEST_SEQUENCE:
         raise ConfigError(f"length={length:,} is more than {LONGEST_SEQUENCE:,}, which position_ids can count")
-    if not isinstance(also, list | tuple) or not all(isinstance(name, str) for name in also):
+    if isinstance(also, str) or not isinstance(also, Iterable) or not all(isinstance(name, str) for name in also):
         raise ConfigError(f"also={also!r} must be a list of names of columns")
-    _check_flags(split=split, cu_seqlens=cu_seqlens)
+    if not isinstance(split, bool):
+        raise ConfigError(f"split={split!r} must be True or False")
     names = (column, *also)
     schema = documents.schema
     for name in names:
@@ -341,13 +345,7 @@ def packing_of(
         raise ConfigError(f"pad= names {min(unknown, key=str)!r}, which is not packed: name {few(map(repr, names))}")
     pads = tuple(_pad(field, given.get(field.name, 0)) for field in fields)
     _check_lengths(schema, lengths)
-    return Packing(length, column, tuple(also), split, pads, cu_seqlens, lengths)
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ConfigError(f"{name}={flag!r} must be True or False")
+    return Packing(length, column, tuple(also), bool(split), pads, bool(cu_seqlens), lengths)
 
 
 def _check_lengths(schema: pa.Schema, lengths: Any) -> None:

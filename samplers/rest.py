@@ -61,12 +61,15 @@ class Continued:
         plain: The order of a whole epoch of the new data, which later epochs have.
         left: The order of the rows that the epoch has not had.
         taken: Rows of the epoch that the old data has given.
+        parts: What is left of each dataset, of which `left` is the order.
     """
 
     homogeneous = True  # Padding repeats rows of the last batch: the first ones of the epoch may be gone.
 
-    def __init__(self, plain: Order | MixtureOrder, left: LeftOrder | MixtureOrder, taken: int) -> None:
-        self.plain, self.left, self.taken = plain, left, taken
+    def __init__(
+        self, plain: Order | MixtureOrder, left: LeftOrder | MixtureOrder, taken: int, parts: Sequence[Left]
+    ) -> None:
+        self.plain, self.left, self.taken, self.parts = plain, left, taken, parts
         self.n, self.num_streams = taken + left.n, left.num_streams
 
     def __getattr__(self, name: str) -> Any:

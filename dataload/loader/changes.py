@@ -76,7 +76,9 @@ def versions_of(dataset: MapStyle) -> list[str]:
 
 def keep(dataset: MapStyle, digest: str) -> None:
     """Keep which rows a dataset has, for states that outlive it. digest: that of its order."""
-    if digest not in _kept and not _unsupported(dataset):
+    if digest in _kept:
+        _kept.move_to_end(digest)
+    elif not _unsupported(dataset):
         data = inventories_to_bytes(each.inventory for each in dataset.datasets)
         _cached(dataset, digest).get_or_make(lambda: data)
         _keep(digest, data)
@@ -173,7 +175,7 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
     taken = 0
     for number, (segment, found) in enumerate(zip(segments, inventories, strict=True)):
         of = _order_over(order, found, options, by_rows=by_rows)
-        first = of if not taken else _rest(of, found, had, taken, by_rows=by_rows)
+        first = of if not taken else rest_of(of, _others(had, found), taken, by_rows=by_rows)
         _add(had, found, first, position.epoch, taken + segment["rows"])
         taken += segment["rows"]
         is_last = number == len(segments) - 1
@@ -181,7 +183,7 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
         _add_moved(had, (segment, found), following, dataset)
     whole = _order_over(order, here, options, by_rows=by_rows)
     moved = Position(sampler.position.dataset, position.epoch, position.cursor, {**options, EARLIER: segments})
-    return moved, _rest(whole, here, had, taken, by_rows=by_rows)
+    return moved, rest_of(whole, _others(had, here), taken, by_rows=by_rows)
 
 
 def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler) -> MapStyle:
@@ -306,6 +308,7 @@ def _names(dataset: MapStyle) -> Sequence[str]:
 
 def _keep(digest: str, data: bytes) -> None:
     _kept[digest] = data
+    _kept.move_to_end(digest)
     while len(_kept) > KEPT:
         _kept.popitem(last=False)
 
@@ -372,25 +375,39 @@ def _order_over(order: Any, found: Sequence[Inventory], options: Mapping[str, An
         raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error
 
 
-def _rest(
-    order: Any, found: Sequence[Inventory], had: Sequence[KnownRows], taken: int, *, by_rows: bool
-) -> PositionOrder:
-    """Return the order of an epoch that goes on with data that has these rows, after `taken` rows of others."""
+def rest_of(order: Any, left: Sequence[Selection], taken: int, *, by_rows: bool) -> PositionOrder:
+    """Return the order of an epoch that goes on with some rows of each dataset, after `taken` rows of other data.
+
+    Args:
+        order: The order of a whole epoch of the datasets.
+        left: The rows of each dataset that the epoch has not had.
+        taken: Rows that the epoch has had.
+        by_rows: Whether a mixture weighs by rows.
+    """
     window = max(1, *(each.window for each in order.orders))
-    left = []
-    for own, known in zip(found, had, strict=True):
-        selection = Selection.of(known.others(own))
-        rows = _Rows(selection, 2 * window)
-        left.append(Left(selection.counts, rows, rows.among))
+    parts = []
+    for each in left:
+        rows = _Rows(each, 2 * window)
+        parts.append(Left(each.counts, rows, rows.among))
     if not isinstance(order, MixtureOrder):
-        return cast("PositionOrder", Continued(order, LeftOrder.of(order, left[0]), taken))
+        return cast("PositionOrder", Continued(order, LeftOrder.of(order, parts[0]), taken, parts))
     options = dict(order.options)
     is_over = False
     if options["num_rows"] is not None:
         options["num_rows"], is_over = max(1, options["num_rows"] - taken), options["num_rows"] <= taken
-    rest = MixtureOrder(order.sources, **options, left=left, left_by_rows=by_rows)
+    rest = MixtureOrder(order.sources, **options, left=parts, left_by_rows=by_rows)
     rest.n = 0 if is_over else rest.n
-    return cast("PositionOrder", Continued(order, rest, taken))
+    return cast("PositionOrder", Continued(order, rest, taken, parts))
+
+
+def left_of(order: PositionOrder) -> list[Selection]:
+    """Return which rows of each dataset the rest of an epoch has whose data has changed; nothing for a whole epoch."""
+    return [cast("_Rows", each.rows).selection for each in order.parts] if isinstance(order, Continued) else []
+
+
+def _others(had: Sequence[KnownRows], found: Sequence[Inventory]) -> list[Selection]:
+    """Return the rows of each dataset that an epoch has not had."""
+    return [Selection.of(known.others(own)) for known, own in zip(had, found, strict=True)]
 
 
 def _add(had: list[KnownRows], found: Sequence[Inventory], order: PositionOrder, epoch: int, end: int) -> None:
@@ -434,18 +451,18 @@ class _Rows:
     """Returns the numbers of selected rows in a dataset, by their numbers in the selection."""
 
     def __init__(self, selection: Selection, groups: int) -> None:
-        self._selection, self._groups = selection, groups
+        self.selection, self._groups = selection, groups
         self._table: SelectedRows | None = None
 
     def __reduce__(self) -> Any:
-        return _Rows, (self._selection, self._groups)
+        return _Rows, (self.selection, self._groups)
 
     def __call__(self, numbers: Int64) -> Int64:
         if self._table is None:
-            self._table = SelectedRows(self._selection, self._groups)
+            self._table = SelectedRows(self.selection, self._groups)
         rows: Int64 = self._table.rows(numbers)
         return rows
 
     def among(self, masks: Iterator[Mask]) -> Iterator[Mask]:
         """Yield which rows of each row group of the dataset these are, given which of its selected rows."""
-        return (self._selection.within(group, mask) for group, mask in enumerate(masks))
+        return (self.selection.within(group, mask) for group, mask in enumerate(masks))

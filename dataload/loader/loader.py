@@ -419,7 +419,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
             accelerate_iteration(partial(sampler.remainder_from, cursor)) as announce_last,
         ):
-            ledger.start(lambda: {**record_of(self, start), **(progress or {"step": None, "accumulate": None})})
+            counts: Mapping[str, int | None] = progress or {"step": None, "accumulate": None}
+            ledger.start(lambda: {**record_of(self, start, ledger.keep), **counts})
             for answer in recorder.timed(answers):
                 used, last = answer.end, is_over(answer.end)
                 if sampler.epoch == epoch:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from dataload.catalog.inventory import Inventory, inventories_to_bytes
 from dataload.catalog.recipe import plain
 from dataload.lineage import calls_as_json
+from dataload.loader.changes import left_of
 from dataload.mixture import Mixture
 
 if TYPE_CHECKING:
+    from dataload.dataset import Dataset
     from dataload.loader.loader import Loader
     from dataload.map_style import MapStyle
     from dataload.samplers.position import Position
@@ -31,13 +34,22 @@ FUNCTIONS = ("transform", "collate_fn")
 PACKAGES = ("dataload", "torch", "numpy", "pyarrow")
 
 
-def record_of(loader: Loader, start: Position) -> dict[str, Any]:
-    """Return the record of a loop of this loader that begins at a position: JSON, without credentials."""
-    sampler = loader.rank_sampler
+def record_of(loader: Loader, start: Position, keep: Callable[[bytes], str | None]) -> dict[str, Any]:
+    """Return the record of a loop that begins: JSON, without credentials.
+
+    Args:
+        loader: The loader of the loop.
+        start: Where the loop begins.
+        keep: Keeps bytes beside the ledger, and returns their name; None: they are too many.
+    """
+    sampler, dataset = loader.rank_sampler, loader.dataset
     record = {
         "versions": _versions(),
-        "fingerprint": loader.dataset.fingerprint,
-        "recipe": recipe_of(loader.dataset),
+        "fingerprint": dataset.fingerprint,
+        "recipe": recipe_of(dataset),
+        "urls": [_prefix(each) for each in dataset.datasets],
+        "name_column": next(iter(dataset.computed), None),
+        "inventory": keep(_inventories(loader)),
         "data": start.dataset,
         "order": dict(start.options),
         "next_order": None if (coming := sampler.next_options) == start.options else dict(coming),
@@ -70,6 +82,26 @@ def given_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
             named = function if hasattr(function, "__qualname__") else type(function)
             found[name] = f"{named.__module__}:{named.__qualname__}"
     return found
+
+
+def _inventories(loader: Loader) -> bytes:
+    """Return which rows the data of a loop has, of each source; and, if the epoch had other data, which it still gets.
+
+    The latter are numbered among the former.
+    """
+    own = [each.inventory for each in loader.dataset.datasets]
+    left = [
+        Inventory(of.order_key, of.keys, of.block_lengths, rows)
+        for of, rows in zip(own, left_of(loader.rank_sampler.order), strict=False)
+    ]
+    return inventories_to_bytes([*own, *left])
+
+
+def _prefix(dataset: Dataset) -> str:
+    """Return what stands before the path of a file in its URL."""
+    path = dataset.row_groups[0].file.path
+    url = dataset.blocks.origin.url_of(path)
+    return url.removesuffix(path) if url.endswith(path) else ""
 
 
 def recipe_of(dataset: MapStyle) -> Any:

@@ -12,18 +12,17 @@ from typing import Any, cast
 from dataload.catalog.opening import USUAL
 from dataload.catalog.recipe import UNRECORDED
 from dataload.dataset import Dataset, make_dataset
-from dataload.errors import ConfigError, DataloadError
+from dataload.errors import ConfigError
 from dataload.lineage import WAYS
 from dataload.loader.factory import make_loader
 from dataload.loader.loader import Loader
 from dataload.map_style import MapStyle
 from dataload.mixture import Mixture, mix
+from dataload.replay.recorded import Recorded, as_damage, calls_of, state_of, world_of
 from dataload.samplers.mixture.weights import weights_of
-from dataload.samplers.position import STATE_VERSION
-from dataload.world import World
 
-MOST_RANKS = 1 << 20
 OF_MIXTURE = ("stop", "num_rows", "batching")
+OF_SEQUENCES = {"pack", "flat_map"}  # calls
 log = logging.getLogger(__name__)
 
 PROGRAM = "name what makes it in the run's program: --loader module:function"
@@ -64,36 +63,54 @@ def _opened(how: Mapping[str, Any], options: Mapping[str, Any]) -> Dataset:
     return make_dataset(**how, **options)
 
 
-def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int = 0) -> Loader:
-    """Return the loader of a rank at the start of a loop, as the ledger has it, without transforms.
+def dataset_at(recipe: Any, options: Mapping[str, Any], data: Recorded) -> MapStyle:
+    """Return the dataset, or the mixture, of the rows that a loop had, whatever its files are beside today.
+
+    Args:
+        recipe: As a ledger has it.
+        options: Further arguments of `make_dataset`.
+        data: The rows.
+
+    Raises:
+        ConfigError: A call cannot be made again from what the recipe says.
+        OriginError: The source cannot be read, or a file is gone.
+    """
+    if dict(calls_of(recipe)).keys() & OF_SEQUENCES:  # whose rows are no rows of files
+        return dataset_of(recipe, options)
+    parts = recipe if isinstance(recipe, Mapping) else {"": recipe}
+    found = {
+        name: _dataset_of([call for call in calls if "make_dataset" in call], options).as_of(None, own)
+        for (name, calls), own in zip(parts.items(), data.own, strict=True)
+    }
+    return mix(found) if isinstance(recipe, Mapping) else found[""]
+
+
+def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], data: Recorded | None = None) -> Loader:
+    """Return the loader of the first rank at the start of a loop, as the ledger has it, without transforms.
 
     Args:
         record: The record.
         options: Further arguments of `make_dataset`.
-        rank: The rank.
+        data: Which rows it had; None: those that its recipe makes now.
 
     Raises:
         ConfigError: The dataset has other rows than it had, or the record is damaged.
         OriginError: The source cannot be read.
     """
-    try:
-        return _loader_of(record, options, rank)
-    except DataloadError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"the ledger is damaged, or another version of dataload wrote it: {type(error).__name__}: {error}"
-        ) from error
+    with as_damage():
+        return _loader_of(record, options, data)
 
 
-def _loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int) -> Loader:
+def _loader_of(record: Mapping[str, Any], options: Mapping[str, Any], data: Recorded | None) -> Loader:
     order, given = record["order"], record.get("loader") or {}
-    dataset = dataset_of(record["recipe"], options)
+    dataset = dataset_of(record["recipe"], options) if data is None else dataset_at(record["recipe"], options, data)
     given_order = record.get("next_order") or order  # which the loader had as arguments
     windows: Sequence[Any] = given_order.get("windows") or [given_order.get("window")]
     if isinstance(dataset, Mixture):
         dataset = mix(
-            dict(zip(dataset.names, dataset.datasets, strict=True)), **{name: order[name] for name in OF_MIXTURE}
+            dict(zip(dataset.names, dataset.datasets, strict=True)),
+            name_column=record.get("name_column"),
+            **{name: order[name] for name in OF_MIXTURE},
         )
         dataset.weights = weights_of(order["weights"])
     kept = {name: given[name] for name in ("length", "pad_to_multiple", "group", "ragged", "row_ids") if name in given}
@@ -108,27 +125,22 @@ def _loader_of(record: Mapping[str, Any], options: Mapping[str, Any], rank: int)
         seed=given_order["seed"],
         window=windows[0] if len(set(windows)) == 1 else None,
         drop_last=record["drop_last"],
-        world=_world(record, rank),
+        world=world_of(record),
     )
-    if dataset.fingerprint != record["fingerprint"] and "map" not in _names(record["recipe"]):
+    if dataset.fingerprint != record["fingerprint"] and "map" not in dict(calls_of(record["recipe"])):
         log.warning(
             "the objects have been written again since the run: rows have the same numbers, perhaps other values"
         )
-    return placed(loader, record)
+    return placed(loader, record, data)
 
 
-def _names(recipe: Any) -> set[str]:
-    """Return the names of the calls of a recipe."""
-    return {name for calls in (recipe.values() if isinstance(recipe, Mapping) else [recipe]) for [name] in calls}
-
-
-def loader_of_program(name: str, record: Mapping[str, Any], rank: int = 0) -> Loader:
-    """Return the loader of a rank that a function of the run's program makes, at the start of a loop.
+def loader_of_program(name: str, record: Mapping[str, Any], data: Recorded | None = None) -> Loader:
+    """Return the loader of the first rank that a function of the run's program makes, at the start of a loop.
 
     Args:
         name: "module:function". The function takes the `World` of the rank.
         record: The record of the loop.
-        rank: The rank.
+        data: Which rows it had; None: those that the loader has now.
 
     Raises:
         ConfigError: There is no such function, or it returns another loader than the run had.
@@ -142,28 +154,23 @@ def loader_of_program(name: str, record: Mapping[str, Any], rank: int = 0) -> Lo
         raise ConfigError(
             f"--loader={name}: {error}: name a module and a function in it, such as train:loader"
         ) from error
-    loader = make(_world(record, rank))
+    loader = make(world_of(record))
     if not isinstance(loader, Loader):
         raise ConfigError(f"--loader={name} returns {type(loader).__name__}: let it return make_loader(…, world=world)")
-    return placed(loader, record)
+    return placed(loader, record, data)
 
 
-def _world(record: Mapping[str, Any], rank: int) -> World:
-    ranks, nodes = record["ranks"], record["nodes"]
-    if not 0 < nodes <= ranks <= MOST_RANKS:
-        raise ConfigError(f"the ledger has a loop of {ranks} ranks on {nodes} nodes, so it is damaged")
-    return World(rank, ranks, node_sizes=(ranks // nodes,) * nodes)
-
-
-def placed(loader: Loader, record: Mapping[str, Any]) -> Loader:
+def placed(loader: Loader, record: Mapping[str, Any], data: Recorded | None) -> Loader:
     """Move a loader to the start of a loop, as the ledger has it. Return it.
 
     Raises:
         ConfigError: Its dataset or its order is another one.
     """
-    place = {"version": STATE_VERSION, "dataset": record["data"], "epoch": record["epoch"], "cursor": record["cursor"]}
-    loader.load_state_dict({**place, **record["order"]})
-    sampler = loader.rank_sampler
+    sampler, rest = loader.rank_sampler, None if data is None else data.rest(record)
+    if rest is None:
+        loader.load_state_dict(state_of(record))
+    else:
+        sampler.load_state_dict(state_of(record), rest)
     if (sampler.num_replicas, sampler.batch_size) != (record["ranks"], record["batch_size"]):
         raise ConfigError(
             f"the loader has {sampler.num_replicas} ranks with a batch_size of {sampler.batch_size}, and the run had "

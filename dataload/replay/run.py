@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataloadError
 from dataload.loader.loader import Loader
+from dataload.replay.recorded import Place, Recorded, calls_of
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.run_ledger import Chain, Start, read_ledger
 
@@ -51,6 +52,11 @@ class Step(NamedTuple):
     earlier: list[Start]
     is_recorded: bool
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its rows are sequences of documents."""
+        return any(name == "pack" for name, _ in calls_of(self.start.record["recipe"]))
+
 
 class Seen(NamedTuple):
     """One time that a row comes.
@@ -66,12 +72,29 @@ class Seen(NamedTuple):
     rank: int
 
 
+class Verified(NamedTuple):
+    """What a check of a ledger has found.
+
+    Attributes:
+        rows: Rows that the digests of the ledger cover.
+        seals: Their number.
+        differences: How lines or rows differ from what was sealed.
+        unknown: The loops whose rows are not known here, and why.
+    """
+
+    rows: int
+    seals: int
+    differences: list[str]
+    unknown: list[str]
+
+
 class Run:
     """The loops of a run.
 
     Args:
         folder: The folder of the ledger.
-        open_loader: Returns the loader of the first rank at the start of a loop.
+        open_loader: Returns the loader of the first rank at the start of a loop, given the record of the loop and the
+            rows of its data, if the ledger has them.
 
     Attributes:
         starts: All loops of the ledger.
@@ -82,10 +105,11 @@ class Run:
         ConfigError: There is no ledger.
     """
 
-    def __init__(self, folder: Path, open_loader: Callable[[Start], Loader]) -> None:
+    def __init__(self, folder: Path, open_loader: Callable[[Mapping[str, Any], Recorded | None], Loader]) -> None:
         self.starts = read_ledger(folder)
-        self._open = open_loader
+        self._folder, self._open = folder, open_loader
         self._loaders: dict[int, Loader] = {}
+        self._data: dict[str, Recorded | None] = {}
         self._planned: dict[tuple[int, int], int] = {}
         self.loops = _loops_of(self.starts)
         self._before = self._steps_before()
@@ -93,8 +117,31 @@ class Run:
     def loader(self, start: Start) -> Loader:
         """Return the loader of the first rank at the start of a loop."""
         if start.number not in self._loaders:
-            self._loaders = {start.number: self._open(start)}
+            self._loaders = {start.number: self._open(start.record, self.data(start))}
         return self._loaders[start.number]
+
+    def data(self, start: Start) -> Recorded | None:
+        """Return the data of a loop; None: the ledger has too little about it."""
+        name = json.dumps([start.record.get(each) for each in ("inventory", "recipe", "urls")])
+        if name not in self._data:
+            self._data[name] = Recorded.of(self._folder, start.record)
+        return self._data[name]
+
+    def sampler(self, start: Start) -> RankSampler:
+        """Return the sampler of the first rank at the start of a loop: by the ledger, or by data that is opened."""
+        data = self.data(start)
+        if data is None or "batch_tokens" in (start.record.get("loader") or {}):
+            return self.loader(start).rank_sampler
+        return data.sampler(start.record)
+
+    def places(self, start: Start, numbers: Rows) -> list[Place]:
+        """Return where rows of the data of a loop are."""
+        if (data := self.data(start)) is not None:
+            return data.places(numbers)
+        dataset = self.loader(start).dataset
+        counts = dataset.rows_by_source(numbers, [1] * len(numbers))
+        names = ["".join(name for name, count in each.items() if count) for each in counts]
+        return [Place(name, *place) for name, place in zip(names, dataset.locate(numbers), strict=True)]
 
     def step(self, number: int) -> Step:
         """Return a step, given its number, at least 1.
@@ -110,7 +157,7 @@ class Run:
                 "wrote to then"
             )
         *earlier, start = begun
-        sampler, left = self.loader(start).rank_sampler, number - 1 - self._before[start.number]
+        sampler, left = self.sampler(start), number - 1 - self._before[start.number]
         each = _batches_of_a_step(start)
         while left >= (steps := -(-sampler.batches_left() // each)):
             left -= steps
@@ -124,35 +171,69 @@ class Run:
         return Step(number, start, batches, again, number <= max(reached))
 
     def steps_of(self, row: int, epochs: int = 0) -> Iterator[Seen]:
-        """Yield when a row came and will come, in the order of the steps, until this many epochs after the last one."""
+        """Yield when a row came and will come, in the order of the steps, until this many epochs after the last one.
+
+        Args:
+            row: Its number in the data of the last loop. Earlier data may have it under another number.
+            epochs: The epochs.
+
+        Raises:
+            ConfigError: There is no such row, or the ledger has too little about earlier data.
+        """
+        rows = self._rows(self.loops[-1])
+        if row >= rows:
+            raise ConfigError(f"--row={row}: the data of the latest loop has the rows 0 to {rows - 1}")
         for start in self.loops:
-            loader = self.loader(start)
-            if row >= len(loader.dataset):
+            number = self._number_in(start, row)
+            if number is None:
                 continue
-            sampler, before = loader.rank_sampler, self._before[start.number]
+            sampler, before = self.sampler(start), self._before[start.number]
             last = min((each for number, each in self._before.items() if number > start.number), default=None)
             each = _batches_of_a_step(start)
-            yield from _times(sampler, row, before, each, last)
+            yield from _times(sampler, number, before, each, last)
             if start is self.loops[-1]:
                 for _ in range(epochs):
                     before += -(-sampler.batches_left() // each)
                     sampler = sampler.at(sampler.epoch + 1, 0)
-                    yield from _times(sampler, row, before, each, None)
+                    yield from _times(sampler, number, before, each, None)
 
-    def verify(self) -> tuple[int, int, list[str]]:
-        """Compute the digests of the ledger again. Return the rows that they cover, the seals, and what differs."""
-        rows, seals, differences = 0, 0, list[str]()
+    def _rows(self, start: Start) -> int:
+        """Return the rows of the data of a loop."""
+        data = self.data(start)
+        return len(self.loader(start).dataset) if data is None else int(data.firsts[-1])
+
+    def _number_in(self, start: Start, row: int) -> int | None:
+        """Return the number that a row of the last loop's data has in that of another loop; None: that lacks it."""
+        last = self.loops[-1]
+        if start.record["data"] == last.record["data"]:
+            return row
+        own, there = self.data(last), self.data(start)
+        if own is None or there is None:
+            raise ConfigError(
+                f"the loop at {_place(start)} had other data, and the ledger does not have which rows: --row cannot "
+                "tell whether it had this one"
+            )
+        return own.number_in(there, row)
+
+    def verify(self) -> Verified:
+        """Compute the digests of the ledger again."""
+        rows, seals, differences, unknown = 0, 0, list[str](), list[str]()
         for start in self.starts:
-            if start.seals:
+            if not start.seals:
+                continue
+            try:
                 covered, difference = self._checked(start)
-                rows, seals = rows + covered, seals + len(start.seals)
-                differences += [] if difference is None else [f"epoch {start.epoch}, row {start.cursor}: {difference}"]
-        return rows, seals, differences
+            except DataloadError as error:
+                unknown.append(f"{_place(start)}: {error}")
+                continue
+            rows, seals = rows + covered, seals + len(start.seals)
+            differences += [] if difference is None else [f"{_place(start)}: {difference}"]
+        return Verified(rows, seals, differences, unknown)
 
     def _checked(self, start: Start) -> tuple[int, str | None]:
         """Return the rows of a loop that its seals cover, and how they differ from those of the order; None: not."""
         chain, left, rows = Chain(start.lines), list(start.seals), 0
-        for run, cursor, size in self.loader(start).rank_sampler.steps():
+        for run, cursor, size in self.sampler(start).steps():
             last = cursor + size * len(run)
             while left and left[0][0] <= last:
                 to, text = left.pop(0)
@@ -199,7 +280,7 @@ class Run:
     def _batches_by_tokens(self, start: Start, end: int) -> int:
         """Return the batches of a loop with a token budget up to row `end`, for which they are planned, once."""
         if (start.number, end) not in self._planned:
-            sampler = self.loader(start).rank_sampler
+            sampler = self.sampler(start)
             self._planned[start.number, end] = sampler.batches_left() - sampler.at_row(end).batches_left()
         return self._planned[start.number, end]
 
@@ -214,6 +295,10 @@ def _loops_of(starts: Sequence[Start]) -> list[Start]:
         if ours.setdefault(_loader_key(start), later):
             found.append(start)
     return found
+
+
+def _place(start: Start) -> str:
+    return f"epoch {start.epoch}, row {start.cursor}"
 
 
 def _loader_key(start: Start) -> str:

@@ -4,7 +4,10 @@ A line that starts a loop has its record, without what is equal in the start bef
 file, reads it, and appends a line, so that both sides merge the same lines; a line that a kill cut off is passed over.
 
 A line that seals has a digest of all lines up to the loop's start and of the rows that the loop has handed out, so the
-seals are a chain: a changed line, or a changed row, changes each later one. Ranks that replace bad rows say which.
+seals are a chain: a changed line, or a changed row, changes each later one. Ranks that replace bad rows say which. A
+line about another loop than the latest one, such as one that goes on after an evaluation, has the number of its loop.
+
+Which rows the data of a loop has is in a file beside the ledger, named by a digest of it, which a line has.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
 FILE = "ledger.jsonl"
+KEPT = "ledger.rows"  # the folder of what is too long for a line
+MOST_KEPT = 64 << 20  # bytes of a file in it
 DIGEST_BYTES = 12
+NAME_CHARACTERS = 32
 FIRST_SEAL = 1 << 10  # batches of a loop; each further seal comes after twice as many
 ROWS_AT_ONCE = 1 << 14  # in the chain: a call for a few leaves the interpreter to other threads as often
-MOST_SKIPPED = 1000  # rows that a loop of a rank names
+MOST_SKIPPED = 1000  # replaced rows that a loop of a rank names
+MOST_BYTES = 1 << 20  # of a ledger in which further replaced rows are named
 LOCK_SECONDS = 2.0  # that a loop waits for the lock of another process
 LINES = {"cursor"}, {"to", "chain"}, {"skipped", "rank"}  # what tells the kinds of lines
-NUMBERS = ("cursor", "to", "rank", "epoch", "ranks", "nodes", "rows", "batch_size", "step", "accumulate")
+NUMBERS = ("cursor", "to", "rank", "epoch", "ranks", "nodes", "rows", "batch_size", "step", "accumulate", "loop")
 MOST = 1 << 62  # of these
 ALWAYS = {"epoch", "ranks", "nodes", "rows", "batch_size", "order", "recipe"}  # in a record
 
@@ -98,6 +105,7 @@ class Ledger:
     def __init__(self, folder: Path | None, rank: int, *, writes: bool) -> None:
         self._path = None if folder is None else folder / FILE
         self._rank, self._writes, self._pid = rank, writes, os.getpid()
+        self._number: int | None = None  # of the loop in the ledger
         self._chain: Chain | None = None
         self.end = self._sealed = -1
         self._batches, self._due = 0, FIRST_SEAL
@@ -127,11 +135,29 @@ class Ledger:
 
         def line(before: bytes) -> Mapping[str, Any]:
             lines.extend(text for text, _ in _intact(before, known))
+            self._number = _loops(before)
             place = {"cursor": content["cursor"]}  # the mark of a start
             return {**{name: value for name, value in content.items() if known.get(name) != value}, **place}
 
         added = self._append(line, sync=True)
         self._chain = Chain([*lines, added])
+
+    def keep(self, data: bytes) -> str | None:
+        """Keep bytes beside the ledger, unless they are there. Return their name; None: there are too many."""
+        assert self._path is not None
+        if len(data) > MOST_KEPT:
+            return None
+        name = _name_of(data)
+        file = self._path.parent / KEPT / name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft = file.with_name(f"{name}.{os.getpid()}")
+            with draft.open("wb") as drafted:
+                drafted.write(data)
+                drafted.flush()
+                os.fsync(drafted.fileno())
+            draft.replace(file)
+        return name
 
     @_guarded
     def hand_out(self, cursor: int, step: int, size: int, rows: Rows) -> None:
@@ -168,7 +194,11 @@ class Ledger:
         cursor, step, size, rows = self._latest
         text = self._chain.sealed(rows[: -(-(end - cursor) // step) * size], end)
         self._sealed = end
-        self._append(lambda _: {"to": end, "chain": text})
+        self._append(lambda before: {"to": end, "chain": text, **self._loop_among(before)})
+
+    def _loop_among(self, before: bytes) -> dict[str, int]:
+        """Return how a line says of which loop it is: not at all if that is the latest one."""
+        return {} if self._number is None or _loops(before) == self._number + 1 else {"loop": self._number}
 
     def _add_waiting(self, chain: Chain) -> None:
         if self._waiting:
@@ -179,9 +209,14 @@ class Ledger:
     def skip(self, rows: Sequence[int]) -> None:
         """Record rows that were replaced in a batch."""
         rows = rows[: MOST_SKIPPED - self._skipped]
-        if rows and self._path is not None:
-            self._skipped += len(rows)
-            self._append(lambda _: {"skipped": list(rows), "rank": self._rank})
+        if not rows or self._path is None:
+            return
+        self._skipped += len(rows)
+        if self._path.exists() and self._path.stat().st_size >= MOST_BYTES:
+            log.warning("the ledger of the run is full: %s names no more rows that on_error replaces", self._path)
+            self._skipped = MOST_SKIPPED
+        else:
+            self._append(lambda before: {"skipped": list(rows), "rank": self._rank, **self._loop_among(before)})
 
     def _append(self, line: Callable[[bytes], Mapping[str, Any]], *, sync: bool = False) -> bytes:
         """Append line(bytes of the file), and flush it to the disk if `sync`. Return it."""
@@ -242,6 +277,22 @@ class Start:
         return int(self.record["cursor"])
 
 
+def read_kept(folder: Path, name: str) -> bytes | None:
+    """Return the bytes that `Ledger.keep` has named; None: they are gone.
+
+    Raises:
+        ConfigError: They are others.
+    """
+    file = (folder if folder.is_dir() else folder.parent) / KEPT / Path(name).name
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    if _name_of(data) != name:
+        raise ConfigError(f"{redacted(file)} is damaged: it is not what the run has written")
+    return data
+
+
 def read_ledger(folder: Path) -> list[Start]:
     """Return the loops that a run has recorded, the oldest first.
 
@@ -256,21 +307,34 @@ def read_ledger(folder: Path) -> list[Start]:
             f"{redacted(path)} cannot be read ({error.strerror}): name the stats_dir of make_loader, or the log_dir or "
             "checkpoint_dir of fit"
         ) from error
-    found: list[Start] = []
+    found: dict[int, Start] = {}
     known: dict[str, Any] = {}
     lines: list[bytes] = []
+    loops = 0
     for text, line in _intact(content, known):
         lines.append(text)
         if "cursor" in line:
             if known.keys() >= ALWAYS:  # else a line before it was damaged later
-                found.append(Start(dict(known), len(found), tuple(lines)))
-        elif found and "to" in line:
-            found[-1].seals.append((line["to"], line["chain"]))
-        elif found:
-            found[-1].skipped.setdefault(line["rank"], []).extend(line["skipped"])
+                found[loops] = Start(dict(known), loops, tuple(lines))
+            loops += 1
+        elif (start := found.get(line.get("loop", loops - 1))) is None:
+            continue
+        elif "to" in line:
+            start.seals.append((line["to"], line["chain"]))
+        else:
+            start.skipped.setdefault(line["rank"], []).extend(line["skipped"])
     if not found:
         raise ConfigError(f"{redacted(path)} has no start of a loop: it is damaged, or of another program")
-    return found
+    return list(found.values())
+
+
+def _loops(content: bytes) -> int:
+    """Return how many starts of loops a ledger has."""
+    return sum("cursor" in line for _, line in _intact(content, {}))
+
+
+def _name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:NAME_CHARACTERS]
 
 
 def _intact(content: bytes, known: dict[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -114,18 +115,23 @@ def _equal(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-@pytest.mark.parametrize("seed", seeds(3, 200))
-def test_a_run_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int) -> None:
-    """A run that is killed, and goes on on other ranks, perhaps from before the kill: by its loader and its ledger."""
-    rng = np.random.default_rng(seed)
-    make, state = _loaders(folder, rng), None
+def _check_run(make: Callable[..., Loader], run: Path, rng: np.random.Generator, change: Callable[[], str]) -> None:
+    """Check a run that is killed, and goes on on other ranks, perhaps from before the kill.
+
+    Args:
+        make: Returns the loader of a rank.
+        run: The folder of its ledger.
+        rng: Draws how it goes on.
+        change: Changes the data between two loops. Returns how to go on.
+    """
+    state, on_change = None, ""
     seen: list[list[list[int]]] = []  # the rows of each rank, by step
     for _ in range(5):
         ranks = int(rng.choice([1, 2, 3, 6]))
-        loaders, fresh = [make(rank, ranks, tmp_path / "run") for rank in range(ranks)], make(0, ranks)
+        loaders, fresh = [make(rank, ranks, run) for rank in range(ranks)], make(0, ranks)
         if state is not None:
             for loader in (*loaders, fresh):
-                loader.load_state_dict(state)
+                loader.load_state_dict(state, on_change)
         epoch, first = fresh.rank_sampler.epoch, _first_step(fresh)
         steps, lost = [None, 1, 4][rng.integers(3)], int(rng.integers(3))
         iterators = [iter(loader) for loader in loaders]
@@ -143,11 +149,60 @@ def test_a_run_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int)
         for iterator in iterators:
             list(islice(iterator, lost))
             iterator.close()
-    run = Run(tmp_path / "run", lambda start: loader_of(start.record, {"cache": False}))
+        on_change = change()
+    found = Run(run, lambda record, data: loader_of(record, {"cache": False}, data))
     for number, rows in enumerate(seen, 1):
-        [batch] = run.step(number).batches
+        [batch] = found.step(number).batches
         assert [each.tolist() for each in batch.rows] == rows
-    assert run.verify()[2] == []
+    assert found.verify()[2:] == ([], [])
+
+
+@pytest.mark.parametrize("seed", seeds(3, 200))
+def test_a_run_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    _check_run(_loaders(folder, rng), tmp_path / "run", rng, lambda: "error")
+
+
+@pytest.mark.parametrize("seed", seeds(3, 200))
+def test_a_run_whose_data_changes_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int) -> None:
+    """Each loop is read by the ledger alone, although files of earlier ones are gone."""
+    rng, data = np.random.default_rng(seed), tmp_path / "data"
+    for name in SIZES:
+        (data / name).mkdir(parents=True)
+        shutil.copy(folder / f"{name}.parquet", data / name / "0.parquet")
+    kinds = rng.integers(4), rng.integers(2), rng.integers(3)
+    how: dict[str, Any] = {"seed": int(rng.integers(100)), "window": [None, 1, 2][rng.integers(3)], "row_ids": True}
+    how |= {"shuffle": ["block", "full", False][rng.integers(3)], "transform": noisy}
+
+    def one(name: str) -> Dataset:
+        found = make_dataset(data / name, cache=False)
+        found = found.filter([("n_tokens", ">", 8)]) if kinds[0] == 0 else found
+        return found.map(twice, columns=["id"]) if kinds[1] else found
+
+    def make(rank: int, ranks: int, stats_dir: Path | None = None) -> Loader:
+        source: Any = one("a")
+        if kinds[2] == 0:
+            source = mix({name: one(name) for name in SIZES}, [5, 3, 2], stop="all_exhausted")
+        elif kinds[2] == 1:
+            source = mix({name: one(name) for name in SIZES})
+        return make_loader(source, 6 // ranks, **how, world=World(rank, ranks), stats_dir=stats_dir)
+
+    def change() -> str:
+        folder_of, number = data / str(rng.choice(list(SIZES))), int(rng.integers(1_000_000))
+        files, way = sorted(folder_of.iterdir()), rng.integers(4)
+        if way == 0 and len(files) > 1:
+            files[0].unlink()
+        elif way < 3:
+            table = pq.read_table(files[-1]).slice(0, 30)
+            pq.write_table(
+                table.set_column(0, "id", pa.array(range(number, number + len(table)))),
+                folder_of / f"{number}.parquet",
+                row_group_size=11,
+            )
+            return str(rng.choice(["continue", "next_epoch"]))
+        return "continue"
+
+    _check_run(make, tmp_path / "run", rng, change)
 
 
 def _first_step(loader: Loader) -> int:
@@ -286,5 +341,5 @@ def test_the_arguments_of_a_loader_hold_after_the_epoch_of_a_state(folder: Path,
     loader.load_state_dict(state)
     rest = len(_epoch(loader))
     following = _known(loader, 1, 5)
-    run = Run(tmp_path, lambda start: loader_of(start.record, {"cache": False}))
+    run = Run(tmp_path, lambda record, data: loader_of(record, {"cache": False}, data))
     assert [run.step(rest + 1 + number).batches[0].rows[0].tolist() for number in range(5)] == following

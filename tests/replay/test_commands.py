@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +166,11 @@ def test_a_program_s_own_loader_is_replayed(
     run("replay", "--step", "4", "--out", str(tmp_path / "batch.pt"), "--loader", name)
     assert torch.load(tmp_path / "batch.pt")["noise"] == batches[3]["noise"]
     assert run("rows", "--verify", "--loader", name)["differences"] == []
-    failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "4"])
+    [batch] = run("rows", "--step", "4")["batches"]  # of which the ledger knows the rows
+    own = train_of_replay.loader(World(0, 1))
+    places = own.dataset.locate(own.rows_at(0, 3)[0])
+    assert [(row["url"], row["row_group"], row["row"]) for row in batch["ranks"][0]["rows"]] == places
+    failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "4", "--show"])
     assert "flat_map" in str(failed.exception)
     assert "--loader module:function" in str(failed.exception)
 
@@ -173,11 +179,14 @@ def test_a_program_s_own_loader_is_replayed(
     ("words", "message"),
     [
         (["rows"], "name one of --step, --row and --verify"),
-        (["rows", "--row", "9999"], "--row=9999: the run has the rows 0 to 89"),
+        (["rows", "--row", "9999"], "--row=9999: the data of the latest loop has the rows 0 to 89"),
         (["rows", "--step", "1", "--rank", "7"], "--rank=7: step 1 has the ranks 0 to 0"),
-        (["rows", "--step", "1", "--loader", "no_such_module:loader"], "No module named 'no_such_module'"),
-        (["rows", "--step", "1", "--loader", "builtins:repr"], "returns str: let it return make_loader"),
-        (["rows", "--step", "1", "--loader", "train_of_replay:other"], "2 ranks with a batch_size of 3, and the run"),
+        (["rows", "--step", "1", "--show", "--loader", "no_such_module:loader"], "No module named 'no_such_module'"),
+        (["rows", "--step", "1", "--show", "--loader", "builtins:repr"], "returns str: let it return make_loader"),
+        (
+            ["rows", "--step", "1", "--show", "--loader", "train_of_replay:other"],
+            "2 ranks with a batch_size of 3, and the run",
+        ),
         (["replay", "--step", "1", "--out", "/nowhere/batch.pt"], "/nowhere/batch.pt cannot be written"),
     ],
 )
@@ -209,6 +218,7 @@ def test_wrong_use_is_told(
         {"recipe": [{"make_dataset": {"source": 5}}]},
         {"recipe": [{"pack": {"foo": 1}}]},
         {"cursor": "first"},
+        {"urls": []},
     ],
     ids=str,
 )
@@ -220,9 +230,70 @@ def test_a_planted_ledger_is_one_error(
     path = tmp_path / "run" / "ledger.jsonl"
     first = json.loads(path.read_text().splitlines()[0])
     path.write_text(json.dumps({**first, **change}) + "\n")
-    for words in (["rows", "--step", "1"], ["rows", "--row", "1"]):
+    for words in (["rows", "--step", "1", "--show"], ["replay", "--step", "1", "--out", str(tmp_path / "batch.pt")]):
         done = CliRunner().invoke(app, [words[0], str(tmp_path / "run"), *words[1:]])
         assert isinstance(done.exception, DataloadError), (words, done.exception)
+
+
+def changed_data(folder: Path, stats_dir: Path) -> list[list[int]]:
+    """Run an epoch whose data changes in it. Return the "id" of each batch, which no other row has."""
+    data = folder.parent / "changing"
+    data.mkdir()
+    shutil.copy(folder / "a.parquet", data)
+
+    def loader() -> Loader:
+        return make_loader(data, 5, seed=3, stats_dir=stats_dir, world=World(0, 1), cache=False)
+
+    first = loader()
+    batches = [batch["id"].tolist() for batch in islice(first, 7)]
+    state = first.state_dict()
+    shutil.copy(folder / "b.parquet", data)
+    (data / "a.parquet").replace(folder / "gone.parquet")
+    for _ in range(2):
+        second = loader()
+        second.load_state_dict(state, on_change="continue")
+        found = [batch["id"].tolist() for batch in islice(second, 3)]
+    return batches + found
+
+
+def test_steps_of_data_that_is_gone_are_told_by_the_ledger(folder: Path, tmp_path: Path, run: Any) -> None:
+    seen = changed_data(folder, tmp_path / "run")
+    rows = {
+        f"file://{folder.parent}/changing/{name}": pq.ParquetFile(folder / file)
+        for name, file in (("a.parquet", "gone.parquet"), ("b.parquet", "b.parquet"))
+    }
+    for step, ids in enumerate(seen, 1):
+        [batch] = run("rows", "--step", str(step))["batches"]
+        found = batch["ranks"][0]["rows"]
+        assert [rows[row["url"]].read_row_group(row["row_group"])["id"][row["row"]].as_py() for row in found] == ids
+    assert run("rows", "--verify")["unknown"] == []
+    failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "2", "--show"])
+    assert "a.parquet" in str(failed.exception) and "is gone" in str(failed.exception)
+    [shown] = run("rows", "--step", "9", "--show")["batches"]
+    assert [row["values"]["id"] for row in shown["ranks"][0]["rows"]] == seen[8]
+    # A row is followed through the data: b.parquet has id 90 first, and was not there before.
+    number = pq.read_table(folder / "b.parquet")["id"].to_pylist().index(seen[8][0])
+    assert 9 in [each["step"] for each in run("rows", "--row", str(number))["seen"]]
+    assert min(each["step"] for each in run("rows", "--row", str(number))["seen"]) > 7
+
+
+def test_what_is_beside_the_ledger_is_checked_and_may_be_gone(folder: Path, tmp_path: Path, run: Any) -> None:
+    changed_data(folder, tmp_path / "run")
+    files = sorted((tmp_path / "run" / "ledger.rows").iterdir())
+    assert len(files) == 2
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), "--step", "2"])
+    assert "is damaged: it is not what the run has written" in str(failed.exception)
+    for file in files:
+        file.unlink()
+    for words in (["--step", "2"], ["--row", "1"]):
+        failed = CliRunner().invoke(app, ["rows", str(tmp_path / "run"), *words])
+        assert isinstance(failed.exception, ConfigError)
+    assert "the loop at epoch 0, row 0 had other data" in str(failed.exception)
+    found = run("rows", "--verify", code=1)
+    assert found["unknown"][0].startswith("epoch 0, row 0: ")
+    assert found["differences"] == []
 
 
 def test_verify_exits_with_1_for_a_changed_ledger(folder: Path, tmp_path: Path, run: Any) -> None:

@@ -39,7 +39,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 def again(folder: Path) -> Run:
-    return Run(folder, lambda start: loader_of(start.record, {"cache": False}))
+    return Run(folder, lambda record, data: loader_of(record, {"cache": False}, data))
 
 
 def loop(dataset: Dataset, folder: Path, batches: int | None = None, state: Any = None, **how: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_line_that_the_disk_cut_off_ends_the_ledger(
     list(iterator)
     assert "a line was cut off" in caplog.text
     assert len(read_ledger(tmp_path)) == 1
-    assert again(tmp_path).verify()[1:] == (1, [])
+    assert again(tmp_path).verify()[1:] == (1, [], [])
 
 
 def test_a_loader_is_pickled_and_copied_after_a_loop(dataset: Dataset, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_loader_is_pickled_and_copied_after_a_loop(dataset: Dataset, tmp_path:
     list(loader)
     for other in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
         assert len(list(other)) == ROWS // 10
-    assert again(tmp_path / "run").verify()[1:] == (3, [])
+    assert again(tmp_path / "run").verify()[1:] == (3, [], [])
 
 
 def test_the_text_of_rows_needs_no_sort_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from dataload.errors import ConfigError
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
-    from dataload.loader.loader import Loader
     from dataload.replay import Run, Step
     from dataload.replay.run import Batch
 
@@ -115,8 +114,8 @@ def _run(folder: Path, loader: str | None, cache: CacheConfig, storage_options: 
     kept = replace(cache, cache_bytes=None, block_bytes=min(cache.block, BLOCK_BYTES))
     options: dict[str, Any] = {"cache": kept, "storage_options": mapping(storage_options) or None}
     if loader is None:
-        return Run(folder, lambda start: loader_of(start.record, options))
-    return Run(folder, lambda start: loader_of_program(loader, start.record))
+        return Run(folder, lambda record, data: loader_of(record, options, data))
+    return Run(folder, lambda record, data: loader_of_program(loader, record, data))
 
 
 def _kept(value: Any) -> Any:
@@ -132,15 +131,15 @@ def _kept(value: Any) -> Any:
 
 def _left_out(step: Step) -> list[str]:
     """Return what the ledger only names: the functions that changed the values."""
-    given, recipe = step.start.record.get("loader") or {}, step.start.record["recipe"]
-    calls = [call for each in (recipe.values() if isinstance(recipe, dict) else [recipe]) for call in each]
-    maps = [f"map {call['map']}" for call in calls if "map" in call]
+    from dataload.replay.recorded import calls_of
+
+    given = step.start.record.get("loader") or {}
+    maps = [f"map {how}" for name, how in calls_of(step.start.record["recipe"]) if name == "map"]
     return [*dict.fromkeys(maps), *(f"{name} {given[name]}" for name in ("transform", "collate_fn") if name in given)]
 
 
 def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json: bool) -> None:
-    loader = run.loader(step.start)
-    ranks = range(loader.rank_sampler.num_replicas)
+    ranks = range(step.start.record["ranks"])
     left_out = _left_out(step) if values else []
     if rank is not None and rank not in ranks:
         raise ConfigError(f"--rank={rank}: step {step.number} has the ranks 0 to {len(ranks) - 1}")
@@ -149,7 +148,7 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
         {
             "epoch": batch.epoch,
             "batch": batch.number,
-            "ranks": [{"rank": each, "rows": _described(loader, batch, each, values=values)} for each in chosen],
+            "ranks": [{"rank": each, "rows": _described(run, step, batch, each, values=values)} for each in chosen],
         }
         for batch in step.batches
     ]
@@ -176,29 +175,30 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
     show(figures, "\n".join(lines), as_json=as_json)
 
 
-def _described(loader: Loader, batch: Batch, rank: int, *, values: bool) -> list[dict[str, Any]]:
+def _described(run: Run, step: Step, batch: Batch, rank: int, *, values: bool) -> list[dict[str, Any]]:
     """Return the rows of a rank's batch: where they are, and what they hold."""
-    from dataload.packed import SequenceLocation
-    from dataload.rows.numbered_rows import PlacedRows
+    numbers = batch.rows[rank]
+    found: list[dict[str, Any]] = [
+        {"row_id": number, "url": _public(place.url), "row_group": place.row_group, "row": place.row}
+        | ({"source": place.source} if place.source else {})
+        for number, place in zip(numbers.tolist(), run.places(step.start, numbers), strict=True)
+    ]
+    if values or step.is_packed:
+        from dataload.packed import SequenceLocation
+        from dataload.rows.numbered_rows import PlacedRows
 
-    dataset, numbers = loader.dataset, batch.rows[rank]
-    stream, draw = loader.rank_sampler.seeds(batch.epoch)
-    sources = dataset.rows_by_source(numbers, [1] * len(numbers))
-    found = []
-    for number, place, source in zip(numbers.tolist(), dataset.locate(numbers), sources, strict=True):
-        one = {"row_id": number, "url": _public(place.url), "row_group": place.row_group, "row": place.row}
-        one |= {"source": next(name for name, count in source.items() if count)} if source else {}
-        if isinstance(place, SequenceLocation):
-            pieces = place.documents(None if draw is None else draw[1], loader.rank_sampler.seed)
-            one["documents"] = [
-                {**each.document._asdict(), "url": _public(each.document.url), "start": each.start, "stop": each.stop}
-                for each in pieces
-            ]
-        found.append(one)
-    if values:
-        held = dataset.__getitems__(PlacedRows(numbers.tolist(), (stream, batch.cursor), draw))
-        for one, row in zip(found, held, strict=True):
-            one["values"] = {name: _plain(_listed(value)) for name, value in row.items()}
+        loader = run.loader(step.start)
+        stream, draw = loader.rank_sampler.of_rank(rank).seeds(batch.epoch)
+        for one, place in zip(found, loader.dataset.locate(numbers), strict=True):
+            if isinstance(place, SequenceLocation):
+                pieces = place.documents(None if draw is None else draw[1], loader.rank_sampler.seed)
+                one["documents"] = [
+                    {**of._asdict(), "url": _public(of.url), "start": start, "stop": stop} for of, start, stop in pieces
+                ]
+        if values:
+            held = loader.dataset.__getitems__(PlacedRows(numbers.tolist(), (stream, batch.cursor), draw))
+            for one, row in zip(found, held, strict=True):
+                one["values"] = {name: _plain(_listed(value)) for name, value in row.items()}
     return found
 
 
@@ -229,17 +229,16 @@ def _public(url: str) -> str:
 
 def _show_times(run: Run, row: int, epochs: int, *, as_json: bool) -> None:
     times = list(run.steps_of(row, epochs))
-    if not times and row >= (rows := max(len(run.loader(start).dataset) for start in run.loops)):
-        raise ConfigError(f"--row={row}: the run has the rows 0 to {rows - 1}")
     lines = [f"step {each.step}: epoch {each.epoch}, rank {each.rank}" for each in times]
     show({"row": row, "seen": [each._asdict() for each in times]}, "\n".join(lines) or "never", as_json=as_json)
 
 
 def _show_verified(run: Run, *, as_json: bool) -> None:
-    covered, seals, differences = run.verify()
+    found = run.verify()
     last = next((text for start in reversed(run.starts) for _, text in reversed(start.seals)), None)
-    figures = {"loops": len(run.starts), "rows": covered, "seals": seals, "last": last, "differences": differences}
-    text = f"{counted(covered, 'row')} of rank 0 under {counted(seals, 'seal')} in {counted(len(run.starts), 'loop')}"
-    show(figures, "\n".join(differences) or f"{text}: as sealed; the last seal is {last}", as_json=as_json)
-    if differences:
+    figures = {"loops": len(run.starts), **found._asdict(), "last": last}
+    text = f"{counted(found.rows, 'row')} of rank 0 under {counted(found.seals, 'seal')}: as sealed"
+    lines = [*found.differences, *(f"{each}: not checked" for each in found.unknown)] or [text]
+    show(figures, "\n".join([*lines, f"the last seal is {last}"]), as_json=as_json)
+    if found.differences or found.unknown:
         raise typer.Exit(FOUND_A_PROBLEM)
