@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -267,7 +267,10 @@ class PackedDataset(Dataset):
         return [PackedDataset(part, self.packing) for part in self._documents.split(fractions, seed)]
 
     def _of(self, *_: Any, **__: Any) -> Dataset:
-        raise ConfigError("a packed dataset has other documents in its sequences in each epoch: select before pack")
+        raise ConfigError(
+            "the sequences of a packed dataset have other documents in each epoch: filter, select, exclude or map the "
+            "documents before pack, or change batches by make_loader(transform=)"
+        )
 
     filter = map = flat_map = select = exclude = pack = _of
 
@@ -321,10 +324,9 @@ def packing_of(
     length = whole_number("length", length, least=1)
     if length > LONGEST_SEQUENCE:
         raise ConfigError(f"length={length:,} is more than {LONGEST_SEQUENCE:,}, which position_ids can count")
-    if isinstance(also, str) or not isinstance(also, Iterable) or not all(isinstance(name, str) for name in also):
+    if not isinstance(also, list | tuple) or not all(isinstance(name, str) for name in also):
         raise ConfigError(f"also={also!r} must be a list of names of columns")
-    if not isinstance(split, bool):
-        raise ConfigError(f"split={split!r} must be True or False")
+    _check_flags(split=split, cu_seqlens=cu_seqlens)
     names = (column, *also)
     schema = documents.schema
     for name in names:
@@ -345,7 +347,13 @@ def packing_of(
         raise ConfigError(f"pad= names {min(unknown, key=str)!r}, which is not packed: name {few(map(repr, names))}")
     pads = tuple(_pad(field, given.get(field.name, 0)) for field in fields)
     _check_lengths(schema, lengths)
-    return Packing(length, column, tuple(also), bool(split), pads, bool(cu_seqlens), lengths)
+    return Packing(length, column, tuple(also), split, pads, cu_seqlens, lengths)
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name}={flag!r} must be True or False")
 
 
 def _check_lengths(schema: pa.Schema, lengths: Any) -> None:

@@ -13,8 +13,8 @@ from dataload.samplers.keys import derive_key
 STATE_VERSION: Final = 1
 PLACE: Final = ("version", "dataset", "epoch", "cursor")
 
-# The options of a mixture that have numbers for each source. In a state, the last ones become digests first.
-LISTS: Final = ("weights", "next_weights", "windows")
+# The options of a mixture that have numbers for each source, in words. In a state, the last become digests first.
+LISTS: Final = {"weights": "weights", "next_weights": "weights of the next epoch", "windows": "windows"}
 CHOICE: Final = 'choose on_change="continue" or "next_epoch"'  # of a loader's load_state_dict, and of fit
 EARLIER: Final = "earlier"  # an option: the data that an epoch had before, a dict for each, the first one first
 MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
@@ -116,8 +116,8 @@ def listed(options: Mapping[str, Any], known: Mapping[str, Iterable[Sequence[Any
             found[name] = next((list(each) for each in known.get(name, ()) if digest(each) == stored), None)
             if found[name] is None:
                 raise ConfigError(
-                    f"the state has only a digest of its {name}, because of the number of sources, and these "
-                    "differ: make the mixture and the loader with those of the run that saved it"
+                    f"the state has only a digest of its {LISTS[name]}, which are too long for it, and those here are "
+                    "others: give mix and make_loader the weights, schedule and window of the run that saved it"
                 )
     return found
 

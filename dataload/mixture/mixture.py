@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
 from dataload.map_style import MapStyle
 from dataload.mixture.selected_rows import MixedSelectedRows
+from dataload.rows.packing import Packing
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
@@ -226,14 +227,18 @@ class Mixture(MapStyle):
         Raises:
             ConfigError: A weight is not a positive, finite number, or names differ from those of the sources.
         """
-        by_rows = weights is None and schedule is not None and 0 not in schedule
-        given = list(map(len, self._datasets)) if by_rows else weights
-        positions = _by_position(given, schedule, self.names, ramp=ramp)
+        lengths = dict(zip(self.names, map(len, self._datasets), strict=True))
+        exact = _weights_of(lengths, weights, schedule, ramp=ramp)
         # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
         rows = 1 if self._order.get("batching") == "homogeneous" else None
-        order = MixtureOrder(self.sources, positions, **self._order, batch_rows=rows, shuffle=False)
+        order = MixtureOrder(self.sources, exact, **self._order, batch_rows=rows, shuffle=False)
         self._used.current, self._used.by_rows = order.weights, weights is None and schedule is None
         self._used.latest = tuple(dict.fromkeys((order.weights, *self.earlier_weights)))[:MOST_WEIGHTS]
+
+    def _of_sources(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError("a mixture has the rows of its sources: filter, map, pack or split these, before mix")
+
+    filter = map = flat_map = select = exclude = pack = split = _of_sources
 
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""
@@ -284,11 +289,12 @@ class Mixture(MapStyle):
         if name_column in first.keys() | masks:
             kind = "a column of the sources" if name_column in first else "the name of a mask of nulls"
             raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
+        packing = self._datasets[0].packing
         for name, dataset in zip(self.names, self._datasets, strict=True):
-            if repr(dataset.packing) != repr(self._datasets[0].packing):  # A pad may be NaN.
-                how = f"by {self._datasets[0].packing} and {dataset.packing}"
+            if repr(dataset.packing) != repr(packing):  # A pad may be NaN.
+                here, there = _how_packed(packing, dataset.packing), _how_packed(dataset.packing, packing)
                 raise ConfigError(
-                    f"sources {self.names[0]!r} and {name!r} are packed differently, {how}: pack all alike, before mix"
+                    f"source {self.names[0]!r} is {here}, and {name!r} is {there}: pack all alike, before mix"
                 )
         layouts = [dataset.rowstore.layout for dataset in self._datasets]
         check_same_columns(self.names, layouts, [dataset.schema for dataset in self._datasets])
@@ -363,8 +369,7 @@ def mix(
     if unnamed := [name for name in given if not isinstance(name, str)]:
         raise ConfigError(f"the name {unnamed[0]!r} of a source must be a string")
     check_choices(stop, batching)  # This and the next raise before any source is opened.
-    by_rows = weights is None and schedule is not None and 0 not in schedule
-    _by_position([1] * len(given) if by_rows else weights, schedule, tuple(given), ramp=ramp)
+    _weights_of(dict.fromkeys(given, 1), weights, schedule, ramp=ramp)
     if given and dataset_options and all(isinstance(source, Dataset) for source in given.values()):
         raise ConfigError(f"{min(dataset_options)} cannot be combined with datasets: pass it to make_dataset")
     open_one = partial(_opened, options=dataset_options)
@@ -379,29 +384,21 @@ def _weight_text(weights: Sequence[int]) -> str:
     return " to ".join(map(str, weights if len(weights) <= SHOWN else [*weights[: SHOWN - 2], "…", weights[-1]]))
 
 
-def _by_position(weights: GivenWeights, schedule: Any, names: Sequence[str], *, ramp: bool) -> Weights | None:
-    """Return the weights of an epoch, by position.
+def _how_packed(packing: Packing | None, other: Packing | None) -> str:
+    """Return how a source is packed, as far as another one is packed differently."""
+    if packing is None or other is None:
+        return "not packed" if packing is None else "packed"
+    pairs = zip(vars(packing).items(), vars(other).values(), strict=True)
+    return "packed with " + ", ".join(f"{name}={own!r}" for (name, own), its in pairs if repr(own) != repr(its))
 
-    Raises:
-        ConfigError: A weight is not a positive, finite number, or there is not one for each source.
-    """
-    if isinstance(schedule, Mapping):
-        schedule = {row: _of_sources(each, names) for row, each in schedule.items()}
+
+def _weights_of(rows: Mapping[str, int], weights: GivenWeights, schedule: Any, *, ramp: bool) -> Weights | None:
+    """Return the weights of sources of so many rows; None: they follow the rows. Arguments are those of `mix`."""
     if weights is None and schedule is None and not ramp:
         return None
-    found = weights_of(_of_sources(weights, names), schedule, ramp=ramp)
-    if (count := len(knots(found).weights[0])) != len(names):
-        raise ConfigError(f"{count} weights for {len(names)} sources: give one for each")
-    return found
-
-
-def _of_sources(weights: GivenWeights, names: Sequence[str]) -> Sequence[Any] | None:
-    """Return the weight of each source, by position."""
-    if not isinstance(weights, Mapping):
-        return weights
-    if differing := ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str))):
-        raise ConfigError(f"the names of the weights and of the sources differ in {differing}: name each source once")
-    return [weights[name] for name in names]
+    if weights is None and isinstance(schedule, Mapping) and 0 not in schedule:
+        weights = rows
+    return weights_of(weights, schedule, ramp=ramp, names=tuple(rows))
 
 
 def _opened(source: Dataset | Source, options: Mapping[str, Any]) -> Dataset:

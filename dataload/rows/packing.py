@@ -170,7 +170,7 @@ def _split(lengths: Array, order: Array, count: int, length: int) -> Line:
     sizes = lengths[order]
     total = int(sizes.sum())
     if total > count * length:
-        raise ValueError(f"{total:,} values, for which {count:,} sequences are too few")
+        raise ValueError(f"{-(-total // length):,} sequences and not {count:,}")
     # The footer counts empty documents, too. Then all sequences are a little shorter, and none has padding only, of
     # which the mean loss would be NaN.
     numbers = np.arange(count)
@@ -190,7 +190,7 @@ def _whole(lengths: Array, order: Array, count: int, length: int, shift: int) ->
     short, alone = np.flatnonzero(rests), np.repeat(np.arange(len(order)), full)  # places in the order
     bins, _ = shuffled(rests[short], length, count - len(alone), shift)
     if (needed := int(bins.max(initial=-1)) + 1 + len(alone)) != count:
-        raise ValueError(f"documents for {needed:,} sequences, and not for {count:,}")
+        raise ValueError(f"{needed:,} sequences and not {count:,}")
     places = np.concatenate((alone, short))
     sequences = np.concatenate((np.arange(len(alone)), len(alone) + bins))
     first_places = places[np.unique(sequences, return_index=True)[1]]

@@ -142,12 +142,13 @@ class SequenceStore(RowStore):
         try:
             return line_of(lengths, order, sequences, self._packing, int(self._shifts[group]))
         except ValueError as error:
-            counted, column = "were counted before", self._packing.lengths
+            column, counted = self._packing.lengths, "were counted before"
+            advice = "if a function of map made them, it must make the same values each time; else write the file again"
             if column is not None:
-                counted = f"the column {column!r} says: it must have their numbers of values"
+                counted = f"the column {column!r} says"
+                advice = "it must have the number of values of each document: correct it, or pack without lengths="
             raise DataError(
-                f"{self._locate(first).text} and the rest of its row group have {error}, as {counted}: if a function "
-                "of map made them, it must make the same values each time; else write the file again"
+                f"{self._locate(first).text} and the rest of its row group make {error}, as {counted}: {advice}"
             ) from error
 
     def _note_failed(self, group: int, documents: Records) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import MixtureSource
-from dataload.samplers.mixture.weights import Weights, plain, weights_of
+from dataload.samplers.mixture.weights import Weights, given_as, plain, weights_of
 from dataload.samplers.order import Shuffle
 from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import RankSampler, Rest, shown
@@ -199,9 +199,15 @@ def with_next_weights(position: Position, weights: Weights) -> Position:
 def _warn_of_kept(kept: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Log the arguments of a state that differ from those of this process and replace them."""
     if changed := [name for name in kept if kept[name] != given[name]]:
-        saved, passed = shown(changed, kept), shown(changed, given)
+        saved, passed = ", ".join(_given_as(changed, kept)), ", ".join(_given_as(changed, given))
         fixes = "; ".join(dict.fromkeys(f"to change {FIXES[name]}" for name in changed))
         log.warning("the state has %s, which the loader keeps instead of %s, as passed here: %s", saved, passed, fixes)
+
+
+def _given_as(names: Sequence[str], options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield arguments of a mixture as `mix` takes them."""
+    for name in names:
+        yield given_as(weights_of(options[name])) if name == "weights" else shown([name], options)
 
 
 def _warn_of_length(order: MixtureOrder) -> None:

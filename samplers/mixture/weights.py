@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -36,13 +37,16 @@ Weights = tuple[int, ...] | Schedule
 """The weights of an epoch, one of each source, as the smallest integers; or those of each part of it."""
 
 
-def weights_of(weights: Any, schedule: Mapping[Any, Any] | None = None, *, ramp: bool = False) -> Weights:
+def weights_of(
+    weights: Any, schedule: Mapping[Any, Any] | None = None, *, ramp: bool = False, names: Sequence[str] | None = None
+) -> Weights:
     """Return the weights of an epoch, in the same form for all that mean the same.
 
     Args:
         weights: One positive number for each source; or what `plain` or this function returned.
         schedule: Row of the epoch -> weights from there on. At row 0 it may have those in place of `weights`.
         ramp: As in `Schedule`.
+        names: Names of the sources, by which weights may be given; None: by position only.
 
     Raises:
         ConfigError: A weight or a row cannot work.
@@ -50,15 +54,15 @@ def weights_of(weights: Any, schedule: Mapping[Any, Any] | None = None, *, ramp:
     if not isinstance(ramp, bool):
         raise ConfigError(f"ramp={ramp!r} must be True or False")
     if schedule is not None:
-        return _scheduled(weights, schedule, ramp=ramp)
+        return _scheduled(weights, schedule, names, ramp=ramp)
     if ramp:
         raise ConfigError("ramp=True needs schedule={row: weights}: the rows between which the weights change")
     if not (isinstance(weights, Sequence) and len(weights) == len(Schedule._fields) and _is_list(weights[0])):
-        return integer_weights(weights)
+        return integer_weights(weights, names)
     rows, each, ramp = weights
     if not (_is_list(each) and len(each) == len(rows) and all(map(_is_list, each)) and isinstance(ramp, bool)):
         raise ConfigError(f"weights={weights!r} are no schedule: give all that state_dict() returned")
-    return _scheduled(None, dict(zip(rows, each, strict=True)), ramp=ramp)
+    return _scheduled(None, dict(zip(rows, each, strict=True)), names, ramp=ramp)
 
 
 def plain(weights: Weights) -> list[Any]:
@@ -73,6 +77,14 @@ def knots(weights: Weights) -> Schedule:
     return weights if isinstance(weights, Schedule) else Schedule((0,), (weights,))
 
 
+def given_as(weights: Weights) -> str:
+    """Return the arguments of `mix` that give these weights, as text. Long ones are cut."""
+    if not isinstance(weights, Schedule):
+        return f"weights={reprlib.repr(list(weights))}"
+    rows = dict(zip(weights.rows, map(list, weights.weights), strict=True))
+    return f"schedule={reprlib.repr(rows)}" + ", ramp=True" * weights.ramp
+
+
 def changes_of(weights: Weights) -> str | None:
     """Return where weights change as text, such as "change at row 500"; None: nowhere."""
     if not isinstance(weights, Schedule):
@@ -82,7 +94,7 @@ def changes_of(weights: Weights) -> str | None:
     return f"{verb} {noun} {few(f'{row:,}' for row in rows)}"
 
 
-def integer_weights(weights: Sequence[Any], *, zero: bool = False) -> tuple[int, ...]:
+def integer_weights(weights: Any, names: Sequence[str] | None = None, *, zero: bool = False) -> tuple[int, ...]:
     """Return the smallest integers in the proportion of `weights`.
 
     A float counts as the decimal that it prints as, so 0.7 is 7/10. If the integers would sum to more than 2**46, they
@@ -90,22 +102,31 @@ def integer_weights(weights: Sequence[Any], *, zero: bool = False) -> tuple[int,
 
     Args:
         weights: One positive number for each source: int, float, Fraction or Decimal, of Python or numpy.
+        names: As for `weights_of`.
         zero: Whether some of them may be 0.
 
     Raises:
-        ConfigError: There is no weight, or one is not a positive, finite number.
+        ConfigError: There is no weight, or none of a source, or one is not a positive, finite number.
 
     Example:
         >>> from dataload.samplers.mixture.weights import integer_weights
         >>> integer_weights([0.7, 0.2, 0.1])
         (7, 2, 1)
     """
+    if isinstance(weights, Mapping) and names is not None:
+        if differing := ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str))):
+            raise ConfigError(
+                f"the names of the weights and of the sources differ in {differing}: name each source once"
+            )
+        weights = [weights[name] for name in names]
     weights = weights.tolist() if hasattr(weights, "tolist") else weights  # of NumPy or torch
     if isinstance(weights, str | bytes) or not isinstance(weights, Sequence):
         raise ConfigError(f"weights={weights!r}: give a number for each source, in a list or by name")
     if not len(weights):
         raise ConfigError("a mixture needs at least one source")
-    exact = [_fraction(weight, number, zero=zero) for number, weight in enumerate(weights)]
+    if names is not None and len(weights) != len(names):
+        raise ConfigError(f"{len(weights)} weights for {len(names)} sources: give one for each")
+    exact = [_fraction(weight, _name(number, names), zero=zero) for number, weight in enumerate(weights)]
     if not any(exact):
         raise ConfigError(f"weights={weights!r}: at least one of them must be positive")
     denominator = math.lcm(*(weight.denominator for weight in exact))
@@ -118,7 +139,7 @@ def integer_weights(weights: Sequence[Any], *, zero: bool = False) -> tuple[int,
     return tuple(integer // divisor for integer in integers)
 
 
-def _scheduled(weights: Any, schedule: Any, *, ramp: bool) -> Weights:
+def _scheduled(weights: Any, schedule: Any, names: Sequence[str] | None, *, ramp: bool) -> Weights:
     if not isinstance(schedule, Mapping) or not schedule:
         raise ConfigError(f"schedule={schedule!r} must map rows of the epoch to weights, such as {{0: [3, 1], 500: …}}")
     if len(schedule) > MOST_CHANGES:
@@ -133,15 +154,23 @@ def _scheduled(weights: Any, schedule: Any, *, ramp: bool) -> Weights:
             raise ConfigError("the schedule lacks row 0: add it, or pass weights")
         by_row[0] = weights
     rows = tuple(sorted(by_row))
-    each = tuple(integer_weights(by_row[row], zero=True) for row in rows)
+    each = tuple(_from_row(row, by_row[row], names) for row in rows)
     counts = {len(one) for one in each}
     if len(counts) > 1:
         raise ConfigError(f"the schedule has weights for {min(counts)} and for {max(counts)} sources: one for each")
     if 0 in (sums := list(map(sum, zip(*each, strict=True)))):
-        raise ConfigError(f"source {sums.index(0)} has the weight 0 at each row of the schedule: leave it out")
+        source = _name(sums.index(0), names)
+        raise ConfigError(f"source {source} has the weight 0 at each row of the schedule: leave it out")
     if len(set(each)) == 1:
         return each[0]
     return Schedule(rows, each, ramp)
+
+
+def _from_row(row: int, weights: Any, names: Sequence[str] | None) -> tuple[int, ...]:
+    try:
+        return integer_weights(weights, names, zero=True)
+    except ConfigError as error:
+        raise ConfigError(f"from row {row:,} of the schedule on: {error}") from None
 
 
 def _row(row: Any) -> int:
@@ -156,7 +185,11 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _fraction(weight: Any, number: int, *, zero: bool) -> Fraction:
+def _name(number: int, names: Sequence[str] | None) -> str:
+    return str(number) if names is None else repr(names[number])
+
+
+def _fraction(weight: Any, source: str, *, zero: bool) -> Fraction:
     try:
         if isinstance(weight, float | np.floating):
             exact = Fraction(str(float(weight)))  # raises for NaN and infinity
@@ -168,5 +201,5 @@ def _fraction(weight: Any, number: int, *, zero: bool) -> Fraction:
         exact = Fraction(-1)
     if exact < 0 or not (exact or zero):
         positive = "zero or positive" if zero else "positive"
-        raise ConfigError(f"weight {weight!r} of source {number}: weights must be {positive}, finite numbers")
+        raise ConfigError(f"weight {weight!r} of source {source}: weights must be {positive}, finite numbers")
     return exact

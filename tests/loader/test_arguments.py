@@ -138,7 +138,7 @@ def test_lists_of_paths(of: Callable[..., Any], tmp_path: Path) -> None:
         ({"stop": "first"}, "stop='first': use"),
         ({"batching": "random"}, "batching='random': use"),
         ({"weights": {"a": 1, "c": 1}}, "differ in 'b', 'c'"),
-        ({"weights": [1, -1]}, "weight -1 of source 1"),
+        ({"weights": [1, -1]}, "weight -1 of source 'b'"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
         ({"zzz": 1}, "zzz= is unknown: it is not an argument of mix"),
         ({"engin": "fsspec"}, r"engin= is unknown: did you mean 'engine'\?"),

@@ -671,7 +671,7 @@ def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ([1, 0, 1], "weight 0 of source 1"),
+        ([1, 0, 1], "weight 0 of source 'b'"),
         ([1, -1, 1], "weight -1"),
         ([1, float("nan"), 1], "weight nan"),
         ({"a": 1, "b": 1, "x": 1}, "differ in 'c', 'x'"),
@@ -679,8 +679,8 @@ def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:
         ([1, 1], "2 weights for 3 sources: give one for each"),
         (3, "weights=3: give a number for each source"),
         ("123", "weights='123': give a number for each source"),
-        (["1", 1, 1], "weight '1' of source 0"),
-        (torch.tensor([1.0, -1.0, 1.0]), "weight -1.0 of source 1"),
+        (["1", 1, 1], "weight '1' of source 'a'"),
+        (torch.tensor([1.0, -1.0, 1.0]), "weight -1.0 of source 'b'"),
     ],
 )
 def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
@@ -732,7 +732,7 @@ def test_a_schedule_is_part_of_the_weights_that_a_resume_keeps(
     other = mix(sources(["half"]), schedule={0: [5, 3, 2], 60: [1, 1, 1]}, num_rows=200)
     assert [batch["row_id"].tolist() for batch in make_resumed(other, state)] == batches
     assert other.weights == mixture.weights
-    assert "which the loader keeps instead of weights=" in caplog.text
+    assert "50: [1, 1, 1]}, which the loader keeps instead of schedule={0: [5, 3, 2], 60: [1, 1, 1]}, as" in caplog.text
     mixture.set_weights([1, 1, 1])
     assert mixture.weights == (1, 1, 1)
     mixture.set_weights(schedule={7: [1, 1, 2]})  # by rows before

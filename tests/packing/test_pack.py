@@ -295,6 +295,9 @@ def test_a_packed_dataset_has_no_rows_to_choose(dataset: Dataset) -> None:
             "pack: column 'id' is int64, and sequences are made of lists of numbers: make",
         ),
         ({"also": "labels"}, "also='labels' must be a list of names of columns"),
+        ({"also": iter(["labels"])}, "must be a list of names of columns"),  # A look at them would be the last one.
+        ({"also": {"labels"}}, "also={'labels'} must be a list"),  # Processes would have them in other orders.
+        ({"cu_seqlens": "no"}, "cu_seqlens='no' must be True or False"),
         ({"also": ["tokens"]}, "pack: 'tokens' would be two columns of the sequences"),
         ({"pad": {"label": 1}}, "pad= names 'label', which is not packed: name 'tokens'"),
         ({"pad": 0.5}, "pad=0.5 is no number of column 'tokens', which has int64"),
@@ -380,8 +383,12 @@ def test_mixtures_pack_all_sources_alike(tmp_path: Path) -> None:
     documents.check_epoch(found[0], sizes["a"], LENGTH, split=False)
     own = [size if row % 2 == 0 else None for row, size in enumerate(sizes["b"])]
     documents.check_epoch(found[1], own, LENGTH, split=False)
-    with pytest.raises(ConfigError, match="sources 'a' and 'b' are packed differently"):
+    with pytest.raises(ConfigError, match="source 'a' is packed, and 'b' is not packed: pack all alike"):
         mix({"a": packed["a"], "b": sources["b"].select(range(9))})
+    with pytest.raises(ConfigError, match="source 'a' is packed with length=16, and 'b' is packed with length=8: pack"):
+        mix({"a": packed["a"], "b": _packed(sources["b"], 8, split=False)})
+    with pytest.raises(ConfigError, match="filter, map, pack or split these, before mix"):
+        mix(sources).pack(LENGTH)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("how", [{}, {"num_workers": 1, "transform": dict}])
@@ -495,5 +502,5 @@ def test_a_packed_dataset_refuses_keywords_as_it_refuses_positions(tmp_path: Pat
     pq.write_table(pa.table({"tokens": [[1]]}), tmp_path / "x.parquet")
     packed = make_dataset(tmp_path / "x.parquet", cache=False).pack(2)
     for call in (lambda: packed.select(rows=[0]), lambda: packed.map(dict, columns=["tokens"])):
-        with pytest.raises(ConfigError, match="select before pack"):
+        with pytest.raises(ConfigError, match="documents before pack"):
             call()

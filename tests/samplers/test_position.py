@@ -75,5 +75,5 @@ def test_the_state_of_long_lists_is_small_and_restores_what_is_known(numbers: in
     known = {name: [[1], values] for name, values in lists.items()}
     assert Position.from_state(state).restored(long, known, "other files") == long
     if numbers > 10:
-        with pytest.raises(ConfigError, match=r"only a digest of its \w+, because of the number of sources"):
+        with pytest.raises(ConfigError, match=r"only a digest of its \w+, which are too long for it"):
             Position.from_state(state).restored(long, {name: [[1]] for name in lists}, "other files")

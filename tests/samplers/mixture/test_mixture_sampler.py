@@ -408,7 +408,7 @@ def test_the_state_of_many_sources_is_small_and_exact(count):
     known = {} if count <= 100 else {"weights": weights}
     resumed = MixtureSampler(sources, 1, 0, num_rows=10, **known)
     if count == 1024:
-        with pytest.raises(ConfigError, match="next_weights"):
+        with pytest.raises(ConfigError, match="digest of its weights of the next epoch"):
             resumed.load_state_dict(json.loads(text))
         resumed.advance()
         resumed.set_weights(lengths)

@@ -155,7 +155,7 @@ def test_a_resume_keeps_the_schedule_of_the_state_and_says_so(caplog):
     expected = [batch.tolist() for batch in alone.batches()]
     rows_of_ranks([alone], 30)
     other.load_state_dict(json.loads(json.dumps(alone.state_dict())))
-    assert "the state has weights=[[0, 500, 600]" in caplog.text
+    assert "the state has schedule={0: [6, 3, 1], 500: [1, 1, 8], 600: [0, 1, 1]}, ramp=True, which" in caplog.text
     assert rows_of_ranks([other], 1000) == expected[30:]
     assert other.order.weights == RAMP
     other.set_weights([1, 1, 1])
@@ -171,7 +171,7 @@ def test_a_long_schedule_is_a_digest_in_the_state():
     assert len(json.dumps(state)) <= 4096
     same.load_state_dict(state)
     assert same.cursor == 36
-    with pytest.raises(ConfigError, match="only a digest of its weights"):
+    with pytest.raises(ConfigError, match="only a digest of its weights, which are too long for it"):
         other.load_state_dict(state)
 
 
@@ -209,6 +209,24 @@ def test_schedules_that_mean_the_same_are_the_same():
 def test_schedules_that_cannot_work(weights, schedule, error):
     with pytest.raises(ConfigError, match=error):
         weights_of(weights, schedule)
+
+
+@pytest.mark.parametrize(
+    ("weights", "schedule", "error"),
+    [
+        ({"web": 1, "code": -1}, None, "^weight -1 of source 'code': weights must be positive"),
+        ({"web": 1, "cod": 1}, None, "differ in 'cod', 'code'"),
+        ([1, 1, 1], None, "^3 weights for 2 sources"),
+        (None, {0: [1, 1], 700: {"web": 0, "code": 0}}, "^from row 700 of the schedule on: .*one of them must be pos"),
+        (None, {0: [1, 1], 700: {"web": 0, "code": -2}}, "^from row 700 of the .* on: weight -2 of source 'code'"),
+        (None, {0: [1, 1], 700: {"web": 1}}, "^from row 700 of the schedule on: the names of .* differ in 'code'"),
+        (None, {0: [1, 1], 700: 3}, "^from row 700 of the schedule on: weights=3: give a number for each source"),
+        (None, {0: [1, 0], 700: [2, 0]}, "^source 'code' has the weight 0 at each row"),
+    ],
+)
+def test_errors_name_the_source_and_the_row(weights, schedule, error):
+    with pytest.raises(ConfigError, match=error):
+        weights_of(weights, schedule, names=["web", "code"])
 
 
 def test_ramps_need_a_schedule():
