@@ -96,6 +96,17 @@ def test_a_loop_that_began_after_a_refresh_is_made_again(kind: Any, tmp_path: Pa
         assert rows(first + 1 + number) == (batches[number], ids(loader.dataset, batches[number]))
 
 
+def test_a_mixture_that_was_refreshed_is_made_again(tmp_path: Path, rows: Any) -> None:
+    table, folder = GrowingDelta(tmp_path / "table"), GrowingFolder(tmp_path / "folder")
+    mixture = mix({"table": chosen(table.source()), "folder": chosen(folder.source())}, num_rows=40)
+    table.append(4)
+    assert mixture.refresh()
+    loader = loader_of(mixture, tmp_path / "run")
+    batches = taken(loader)
+    table.append(4)
+    assert rows(10) == (batches[9], ids(loader.dataset, batches[9]))
+
+
 @pytest.mark.parametrize(
     ("kind", "choice"), [(GrowingDelta, "next_epoch"), (GrowingDelta, "continue"), (GrowingFolder, "next_epoch")]
 )
