@@ -79,7 +79,7 @@ def dataset_at(recipe: Any, options: Mapping[str, Any], data: Recorded) -> MapSt
         return dataset_of(recipe, options)
     parts = recipe if isinstance(recipe, Mapping) else {"": recipe}
     found = {
-        name: _dataset_of([call for call in calls if "make_dataset" in call], options).as_of(None, own)
+        name: _dataset_of([call for call in calls if "make_dataset" in call], options).part(own)
         for (name, calls), own in zip(parts.items(), data.own, strict=True)
     }
     return mix(found) if isinstance(recipe, Mapping) else found[""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dataload.errors import ConfigError
 from dataload.lineage import calls_as_json
 from dataload.loader import changes
 from dataload.loader.loader import Loader
+from dataload.telemetry.run_ledger import KEPT
 
 
 def twice(batch: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +70,9 @@ def ids(dataset: Any, numbers: list[int]) -> list[int]:
     return [int(dataset["id"][number]) // 2 for number in numbers]
 
 
+@pytest.mark.parametrize("kept", [True, False])  # the files beside the ledger
 @pytest.mark.parametrize("kind", [GrowingDelta, GrowingFolder])
-def test_a_loop_that_began_after_a_refresh_is_made_again(kind: Any, tmp_path: Path, rows: Any) -> None:
+def test_a_loop_that_began_after_a_refresh_is_made_again(kind: Any, kept: bool, tmp_path: Path, rows: Any) -> None:
     data = kind(tmp_path / "data")
     loader = loader_of(chosen(data.source()), tmp_path / "run")
     taken(loader)
@@ -80,8 +83,10 @@ def test_a_loop_that_began_after_a_refresh_is_made_again(kind: Any, tmp_path: Pa
         loader.dataset.refresh()
     steps = len(loader)
     batches = taken(loader)
-    if kind is GrowingDelta:
+    if kept or kind is GrowingDelta:
         data.append(9)
+    if not kept:
+        shutil.rmtree(tmp_path / "run" / KEPT)
     assert len(loader.dataset) == 45
     assert [next(iter(call)) for call in calls_as_json(loader.dataset)] == [
         "make_dataset",
@@ -107,9 +112,8 @@ def test_a_mixture_that_was_refreshed_is_made_again(tmp_path: Path, rows: Any) -
     assert rows(10) == (batches[9], ids(loader.dataset, batches[9]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "choice"), [(GrowingDelta, "next_epoch"), (GrowingDelta, "continue"), (GrowingFolder, "next_epoch")]
-)
+@pytest.mark.parametrize("choice", ["next_epoch", "continue"])
+@pytest.mark.parametrize("kind", [GrowingDelta, GrowingFolder])
 def test_a_loop_that_went_on_after_a_change_is_made_again(kind: Any, choice: Any, tmp_path: Path, rows: Any) -> None:
     data, folder = kind(tmp_path / "data"), tmp_path / "run"
     first = loader_of(chosen(data.source()), folder)
@@ -122,8 +126,7 @@ def test_a_loop_that_went_on_after_a_change_is_made_again(kind: Any, choice: Any
     dataset = loader.dataset
     data.append(3)
     assert rows(5) == (batches[1], ids(dataset, batches[1]))
-    if kind is GrowingDelta:
-        assert rows(2) == (before[1], ids(first.dataset, before[1]))
+    assert rows(2) == (before[1], ids(first.dataset, before[1]))
 
 
 def test_the_calls_of_a_copy_in_another_process_are_whole(tmp_path: Path) -> None:
