@@ -1011,6 +1011,16 @@ def test_excluded_rows_stay_out_when_a_table_writes_them_again(rewrite, tmp_path
         assert sorted(ended(loader)) == sorted(table.alive - {3, 5, 25})
 
 
+def test_excluded_rows_stay_out_when_their_file_comes_back(folder, tmp_path, options):
+    dataset = make_dataset(str(folder), **options).exclude([3, 25])
+    (folder / "a.parquet").rename(tmp_path / "a.parquet")
+    assert dataset.refresh()
+    assert sorted(dataset.newest["id"].tolist()) == sorted({*range(20, 40)} - {25})
+    (tmp_path / "a.parquet").rename(folder / "a.parquet")
+    assert dataset.refresh()
+    assert sorted(dataset.newest["id"].tolist()) == sorted({*range(40)} - {3, 25})
+
+
 def test_excluded_rows_that_may_be_anywhere_are_told(tmp_path, folder, caplog):
     table = GrowingDelta(tmp_path / "table")
     dataset = make_dataset(table.source(), cache=False).exclude([3])
