@@ -8,7 +8,7 @@ import struct
 import uuid
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ class DeltaHistory:
         seed: Chooses the changes.
         mapping: "none", "name" or "id".
         vectors: Whether deletion vectors delete rows.
+
+    Attributes:
+        told: The changes so far.
+        since: The first version whose files are all there: a vacuum removes those of versions before it.
     """
 
     def __init__(self, path: Path, seed: int, mapping: str = "none", *, vectors: bool = False) -> None:
@@ -36,6 +40,8 @@ class DeltaHistory:
         self.mapping = mapping
         self.draw = random.Random(seed)
         self._next = 0
+        self.told: list[str] = []
+        self.since = 0
         configuration = {} if mapping == "none" else {"delta.columnMapping.mode": mapping}
         self._vectors = vectors
         partitions = self.draw.choice([[], ["part"], ["part", "day"]])
@@ -68,23 +74,32 @@ class DeltaHistory:
             return whole
         known = pa.schema(self.table.schema())
         kept = [
-            whole[each.name].cast(each.type)
-            if each.name in whole.column_names and _casts(whole.schema.field(each.name).type, each.type)
-            else pa.nulls(count, each.type)
+            _as(whole[each.name], each.type) if each.name in whole.column_names else pa.nulls(count, each.type)
             for each in known
         ]
         return pa.table(kept, schema=pa.schema([pa.field(each.name, each.type) for each in known]))
 
     def change(self) -> str:
-        """Change the table in some way. Return which."""
-        changes = ["append", "append", "overwrite", "delete", "update", "merge", "add", "compact", "repartition"]
-        changes += ["rename", "drop", "rename member"] * (self.mapping != "none")
-        changes += ["vector", "vector"] * self._vectors
-        name = self.draw.choice(changes)
-        before = self.table.version()
-        with suppress(Exception):  # deltalake cannot do all of them to all tables.
-            getattr(self, name.replace(" ", "_"))()
-        return name if self.table.version() > before else f"no {name}"
+        """Change the table in some way, rather in one that it has not been changed in. Return which."""
+        possible = self.possible()
+        name = self.draw.choice([each for each in possible if each not in self.told] or possible)
+        getattr(self, name)()
+        self.told.append(name)
+        return name
+
+    def possible(self) -> list[str]:
+        """Return the changes that can be made to the table as it is."""
+        found = ["append", "overwrite", "add", "vacuum"]
+        if self.mapping == "none":  # deltalake does these to no table with column mapping.
+            found += ["compact", "repartition"]
+        else:
+            found += ["rename", "drop", "rename_member"]
+        has_vectors = any("deletionVector" in add for add in self._adds().values())
+        if has_vectors:  # which deltalake refuses to write again
+            found = [each for each in found if each != "compact"]
+        elif self._of("long"):
+            found += ["delete", "merge", *(["update"] if self._of("double") else [])]
+        return found + ["vector"] * self._vectors
 
     def append(self) -> None:
         write_deltalake(str(self.path), self.rows(), mode="append")
@@ -93,18 +108,20 @@ class DeltaHistory:
         write_deltalake(str(self.path), self.rows(), mode="overwrite")
 
     def delete(self) -> None:
-        self.table.delete(f"{self.first} % 5 = {self.draw.randint(0, 4)}")
+        self.table.delete(f"{self._of('long')} % 5 = {self.draw.randint(0, 4)}")
 
-    @property
-    def first(self) -> str:
-        return self.table.schema().fields[0].name
+    def _of(self, kind: str) -> str | None:
+        """Return the name of the first column of a type, of which a rename may have made another one."""
+        names = [each["name"] for each in self._schema()["fields"] if each["type"] == kind]
+        return names[0] if names else None
 
     def update(self) -> None:
-        self.table.update(updates={"x": "x + 1"}, predicate=f"{self.first} % 3 = 0")
+        changed = self._of("double")
+        self.table.update(updates={changed: f"{changed} + 1"}, predicate=f"{self._of('long')} % 3 = 0")
 
     def merge(self) -> None:
-        source = self.rows()
-        merger = self.table.merge(source, f"t.{self.first} = s.{self.first}", source_alias="s", target_alias="t")
+        source, key = self.rows(), self._of("long")
+        merger = self.table.merge(source, f"t.{key} = s.{key}", source_alias="s", target_alias="t")
         merger.when_not_matched_insert_all().execute()
 
     def add(self) -> None:
@@ -112,8 +129,10 @@ class DeltaHistory:
             self._add_mapped()
             return
         rows = self.rows()
-        added = pa.array(range(len(rows)), self.draw.choice([pa.int32(), pa.string(), pa.decimal128(9, 2)]))
-        name = self.draw.choice(["more", "extra", "id"])
+        values = [(int, pa.int32()), (str, pa.string()), (Decimal, pa.decimal128(9, 2))]
+        of, kind = self.draw.choice(values)
+        added = pa.array([of(number) for number in range(len(rows))], kind)
+        name = f"more{self.table.version()}"
         write_deltalake(str(self.path), rows.append_column(name, added), mode="append", schema_mode="merge")
 
     def _add_mapped(self) -> None:
@@ -121,7 +140,8 @@ class DeltaHistory:
         names = {each["name"] for each in schema["fields"]}
         number = 100 + self.table.version()
         mapped = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": f"col-{uuid.uuid4()}"}
-        name = self.draw.choice([each for each in ("x", "text", "id", "more", "extra") if each not in names])
+        again = [each for each in ("x", "text", "id", "point") if each not in names]  # was dropped or renamed
+        name = self.draw.choice(again or [f"more{number}"])
         field = {"name": name, "type": self.draw.choice(["integer", "string", "date"]), "nullable": True}
         self._commit_schema({**schema, "fields": [*schema["fields"], {**field, "metadata": mapped}]})
         self.append()
@@ -135,6 +155,7 @@ class DeltaHistory:
 
     def vacuum(self) -> None:
         self.table.vacuum(0, dry_run=False, enforce_retention_duration=False)
+        self.since = self.table.version()
 
     def rename(self) -> None:
         """Rename a column, or let two change their names. deltalake cannot read a table that renames a partition."""
@@ -211,12 +232,14 @@ class DeltaHistory:
 _POINT = pa.struct([("a", pa.int64()), ("b", pa.string())])
 
 
-def _casts(own: pa.DataType, kind: pa.DataType) -> bool:
+def _as(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | pa.Array:
+    """Return values as those of a column of a type; nulls if they are none."""
+    if pa.types.is_nested(kind) and values.type != kind:
+        return pa.nulls(len(values), kind)
     try:
-        pa.nulls(1, own).cast(kind)
+        return values.cast(kind)
     except pa.ArrowException:
-        return False
-    return own == kind or not pa.types.is_nested(kind)
+        return pa.nulls(len(values), kind)
 
 
 def deletion_vector(folder: Path, rows: Iterable[int], kind: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import zlib
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +33,7 @@ from pyiceberg.types import (
 from pyroaring import BitMap
 
 WORDS = ["", "a", "b/c", "ü x", "%20", None]
+WIDER = {IntegerType(): LongType(), FloatType(): DoubleType(), DecimalType(7, 2): DecimalType(12, 2)}
 DELETE_SCHEMA = pa.schema(
     [
         pa.field("file_path", pa.string(), False, {"PARQUET:field_id": "2147483546"}),
@@ -55,11 +57,15 @@ class IcebergHistory:
     Args:
         folder: Where its catalog and its files are.
         seed: Chooses the changes.
+
+    Attributes:
+        told: The changes so far.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.draw = random.Random(seed)
         self._next = 0
+        self.told: list[str] = []
         self.catalog = catalog_in(folder)
         self.folder = folder
         point = StructType(NestedField(8, "a", IntegerType(), False), NestedField(9, "b", StringType(), False))
@@ -100,27 +106,29 @@ class IcebergHistory:
         return Decimal(number) if pa.types.is_decimal(kind) else float(number) if pa.types.is_floating(kind) else number
 
     def change(self) -> str:
-        """Change the table in some way. Return which."""
-        changes = [
-            "append",
-            "append",
-            "overwrite",
-            "delete",
-            "upsert",
-            "add",
-            "widen",
-            "rename",
-            "rename_member",
-            "drop",
-        ]
-        name = self.draw.choice([*changes, "repartition", "repartition", "positions", "positions", "vector"])
-        try:
-            getattr(self, name)()
-        except Exception as error:  # pyiceberg cannot do all of them to all tables
-            self.table = self.catalog.load_table("space.table")
-            return f"no {name}: {error}"
+        """Change the table in some way, rather in one that it has not been changed in. Return which."""
+        possible = self.possible()
+        name = self.draw.choice([each for each in possible if each not in self.told] or possible)
+        getattr(self, name)()
         self.table = self.catalog.load_table("space.table")
+        self.told.append(name)
         return name
+
+    def possible(self) -> list[str]:
+        """Return the changes that can be made to the table as it is."""
+        found, fields = ["append", "overwrite", "delete", "rename"], self.table.schema().fields
+        choices = {
+            "upsert": isinstance(fields[0].field_type, IntegerType | LongType),
+            "add": self._addable(),
+            "widen": self._widenable(),
+            "rename_member": self._structs(),
+            "drop": self._droppable(),
+            "repartition": self._partitionable(),
+            "positions": self._tasks(),
+            "vector": any(not task.delete_files for task in self._tasks()),
+            "expire": len(self.table.snapshots()) > 1,
+        }
+        return [*found, *(name for name, choice in choices.items() if choice)]
 
     def append(self) -> None:
         self.table.append(self.rows())
@@ -130,25 +138,34 @@ class IcebergHistory:
 
     def delete(self) -> None:
         first = self.table.schema().fields[0].name
-        self.table.delete(f"{first} > {self.draw.randint(0, self._next)} and {first} < {self._next - 3}")
+        with catch_warnings(action="ignore"):  # It may delete nothing.
+            self.table.delete(f"{first} > {self.draw.randint(0, self._next)} and {first} < {self._next - 3}")
 
     def upsert(self) -> None:
         first = self.table.schema().fields[0].name
-        self.table.upsert(self.rows(), join_cols=[first])
+        rows = self.rows()
+        self.table.upsert(rows.filter(rows[first].is_valid()), join_cols=[first])
+
+    def expire(self) -> None:
+        """Remove the oldest snapshot, and with it the files that no other one has. pyiceberg leaves those."""
+        oldest = self.table.snapshots()[0].snapshot_id
+        self.table.maintenance.expire_snapshots().by_id(oldest).commit()
+
+    def _addable(self) -> list[str]:
+        return sorted({"id", "text", "x", "more", "day"} - {each.name for each in self.table.schema().fields})
 
     def add(self) -> None:
         kind = self.draw.choice([IntegerType(), StringType(), DateType()])
-        names = {each.name for each in self.table.schema().fields}
         with self.table.update_schema() as update:
-            update.add_column(self.draw.choice(sorted({"id", "text", "x", "more", "day"} - names)), kind)
+            update.add_column(self.draw.choice(self._addable()), kind)
+
+    def _widenable(self) -> list[NestedField]:
+        return [each for each in self.table.schema().fields if each.field_type in WIDER]
 
     def widen(self) -> None:
-        wider = {IntegerType(): LongType(), FloatType(): DoubleType(), DecimalType(7, 2): DecimalType(12, 2)}
-        schema = self.table.schema()
-        found = [each for each in schema.fields if each.field_type in wider]
         with self.table.update_schema() as update:
-            each = self.draw.choice(found)
-            update.update_column(each.name, wider[each.field_type])
+            each = self.draw.choice(self._widenable())
+            update.update_column(each.name, WIDER[each.field_type])
 
     def rename(self) -> None:
         fields = [each.name for each in self.table.schema().fields]
@@ -161,22 +178,46 @@ class IcebergHistory:
         with self.catalog.load_table("space.table").update_schema() as update:
             update.rename_column(old, new)
 
+    def _structs(self) -> list[str]:
+        """Return the structs, and the elements of lists, that have two members."""
+        kinds = {each.name: each.field_type for each in self.table.schema().fields}
+        kinds = {
+            f"{name}.element" if isinstance(kind, ListType) else name: getattr(kind, "element_type", kind)
+            for name, kind in kinds.items()
+        }
+        return [
+            name
+            for name, kind in kinds.items()
+            if isinstance(kind, StructType) and {each.name for each in kind.fields} == {"a", "b"}
+        ]
+
     def rename_member(self) -> None:
-        structs = [each for each in self.table.schema().fields if isinstance(each.field_type, StructType | ListType)]
-        each = self.draw.choice(structs)
-        place = f"{each.name}.element" if isinstance(each.field_type, ListType) else each.name
+        place = self.draw.choice(self._structs())
         self._rename(f"{place}.a", "between")
         self._rename(f"{place}.b", "a")
         self._rename(f"{place}.between", "b")
 
+    def _partitions(self) -> set[int]:
+        """Return the ids of the columns by which the table was ever partitioned."""
+        return {each.source_id for spec in self.table.specs().values() for each in spec.fields}
+
+    def _droppable(self) -> list[str]:
+        fields = self.table.schema().fields[1:]
+        names = [each.name for each in fields if each.field_id not in self._partitions()]
+        return names + [f"{name}.b" for name in self._structs() if name in names]
+
     def drop(self) -> None:
-        names = [each.name for each in self.table.schema().fields[1:]]
         with self.table.update_schema() as update:
-            update.delete_column(self.draw.choice([*names, "point.b"]))
+            update.delete_column(self.draw.choice(self._droppable()))
+
+    def _partitionable(self) -> list[str]:
+        fields = self.table.schema().fields
+        return [
+            each.name for each in fields if each.field_type.is_primitive and each.field_id not in self._partitions()
+        ]
 
     def repartition(self) -> None:
-        names = [each.name for each in self.table.schema().fields if each.field_type.is_primitive]
-        name = self.draw.choice(names)
+        name = self.draw.choice(self._partitionable())
         kind = self.table.schema().find_type(name)
         transforms = [IdentityTransform(), BucketTransform(3)]
         transforms += [DayTransform()] if isinstance(kind, DateType) else [TruncateTransform(2)]
@@ -184,10 +225,13 @@ class IcebergHistory:
         with self.table.update_spec() as update:
             update.add_field(name, self.draw.choice(fits), f"part_{uuid.uuid4().hex[:6]}")
 
+    def _tasks(self) -> list[Any]:
+        """Return the files of the current partition spec: pyiceberg adds delete files of it alone."""
+        return [task for task in self.table.scan().plan_files() if task.file.spec_id == self.table.spec().spec_id]
+
     def positions(self) -> None:
         """Delete rows of some files by a file of position deletes."""
-        tasks = [task.file for task in self.table.scan().plan_files()]
-        target = self.draw.choice(tasks)
+        target = self.draw.choice([task.file for task in self._tasks()])
         rows = sorted(
             self.draw.sample(range(target.record_count), self.draw.randint(1, max(1, target.record_count // 2)))
         )
@@ -198,7 +242,7 @@ class IcebergHistory:
 
     def vector(self) -> None:
         """Delete rows of a file by a deletion vector."""
-        tasks = [task for task in self.table.scan().plan_files() if not task.delete_files]
+        tasks = [task for task in self._tasks() if not task.delete_files]
         target = self.draw.choice(tasks).file
         rows = self.draw.sample(range(target.record_count), self.draw.randint(1, max(1, target.record_count // 2)))
         path = self.folder / f"{uuid.uuid4()}.puffin"
