@@ -561,7 +561,7 @@ class Dataset(MapStyle):
     @property
     def inventory(self) -> Inventory:
         """Which rows the dataset has."""
-        return Inventory.of(self.manifest, self.order_key)
+        return Inventory.of(self.manifest, self.order_key, self.window)
 
     def part(self, inventory: Inventory) -> Dataset:
         """Return the rows of an inventory.

@@ -136,7 +136,7 @@ def _snapshot(table: Any, url: str, root: str, version: int) -> Snapshot:
         by,
         frozenset(partitions),
     )
-    actions = pa.table(table.get_add_actions())
+    actions = pa.RecordBatchReader.from_stream(table.get_add_actions()).read_all()  # pa.table would import pandas
     constants = _constants(actions, {stored[name]: name for name in partitions})
     paths = [_joined(root, path) for path in actions["path"].to_pylist()]
     sizes, times = actions["size_bytes"].to_pylist(), actions["modification_time"].to_pylist()
@@ -203,8 +203,7 @@ def _constants(actions: pa.Table, partitions: Mapping[str, str]) -> list[Constan
 def _deleted(table: Any) -> dict[str, Positions]:
     """Return the deleted rows of each file that has a deletion vector."""
     found: dict[str, Positions] = {}
-    for batch in table.deletion_vectors():
-        vectors = pa.record_batch(batch)
+    for vectors in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         for path, kept in zip(vectors["filepath"].to_pylist(), vectors["selection_vector"], strict=True):
             # It ends with the last deleted row.
             mask = kept.values.to_numpy(zero_copy_only=False)

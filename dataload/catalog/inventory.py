@@ -37,17 +37,19 @@ class Inventory:
         keys: The row groups, in order.
         lengths: Rows of each, selected or not: int64 [M].
         selection: The rows that the dataset has; None: all.
+        window: The default window of its loaders.
     """
 
     order_key: str
     keys: tuple[Key, ...]
     lengths: Int64
     selection: Selection | None = None
+    window: int = 1
 
     @classmethod
-    def of(cls, manifest: Manifest, order_key: str) -> Inventory:
+    def of(cls, manifest: Manifest, order_key: str, window: int = 1) -> Inventory:
         """Return the inventory of a dataset."""
-        return cls(order_key, keys_of(manifest), manifest.stored_lengths, manifest.selection)
+        return cls(order_key, keys_of(manifest), manifest.stored_lengths, manifest.selection, window)
 
     @property
     def block_lengths(self) -> Int64:
@@ -173,7 +175,9 @@ def inventories_to_bytes(inventories: Iterable[Inventory]) -> bytes:
         for (path, size, version, number), rows in zip(each.keys, each.lengths.tolist(), strict=True):
             files.setdefault((path, size, version), []).append([number, rows])
         selections.append(b"" if each.selection is None else each.selection.to_bytes())
-        sources.append([each.order_key, [[*file, groups] for file, groups in files.items()], len(selections[-1])])
+        sources.append(
+            [each.order_key, each.window, [[*file, groups] for file, groups in files.items()], len(selections[-1])]
+        )
     return zlib.compress(b"\n".join([json.dumps(sources, separators=(",", ":")).encode(), b"".join(selections)]))
 
 
@@ -185,10 +189,13 @@ def inventories_from_bytes(data: bytes | memoryview) -> list[Inventory]:
         if end < 0:
             raise ValueError(f"no line of JSON in {MOST_TEXT:,} bytes")
         found, start = [], end + 1
-        for order_key, files, size in json.loads(content[:end]):
-            if type(order_key) is not str or type(size) is not int or not 0 <= size <= len(content) - start:
+        for order_key, window, files, size in json.loads(content[:end]):
+            if [type(order_key), type(window), type(size)] != [str, int, int]:
+                raise ValueError("a source with other values than its key, its window and the bytes of its selection")
+            if not 0 <= size <= len(content) - start:
                 raise ValueError("a selection that is cut short")
-            found.append(_inventory(order_key, files, memoryview(content)[start : start + size]))
+            inventory = _inventory(order_key, files, memoryview(content)[start : start + size])
+            found.append(replace(inventory, window=window))
             start += size
     except (TypeError, IndexError, OverflowError, RecursionError, zlib.error) as error:
         raise ValueError(f"no inventories ({error})") from error

@@ -31,7 +31,7 @@ from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.mixture import Mixture
 from dataload.moved_rows import moved
-from dataload.runtime.text import few
+from dataload.runtime.text import counted, few
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Schedule, plain, weights_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 OnChange = Literal["error", "next_epoch", "continue"]
 
-VERSION: Final = 2  # of cached inventories
+VERSION: Final = 3  # of cached inventories
 BY_ROWS: Final = "by_rows"  # in the first segment: the mixture weighs each snapshot by its rows
 TABLES: Final = "tables"  # in a state and in its segments: the versions of the tables that it is of
 MOST_TABLE_CHARACTERS: Final = 400  # of their URLs: a state has at most 4 KB
@@ -170,7 +170,7 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
         )
     if by_rows:
         options["weights"] = _by_rows(here)
-    options = listed(options, known)
+    options = listed(options, {**known, "windows": [*known.get("windows", ()), *map(_windows, inventories)]})
     order, had = sampler.order.with_options(), [KnownRows() for _ in dataset.datasets]
     taken = 0
     for number, (segment, found) in enumerate(zip(segments, inventories, strict=True)):
@@ -350,6 +350,10 @@ def _sources(found: Iterable[Inventory], names: Iterable[str]) -> list[MixtureSo
     ]
 
 
+def _windows(found: Iterable[Inventory]) -> list[int]:
+    return [each.window for each in found]
+
+
 def _by_rows(found: Iterable[Inventory]) -> list[Any]:
     """Return the weights by rows, as a state has them."""
     return plain(weights_of([int(each.block_lengths.sum()) for each in found]))
@@ -428,11 +432,16 @@ def _add_moved(
 ) -> None:
     """Add the rows that a table has written again into other files, from one snapshot of each source to another."""
     for source, (each, old, new) in enumerate(zip(dataset.datasets, former[1], newer[1], strict=True)):
-        if not each.manifest.pinned:  # The files of a folder are gone, and no one else writes their rows again.
-            continue
         gone = had[source].numbers(old, set(old.keys) - set(new.keys))
         added = new.rows_in(set(new.keys) - set(old.keys))
-        if gone.size and added.size:
+        if gone.size and added.size and not each.manifest.pinned:
+            log.warning(
+                "files that the epoch had %s of are gone, renamed or replaced, such as %s: if new files have these "
+                "rows, they come again",
+                counted(len(gone), "row"),
+                old.keys[int(np.searchsorted(np.cumsum(old.block_lengths), gone[0], "right"))][0],
+            )
+        elif gone.size and added.size:
             of, to = (
                 each if segment is None else each.as_of(_url(segment, dataset, source), inventory)
                 for segment, inventory in ((former[0], old), (newer[0], new))

@@ -396,6 +396,18 @@ def test_rows_are_excluded_from_the_rest_of_an_epoch(folder, options):
     assert sorted(ended(loader)) == sorted({*range(44)} - {*bad})
 
 
+def test_files_that_were_renamed_within_an_epoch_are_told(folder, options, caplog):
+    seen, state = begun(str(folder), 9, **options)
+    had = {row for row in seen if row < 20}
+    (folder / "a.parquet").rename(folder / "z.parquet")
+    loader = make_loader(str(folder), 4, **options)
+    loader.load_state_dict(state, on_change="continue")
+    told = f"files that the epoch had {len(had)} rows of are gone, renamed or replaced, such as "
+    assert told in caplog.text
+    assert "a.parquet: if new files have these rows, they come again" in caplog.text
+    assert Counter(seen + ended(loader)) == Counter([*range(40), *had])
+
+
 def test_an_epoch_that_has_not_begun_has_the_new_data(folder, options):
     state = make_loader(str(folder), 4, **options).state_dict()
     write(folder / "c.parquet", 40, 4)
@@ -658,6 +670,27 @@ def test_a_mixture_by_rows_is_saved_before_the_first_batch_after_a_change(
     assert sorted(seen + ended(loader(state, [3, 1]))) == [*range(40), *range(1000, 1070)]  # It holds from then on.
 
 
+def test_default_windows_are_known_after_a_change(folder, other, options, monkeypatch):
+    monkeypatch.setattr(position, "MOST_CHARACTERS", 0)  # As those of many sources, windows become a digest.
+
+    def loader() -> Any:
+        changes._kept.clear()
+        return make_loader(mix({"a": str(folder), "b": str(other)}, **options), 4)
+
+    seen, state = read([loader()], 3, None)
+    window = loader().rank_sampler.order.windows
+    for count in (20, 200):
+        write(other / f"{count}.parquet", 1000 + count, count)
+        resumed = loader()
+        assert resumed.rank_sampler.order.windows != window
+        resumed.load_state_dict(state, on_change="continue")
+        rows, state = read([resumed], 3, state)
+        seen += rows
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert sorted(seen + ended(resumed)) == [*range(40), *range(1000, 1040), *range(1200, 1400)]
+
+
 @pytest.mark.parametrize("characters", [3400, 0])
 def test_weights_that_equal_the_rows_stay(characters, folder, other, options, monkeypatch):
     monkeypatch.setattr(position, "MOST_CHARACTERS", characters)
@@ -725,17 +758,18 @@ def packed(content: str, selections: bytes = b"") -> str:
 @pytest.mark.parametrize(
     "content",
     [
-        '[["k",[["p",Infinity,"v",[[0,5]]]],0]]',
-        '[["k",[["p",1,"v",[[0,1e400]]]],0]]',
-        f'[["k",[["p",1,"v",[[0,{2**70}]]]],0]]',
-        '[["k",[["p",1,"v",[[0,-5]]]],0]]',
-        '[["k",[["p",1,"v",[[0,10000000000000]]]],0]]',
-        '[["k",[["p",1,"v",[[0,5.5]]]],0]]',
-        '[["k",[[1,1,"v",[[0,5]]]],0]]',
-        '[["k",5,0]]',
-        '[["k",[["p",1,"v",[[0,5]]]],9]]',
-        '[["k",[["p",1,"v",[[0,5]]]],-1]]',
-        '[[5,[["p",1,"v",[[0,5]]]],0]]',
+        '[["k",1,[["p",Infinity,"v",[[0,5]]]],0]]',
+        '[["k",1,[["p",1,"v",[[0,1e400]]]],0]]',
+        f'[["k",1,[["p",1,"v",[[0,{2**70}]]]],0]]',
+        '[["k",1,[["p",1,"v",[[0,-5]]]],0]]',
+        '[["k",1,[["p",1,"v",[[0,10000000000000]]]],0]]',
+        '[["k",1,[["p",1,"v",[[0,5.5]]]],0]]',
+        '[["k",1,[[1,1,"v",[[0,5]]]],0]]',
+        '[["k",1,5,0]]',
+        '[["k","1",[["p",1,"v",[[0,5]]]],0]]',
+        '[["k",1,[["p",1,"v",[[0,5]]]],9]]',
+        '[["k",1,[["p",1,"v",[[0,5]]]],-1]]',
+        '[[5,1,[["p",1,"v",[[0,5]]]],0]]',
         "[" * 100_000,
     ],
 )
@@ -757,7 +791,7 @@ def test_an_inventory_of_other_rows_than_its_digest_is_not_used(folder, options)
     seen, state = begun(str(folder), **options)
     text = make_loader(str(folder), 4, **options).inventories()[state["dataset"]]
     [content] = json.loads(zlib.decompress(base64.b64decode(text)))
-    content[1][1][3][0][1], content[1][1][3][1][1] = 2, 8
+    content[2][1][3][0][1], content[2][1][3][1][1] = 2, 8
     write(folder / "c.parquet", 40, 8)
     for cached in (True, False):
         changes._kept.clear()

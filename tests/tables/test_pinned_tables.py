@@ -147,3 +147,9 @@ def test_doctor_refuses_tables(table):
 def test_importing_dataload_imports_no_library_of_tables():
     code = "import sys, dataload; sys.exit(any(name in sys.modules for name in ('deltalake', 'pyiceberg')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_opening_a_table_imports_no_pandas(table):
+    opens = f"from dataload import make_dataset; make_dataset('delta+{table}')"
+    code = f"import sys; {opens}; sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
