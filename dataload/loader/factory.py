@@ -220,7 +220,17 @@ def make_loader(
         local_world_size=ranks_of_host(here),
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
-        given=given_of(locals()),
+        given=given_of(
+            transform,
+            collate_fn,
+            batch_tokens=batch_tokens,
+            length=length,
+            pad_to_multiple=pad_to_multiple,
+            group=group,
+            ragged=ragged,
+            row_ids=row_ids,
+            on_error=on_error,
+        ),
         pin_memory=pin_memory,
         **_with_workers(for_torch, num_workers, prefetch),
     )

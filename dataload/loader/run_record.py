@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dataload.map_style import MapStyle
     from dataload.samplers.position import Position
 
-ARGUMENTS = {  # of make_loader, with their defaults
+USUAL = {  # arguments of make_loader that decide batches, with their defaults
     "batch_tokens": None,
     "length": None,
     "pad_to_multiple": None,
@@ -30,7 +30,6 @@ ARGUMENTS = {  # of make_loader, with their defaults
     "row_ids": False,
     "on_error": "raise",
 }
-FUNCTIONS = ("transform", "collate_fn")
 PACKAGES = ("dataload", "torch", "numpy", "pyarrow")
 
 
@@ -74,11 +73,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def given_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments of `make_loader` that decide batches, beside the order: JSON."""
-    found = {name: plain(arguments[name]) for name, usual in ARGUMENTS.items() if arguments[name] != usual}
-    for name in FUNCTIONS:
-        if (function := arguments[name]) is not None:
+def given_of(transform: Any, collate_fn: Any, **arguments: Any) -> dict[str, Any]:
+    """Return those of these arguments of `make_loader` that are not the usual ones, and the names of the functions."""
+    found = {name: plain(value) for name, value in arguments.items() if value != USUAL[name]}
+    for name, function in (("transform", transform), ("collate_fn", collate_fn)):
+        if function is not None:
             named = function if hasattr(function, "__qualname__") else type(function)
             found[name] = f"{named.__module__}:{named.__qualname__}"
     return found

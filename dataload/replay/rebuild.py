@@ -98,7 +98,14 @@ def loader_of(record: Mapping[str, Any], options: Mapping[str, Any], data: Recor
         OriginError: The source cannot be read.
     """
     with as_damage():
-        return _loader_of(record, options, data)
+        try:
+            return _loader_of(record, options, data)
+        except ConfigError as error:
+            if "map" not in dict(calls_of(record["recipe"])):
+                raise
+            raise ConfigError(
+                f"{error}. The run called map, whose function the ledger does not have: {PROGRAM}"
+            ) from error
 
 
 def _loader_of(record: Mapping[str, Any], options: Mapping[str, Any], data: Recorded | None) -> Loader:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dataload.errors import ConfigError, DataloadError
 from dataload.loader.loader import Loader
-from dataload.replay.recorded import Place, Recorded, calls_of
+from dataload.replay.recorded import Place, Recorded, as_damage, calls_of
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.run_ledger import Chain, Start, read_ledger
 
@@ -98,8 +98,8 @@ class Run:
 
     Attributes:
         starts: All loops of the ledger.
-        loops: Those that count as steps: of a training, if any is; else of the loader that began first, and of loaders
-            that went on where it was. So an evaluation that writes to the same folder counts no steps.
+        loops: Those that count as steps: of `fit`, if any is; else of loaders that shuffle, if any does. Of these, that
+            of the first one, and those that went on where it was. So an evaluation counts no steps.
 
     Raises:
         ConfigError: There is no ledger.
@@ -165,8 +165,7 @@ class Run:
         count = min(each, sampler.batches_left() - left * each)
         batches = [_batch_of(sampler.later(left * each + number)) for number in range(count)]
         again = [each for each in earlier if self._before[each.number] + self._steps_of(each) >= number]
-        sealed = start.seals[-1][0] if start.seals else start.cursor
-        reached = [self._before[start.number] + self._steps_of(start, sealed)]
+        reached = [self._before[start.number] + self._steps_of(start, start.reached or start.cursor)]
         reached += [self._before[each.number] for each in self.loops if each.number > start.number]
         return Step(number, start, batches, again, number <= max(reached))
 
@@ -260,14 +259,13 @@ class Run:
             if earlier.epoch == start.epoch and earlier.cursor <= start.cursor:
                 return before[earlier.number] + self._steps_of(earlier, start.cursor)
             if earlier.epoch < start.epoch:
-                end = earlier.seals[-1][0] if earlier.seals else earlier.record["rows"]
-                return before[earlier.number] + self._steps_of(earlier, end)
+                return before[earlier.number] + self._steps_of(earlier)
         return 0
 
     def _steps_of(self, start: Start, end: int | None = None) -> int:
         """Return the steps of a loop up to a number of rows of its epoch; None: of those that it has handed out."""
         if end is None:
-            end = start.seals[-1][0] if start.seals else start.record["rows"]
+            end = start.reached or start.record["rows"]
         given = start.record.get("loader") or {}
         if "batch_tokens" in given:
             batches = self._batches_by_tokens(start, end)
@@ -289,6 +287,8 @@ def _loops_of(starts: Sequence[Start]) -> list[Start]:
     """Return the loops that count as steps of the run."""
     if trained := [start for start in starts if start.record.get("step") is not None]:
         return trained
+    with as_damage():
+        starts = [start for start in starts if start.record["order"]["shuffle"]] or starts
     ours, found = {_loader_key(starts[0]): True}, list[Start]()
     for start in starts:
         later = not found or (start.epoch, start.cursor) > (found[-1].epoch, found[-1].cursor)

@@ -3,9 +3,10 @@
 A line that starts a loop has its record, without what is equal in the start before it. The writer holds a lock on the
 file, reads it, and appends a line, so that both sides merge the same lines; a line that a kill cut off is passed over.
 
-A line that seals has a digest of all lines up to the loop's start and of the rows that the loop has handed out, so the
-seals are a chain: a changed line, or a changed row, changes each later one. Ranks that replace bad rows say which. A
-line about another loop than the latest one, such as one that goes on after an evaluation, has the number of its loop.
+A seal is a line [rows that the loop has handed out, digest]. The digest is of all lines up to the loop's start and of
+these rows, so the seals are a chain: a changed line, or a changed row, changes each later one. Ranks that replace bad
+rows say which. A line about another loop than the latest one, such as one that goes on after an evaluation, ends with
+the number of its loop.
 
 Which rows the data of a loop has is in a file beside the ledger, named by a digest of it, which a line has.
 """
@@ -35,7 +36,7 @@ from dataload.runtime.redact import redacted
 FILE = "ledger.jsonl"
 KEPT = "ledger.rows"  # the folder of what is too long for a line
 MOST_KEPT = 64 << 20  # bytes of a file in it
-DIGEST_BYTES = 12
+DIGEST_BYTES = 9
 NAME_CHARACTERS = 32
 FIRST_SEAL = 1 << 10  # batches of a loop; each further seal comes after twice as many
 ROWS_AT_ONCE = 1 << 14  # in the chain: a call for a few leaves the interpreter to other threads as often
@@ -108,6 +109,8 @@ class Ledger:
         self._number: int | None = None  # of the loop in the ledger
         self._chain: Chain | None = None
         self.end = self._sealed = -1
+        self._first = 0  # row of the epoch that the loop began with
+        self._is_sealed = False  # by its caller
         self._batches, self._due = 0, FIRST_SEAL
         self._waiting, self._rows = list[Rows](), 0  # that are handed out, but not in the chain yet
         self._latest: tuple[int, int, int, Rows] | None = None  # as `hand_out` got them
@@ -117,7 +120,7 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seal()
+        self._end()
 
     def end_with(self, error: Exception) -> None:
         """Write no more, because of an error."""
@@ -135,7 +138,7 @@ class Ledger:
 
         def line(before: bytes) -> Mapping[str, Any]:
             lines.extend(text for text, _ in _intact(before, known))
-            self._number = _loops(before)
+            self._number, self._first = _loops(before), content["cursor"]
             place = {"cursor": content["cursor"]}  # the mark of a start
             return {**{name: value for name, value in content.items() if known.get(name) != value}, **place}
 
@@ -185,20 +188,26 @@ class Ledger:
     @_guarded
     def seal(self) -> None:
         """Record a digest of the rows up to here."""
+        self._is_sealed = True
         self._seal(self.end)
 
-    def _seal(self, end: int) -> None:
+    @_guarded
+    def _end(self) -> None:
+        """Record how far the loop got. A training has sealed what it goes on from, so this needs no digest."""
+        self._seal(self.end, with_digest=not self._is_sealed)
+
+    def _seal(self, end: int, *, with_digest: bool = True) -> None:
         if self._chain is None or self._latest is None or end == self._sealed or self._pid != os.getpid():
             return  # A forked child has the loop of its parent.
         self._add_waiting(self._chain)
         cursor, step, size, rows = self._latest
-        text = self._chain.sealed(rows[: -(-(end - cursor) // step) * size], end)
+        text = [self._chain.sealed(rows[: -(-(end - cursor) // step) * size], end)] if with_digest else []
         self._sealed = end
-        self._append(lambda before: {"to": end, "chain": text, **self._loop_among(before)})
+        self._append(lambda before: [end - self._first, *text, *self._loop_among(before)])
 
-    def _loop_among(self, before: bytes) -> dict[str, int]:
+    def _loop_among(self, before: bytes) -> list[int]:
         """Return how a line says of which loop it is: not at all if that is the latest one."""
-        return {} if self._number is None or _loops(before) == self._number + 1 else {"loop": self._number}
+        return [] if self._number is None or _loops(before) == self._number + 1 else [self._number]
 
     def _add_waiting(self, chain: Chain) -> None:
         if self._waiting:
@@ -216,9 +225,12 @@ class Ledger:
             log.warning("the ledger of the run is full: %s names no more rows that on_error replaces", self._path)
             self._skipped = MOST_SKIPPED
         else:
-            self._append(lambda before: {"skipped": list(rows), "rank": self._rank, **self._loop_among(before)})
+            names = "skipped", "rank", "loop"
+            self._append(
+                lambda before: dict(zip(names, (list(rows), self._rank, *self._loop_among(before)), strict=False))
+            )
 
-    def _append(self, line: Callable[[bytes], Mapping[str, Any]], *, sync: bool = False) -> bytes:
+    def _append(self, line: Callable[[bytes], Mapping[str, Any] | list[Any]], *, sync: bool = False) -> bytes:
         """Append line(bytes of the file), and flush it to the disk if `sync`. Return it."""
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +260,7 @@ def _lock(file: IO[bytes]) -> None:
             time.sleep(0.01)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Start:
     """A loop as the ledger has it.
 
@@ -257,6 +269,7 @@ class Start:
         number: Its number among the loops of the ledger, from 0.
         lines: The intact lines of the ledger up to it.
         seals: Rows of the epoch, and the digest that this process wrote after it had handed out so many.
+        reached: Rows of the epoch up to where it is known to have been; None: it has been killed before it said so.
         skipped: The rows that were replaced, by rank.
     """
 
@@ -264,6 +277,7 @@ class Start:
     number: int
     lines: Sequence[bytes] = field(repr=False)
     seals: list[tuple[int, str]] = field(default_factory=list)
+    reached: int | None = None
     skipped: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -320,7 +334,8 @@ def read_ledger(folder: Path) -> list[Start]:
         elif (start := found.get(line.get("loop", loops - 1))) is None:
             continue
         elif "to" in line:
-            start.seals.append((line["to"], line["chain"]))
+            start.reached = start.cursor + line["to"]
+            start.seals.extend([(start.reached, line["chain"])] if line["chain"] else [])
         else:
             start.skipped.setdefault(line["rank"], []).extend(line["skipped"])
     if not found:
@@ -349,6 +364,9 @@ def _parsed(text: bytes) -> dict[str, Any]:
     """Return the content of a line; nothing if no ledger has such a line, as if a kill cut it off."""
     try:
         line = json.loads(text)
+        if isinstance(line, list):
+            rows, *others = line
+            line = {"to": rows, "chain": "", **{"chain" if isinstance(each, str) else "loop": each for each in others}}
         numbers = [line[name] for name in NUMBERS if line.get(name) is not None] + line.get("skipped", [])
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -34,6 +35,8 @@ from dataload.train.ranks.replica import COMM_HOOKS
 from dataload.train.ranks.sharded import check_overflows_are_shared, move
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
+
+log = logging.getLogger(__name__)
 
 
 @known_keywords()
@@ -219,6 +222,11 @@ def fit(
                 weigh=None if loss_weight is None else partial(weight_of, loss_weight),
                 on_change=on_change,
             )
+            if log_dir is not None and not loop.replay and isinstance(loader, Loader) and is_first():
+                log.warning(
+                    "log_dir is a URL, so the run keeps no ledger, and dataload rows cannot tell what its steps saw: "
+                    "pass checkpoint_dir, or stats_dir to make_loader"
+                )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, traces):
                 return loop.run(epochs, resumed, show_progress=progress and is_first())

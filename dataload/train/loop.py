@@ -287,7 +287,7 @@ class TrainingLoop:
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         progress = {"step": self.step, "accumulate": self.steps.accumulate}
         batches = batches_on(self.loader, self.steps.device, self.stats_dir, self.checkpoints.folder, progress)
-        replay = self._replay
+        replay = self.replay
         begin = partial(self._begin, resumed, number)
         for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh, self.weigh):
             self._take(fed, tally, Where(number, self.step + 1, replay))
@@ -303,7 +303,7 @@ class TrainingLoop:
         return tally
 
     @property
-    def _replay(self) -> str:
+    def replay(self) -> str:
         """The folder of the run's ledger, for a command; "": there is none."""
         if not isinstance(self.loader, Loader):
             return ""

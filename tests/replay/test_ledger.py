@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from dataload import World, make_dataset, make_loader
+from dataload import World, fit, make_dataset, make_loader
 from dataload.catalog.recipe import RowNumbers, ranges
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, NonFiniteLoss
 from dataload.loader import run_record
 from dataload.replay import Run
 from dataload.replay.rebuild import loader_of
@@ -64,6 +65,65 @@ def test_a_restart_takes_65_bytes(dataset: Dataset, tmp_path: Path, restarts: in
     lines = (tmp_path / "run" / FILE).read_bytes().splitlines(keepends=True)
     assert len(read_ledger(tmp_path / "run")) == restarts
     assert sum(map(len, lines[1:])) + len(lines[0]) * restarts / 1000 <= (restarts << 16) / 1000
+
+
+def test_a_restart_of_a_training_takes_two_short_lines_and_a_seal(dataset: Dataset, tmp_path: Path) -> None:
+    """Each ends with an error, after two checkpoints."""
+    model, taken = torch.nn.Linear(1, 1), 0
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+
+    def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        nonlocal taken
+        taken += 1
+        return model(batch["id"].float()[:, None]).mean() * (float("nan") if taken % 4 == 0 else 1.0)
+
+    restarts = 12
+    for _ in range(restarts):
+        loader = make_loader(dataset, 3, world=World(0, 1))
+        with pytest.raises(NonFiniteLoss):
+            fit(
+                model,
+                optimizer,
+                loader,
+                loss_fn,
+                epochs=100,
+                checkpoint_dir=tmp_path,
+                checkpoint_every=2,
+                progress=False,
+            )
+    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    assert len(read_ledger(tmp_path)) >= restarts
+    assert sum(map(len, lines[1:])) <= 50 * restarts  # numbers are short here
+    assert again(tmp_path).verify()[2:] == ([], [])
+
+
+def test_loops_inside_others_keep_their_seals(dataset: Dataset, tmp_path: Path) -> None:
+    first = iter(make_loader(dataset, 10, stats_dir=tmp_path, world=World(0, 1)))
+    next(first)
+    inner = iter(make_loader(dataset, 7, seed=1, stats_dir=tmp_path, world=World(0, 1)))
+    next(inner)
+    list(make_loader(dataset, 8, seed=2, stats_dir=tmp_path, world=World(0, 1)))
+    list(first)
+    inner.close()
+    assert again(tmp_path).verify() == (2 * ROWS + 7, 3, [], [])
+    assert [start.reached for start in read_ledger(tmp_path)] == [ROWS, 7, ROWS]
+
+
+def test_a_long_ledger_names_no_more_replaced_rows(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check(batch: dict[str, Any]) -> dict[str, Any]:
+        if (batch["id"] % 3 == 0).any():
+            raise ValueError("bad")
+        return batch
+
+    monkeypatch.setattr(run_ledger, "MOST_BYTES", 1000)
+    loader = make_loader(dataset, 10, stats_dir=tmp_path, world=World(0, 1), transform=check, on_error="skip")
+    for _ in range(3):
+        list(loader)
+    assert (tmp_path / FILE).stat().st_size < 1500
+    assert caplog.text.count("names no more rows that on_error replaces") == 2  # once for each loop
+    assert again(tmp_path).verify()[1:] == (3, [], [])
 
 
 def test_a_ledger_that_is_cut_at_any_byte_is_read_and_goes_on(dataset: Dataset, tmp_path: Path) -> None:
@@ -111,7 +171,11 @@ def test_another_version_or_world_is_a_line_of_what_changed(dataset: Dataset, tm
         loader.load_state_dict(state)
         list(loader)
     lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
-    assert [line.keys() - {"chain"} for line in lines[1:]] == [{"to"}, {"batch_size", "ranks", "cursor"}, {"to"}]
+    assert [line if isinstance(line, dict) else line[0] for line in lines[1:]] == [
+        30,
+        {"batch_size": 5, "ranks": 2, "cursor": 30},
+        ROWS - 30,
+    ]
 
 
 def test_replaced_rows_are_named(dataset: Dataset, tmp_path: Path) -> None:

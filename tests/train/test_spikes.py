@@ -132,3 +132,12 @@ def test_usual_losses_are_no_spikes(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_arguments_that_cannot_work(tmp_path: Path, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         trained(written(tmp_path, 1.0), tmp_path / "run", 1, **how)
+
+
+def test_a_run_without_a_ledger_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(written(tmp_path, 1.0), 8, world=World(0, 1))
+    for how in ({"log_dir": "memory://logs"}, {}):
+        caplog.clear()
+        model, optimizer = parts()
+        fit(model, optimizer, loader, squared, epochs=loader.rank_sampler.epoch + 2, progress=False, **how)  # type: ignore[arg-type]
+        assert caplog.text.count("log_dir is a URL, so the run keeps no ledger") == len(how)

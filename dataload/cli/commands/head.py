@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -21,13 +20,11 @@ from dataload.cli.commands.options import (
     with_cache_options,
 )
 from dataload.cli.console import progress, show, table
+from dataload.cli.values import plain_value, row_text
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
     from dataload.catalog.preview import PreviewColumn
-
-SHOWN_BYTES = 16  # of a binary value
-SHOWN_CHARACTERS = 60  # of a value in text
 
 
 @with_cache_options()
@@ -50,7 +47,9 @@ def head(
     files = len({group.file for group in manifest.row_groups})
     with progress("counting nulls", files, quiet=as_json, unit="files") as advance:
         described = preview_columns(manifest, chosen, blocks, lambda: advance(1))
-    first = [{name: _plain(value) for name, value in row.items()} for row in first_rows(manifest, chosen, blocks, rows)]
+    first = [
+        {name: plain_value(value) for name, value in row.items()} for row in first_rows(manifest, chosen, blocks, rows)
+    ]
     figures = {
         "objects": len(objects),
         "bytes": sum(group.bytes for group in manifest.row_groups),
@@ -62,7 +61,7 @@ def head(
     lines += [
         (column.name, f"{_type(column)}: {column.batch or column.problem}{_nulls(column)}") for column in described
     ]
-    lines += [(f"row {number}", _text(row)) for number, row in enumerate(first)]
+    lines += [(f"row {number}", row_text(row)) for number, row in enumerate(first)]
     show(
         {**figures, "columns": [asdict(column) for column in described], "first_rows": first},
         table(lines),
@@ -79,25 +78,3 @@ def _nulls(column: PreviewColumn) -> str:
         return ", may have nulls"
     way = "" if column.holds_nulls else ": pass fill_null= or null_masks=True"
     return f", {counted(column.nulls, 'null')}{way}" if column.nulls else ""
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold."""
-    if isinstance(value, (bytes, memoryview)):
-        start = bytes(value[:SHOWN_BYTES]).hex()
-        return f"<{len(value)} bytes: {start}{'…' * (len(value) > SHOWN_BYTES)}>"
-    if isinstance(value, dict):
-        return {str(name): _plain(member) for name, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(member) for member in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return value if isinstance(value, float) and math.isfinite(value) else str(value)
-
-
-def _text(row: dict[str, Any]) -> str:
-    texts = []
-    for name, value in row.items():
-        text = value if isinstance(value, str) else repr(value)
-        texts.append(f"{name}={text[:SHOWN_CHARACTERS]}{'…' * (len(text) > SHOWN_CHARACTERS)}")
-    return ", ".join(texts)

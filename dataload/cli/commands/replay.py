@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dataload.cache.config import CacheConfig
-from dataload.cli.commands.head import _plain, _text
 from dataload.cli.commands.options import Json, StorageOptions, mapping, with_cache_options
 from dataload.cli.console import FOUND_A_PROBLEM, show
+from dataload.cli.values import plain_value, row_text
 from dataload.errors import ConfigError
 from dataload.runtime.text import counted
 
@@ -107,8 +107,11 @@ def replay(
 
 
 def _run(folder: Path, loader: str | None, cache: CacheConfig, storage_options: str | None) -> Run:
-    from dataload.replay import Run
-    from dataload.replay.rebuild import loader_of, loader_of_program
+    try:
+        from dataload.replay import Run
+        from dataload.replay.rebuild import loader_of, loader_of_program
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"rows and replay need {error.name}, as the run did: pip install {error.name}") from error
 
     # A cache that is opened with a limit evicts what exceeds it. Larger blocks have other row groups, too.
     kept = replace(cache, cache_bytes=None, block_bytes=min(cache.block, BLOCK_BYTES))
@@ -198,7 +201,7 @@ def _described(run: Run, step: Step, batch: Batch, rank: int, *, values: bool) -
         if values:
             held = loader.dataset.__getitems__(PlacedRows(numbers.tolist(), (stream, batch.cursor), draw))
             for one, row in zip(found, held, strict=True):
-                one["values"] = {name: _plain(_listed(value)) for name, value in row.items()}
+                one["values"] = {name: plain_value(value) for name, value in row.items()}
     return found
 
 
@@ -212,13 +215,8 @@ def _line(rank: int, found: dict[str, Any], *, replaced: bool) -> str:
             place = f"{each['url']} row group {each['row_group']} row {each['row']}"
             lines.append(f"    values {each['start']} to {each['stop']} of {place}")
     if "values" in found:
-        lines.append(f"    {_text(found['values'])}")
+        lines.append(f"    {row_text(found['values'])}")
     return "\n".join(lines)
-
-
-def _listed(value: Any) -> Any:
-    """Return a value of a row, of which tensors and arrays are lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
 def _public(url: str) -> str:
