@@ -197,10 +197,14 @@ class Dataset(MapStyle):
         rows: Dataset = self
         if len(self.schema) > 1 and self._is_of_files(stored):
             rows = Dataset(self.manifest, self.blocks, [stored], self.fill_null, self.null_masks, errors=self.errors)
-        count = max(1, BYTES_AT_ONCE // rows.rowstore.row_bytes)
+        return rows.gathered_column(name)
+
+    def gathered_column(self, name: str) -> npt.NDArray[Any]:
+        """Return a whole column, as batches have it."""
+        count = max(1, BYTES_AT_ONCE // self.rowstore.row_bytes)
         starts = range(0, max(1, len(self)), count)
         numbers = (np.arange(first, min(first + count, len(self))) for first in starts)
-        batches = (NumberedRows(rows.rowstore.gather(part), part, rows.locate) for part in numbers)
+        batches = (NumberedRows(self.rowstore.gather(part), part, self.locate) for part in numbers)
         return whole_column((batch.batch()[name] for batch in batches), len(self))
 
     def _stored_with(self, name: str) -> str:
@@ -586,12 +590,6 @@ class Dataset(MapStyle):
         from dataload.lineage import at_newest
 
         return at_newest(self)
-
-    def as_of(self, table: str | None, inventory: Inventory | None) -> Dataset:
-        """Return this dataset as it was at an earlier snapshot. See `lineage.at_earlier`."""
-        from dataload.lineage import at_earlier
-
-        return at_earlier(self, table, inventory)
 
     def _of(self, manifest: Manifest, call: Call | None = None, stages: Sequence[Stage] | None = None) -> Dataset:
         """Return a dataset of other rows or stages.

@@ -26,13 +26,11 @@ from dataload.formats.schema import Field, fields_of
 from dataload.mapping.counting import UNKNOWN, LengthMaker, counted_once, each_counted
 from dataload.mapping.stage import Stage
 from dataload.rows.known_nulls import known_nulls
-from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.packing import OF_BATCHES, POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, RowStore
 from dataload.rows.sequence_store import SequenceStore
-from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
 from dataload.samplers.window_size import default_window
@@ -234,10 +232,7 @@ class PackedDataset(Dataset):
         if name not in self.schema.names:
             hint = did_you_mean(name, self.schema.names, f"there are {few(map(repr, self.schema.names))}")
             raise ConfigError(f"column {name!r} is not in the dataset: {hint}")
-        count = max(1, BYTES_AT_ONCE // self.rowstore.row_bytes)
-        parts = (np.arange(first, min(first + count, len(self))) for first in range(0, len(self), count))
-        batches = (NumberedRows(self.rowstore.gather(part), part, self.locate) for part in parts)
-        return whole_column((batch.batch()[name] for batch in batches), len(self))
+        return self.gathered_column(name)
 
     def pieces(self, number: int, draw: Draw) -> list[Piece]:
         """Return the pieces of documents in a sequence, in the order that `draw` draws."""

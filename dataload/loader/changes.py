@@ -29,6 +29,7 @@ from dataload.catalog.inventory import Inventory, KnownRows, inventories_from_by
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError, DataError, OriginError
+from dataload.lineage import at_earlier
 from dataload.mixture import Mixture
 from dataload.moved_rows import moved
 from dataload.runtime.text import counted, few
@@ -200,7 +201,7 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
     if urls is None or (found is None and None in urls):
         raise _unknown(segment)
     each = [
-        one.as_of(url, None if found is None else found[number])
+        at_earlier(one, url, None if found is None else found[number])
         for number, (one, url) in enumerate(zip(dataset.datasets, urls, strict=True))
     ]
     if _digest([one.inventory for one in each], _names(dataset)) != position.dataset:
@@ -270,7 +271,7 @@ def _inventories(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventor
     if urls is None or None in urls:
         raise _unknown(segment)
     try:
-        former = [one.as_of(url, None) for one, url in zip(dataset.datasets, urls, strict=True)]
+        former = [at_earlier(one, url, None) for one, url in zip(dataset.datasets, urls, strict=True)]
     except (OriginError, DataError) as error:
         raise ConfigError(f"{few(map(str, urls))}, of which the epoch has rows, cannot be opened: {error}") from error
     found = [each.inventory for each in former]
@@ -443,7 +444,7 @@ def _add_moved(
             )
         elif gone.size and added.size:
             of, to = (
-                each if segment is None else each.as_of(_url(segment, dataset, source), inventory)
+                each if segment is None else at_earlier(each, _url(segment, dataset, source), inventory)
                 for segment, inventory in ((former[0], old), (newer[0], new))
             )
             had[source].add(new, [moved(of, gone, to, added, REST_UNKNOWN)])
