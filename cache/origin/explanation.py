@@ -26,6 +26,10 @@ VACUUMED = (
     "its table says it has the file, so VACUUM or expire_snapshots has removed it as one of an old version: open a "
     "version that the table still keeps"
 )
+VENDED = (
+    "if the table's catalog gave the credentials, load the table again for new ones, or pass storage_options whose "
+    "credentials renew themselves"
+)
 PROXY = "check HTTP_PROXY and HTTPS_PROXY, or add the store's host to NO_PROXY"
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
@@ -160,6 +164,8 @@ def origin_error(
     if status(error) == 412 or (version is not None and status(error) == 416):  # The latter: it is shorter now.
         return ObjectChanged(f"{where} {CHANGED}")
     text = explained(error, in_s3=in_s3)
+    if (version or "").startswith(OF_TABLE) and fix_of(error) == TOKEN:
+        text = f"{text}; {VENDED}"
     if status(error) in (400, 401, 403) and without_signature(what) != what:
         fix = "the signature of the URL has expired or is wrong: pass a new URL"
         text = f"denied access with status {status(error)}: {fix}"

@@ -21,6 +21,7 @@ from s3fs import S3FileSystem
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
+from dataload.cache.origin.version import OF_TABLE
 from dataload.errors import ConfigError, OriginError, OriginNotFound
 
 SECRET = "s3cret-0f-mine"
@@ -108,6 +109,18 @@ def test_a_denial_names_the_endpoint_the_code_and_the_fix(
         assert f"{url} denied access ({code}: Because): " in message
         assert fix in message
         assert SECRET not in message
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_expired_credentials_for_a_table_may_be_of_its_catalog(
+    url: str, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(_Failing, "code", "ExpiredToken")
+    monkeypatch.setattr(_Failing, "status", 400)
+    for version, is_told in ((f"{OF_TABLE}7", True), ("7", False)):
+        with pytest.raises(OriginError, match="renew the token") as raised:
+            origin(url, engine).read("bucket/train", *RANGE[:2], version)
+        assert ("if the table's catalog gave the credentials, load the table again" in str(raised.value)) == is_told
 
 
 def test_an_error_keeps_nothing_alive_once_it_is_handled(url: str) -> None:
