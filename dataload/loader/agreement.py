@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from operator import itemgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ class Agreement:
         self._shown: tuple[int, int, int] | None = None  # loaders of this place, snapshots, the epoch
         self._snapshots: list[dict[str, Any]] = []  # that this loader has read, as shown
         self._count = 0  # of all of them
+        self._epoch: int | None = None  # of the latest check
         self.read(dataset, sampler, 0)
         self._snapshots[0]["since"] = 0
 
@@ -85,7 +87,7 @@ class Agreement:
         tables = [each.manifest.pinned for each in dataset.datasets if each.manifest.pinned]
         sizes = {"files": len(self._files), "rows": len(dataset), "tables": tables[:MOST_TABLES]}
         self._count += 1
-        own = {"number": self._count, "refreshes": refreshes, "since": None, "order": order, **sizes}
+        own = {"number": self._count, "refreshes": refreshes, "since": None, "repeats": False, "order": order, **sizes}
         self._snapshots = [*self._snapshots, own][-MOST_SNAPSHOTS:]
 
     def check(self, epoch: int) -> None:
@@ -100,7 +102,8 @@ class Agreement:
         if self._looks > MOST_LOOKS:
             self._to_compare &= self._seen
         if self._snapshots[-1]["since"] is None:
-            self._snapshots[-1]["since"] = epoch
+            self._snapshots[-1].update(since=epoch, repeats=epoch == self._epoch)
+        self._epoch = epoch
         difference = None
         try:
             if (board := _board(self._dataset.datasets[0].blocks.tier)) is not None:
@@ -140,6 +143,8 @@ class Agreement:
             theirs = begun[-1] if begun else own
             if theirs["refreshes"] < own["refreshes"] and other["epoch"] < own["since"]:
                 continue  # It may look for a newer one before its own epoch begins.
+            if theirs["refreshes"] != own["refreshes"] and max(own, theirs, key=itemgetter("refreshes"))["repeats"]:
+                continue  # One of the two has read both snapshots in epochs of this number.
             if theirs["order"]["data"] != own["order"]["data"]:
                 return self._other_data(
                     rank, theirs, board.read(f"{self._name} files {theirs['number']} {rank}") or b""

@@ -199,12 +199,13 @@ def read_after_a_refresh(folder: str, grow: bool) -> list[int]:
     return together(epochs, "agent")
 
 
-def read_one_after_the_other(folder: str) -> list[int]:
+def read_one_after_the_other(folder: str, repeats: bool) -> list[int]:
     """Read an epoch on both ranks, and one after a refresh, on rank 0 when rank 1 has ended its own."""
 
     def epochs(rank: int) -> list[int]:
         loader = make_loader(folder, 4, cache=False)
         ended(loader)
+        loader.set_epoch(0 if repeats else 1)
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store.set(f"rank {rank} has read", "")
         store.wait(["rank 0 has read", "rank 1 has read"])
@@ -248,8 +249,9 @@ def test_a_refresh_on_one_rank_alone_is_told(refreshing, folder, ranks):
         assert "Call refresh() on every rank, before the same epoch" in error
 
 
-def test_a_rank_that_has_not_refreshed_yet_is_no_other_one(folder, ranks):
-    rows = ranks(2, read_one_after_the_other, str(folder))
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_rank_that_has_not_refreshed_yet_is_no_other_one(repeats, folder, ranks):
+    rows = ranks(2, read_one_after_the_other, str(folder), repeats)
     assert sorted([*rows[0], *rows[1]]) == list(range(44))
 
 
