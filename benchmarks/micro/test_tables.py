@@ -35,19 +35,17 @@ class Delta:
         self.folder = folder
         write_deltalake(folder, rows())
         self._commit = (folder / "_delta_log" / f"{0:020}.json").read_text().splitlines()
-        self._version, self._files = 0, 1
         for _ in range(versions):
             self.append(files // versions)
 
     def append(self, files: int) -> None:
         [add] = [json.loads(line)["add"] for line in self._commit if '"add"' in line]
-        lines = []
-        for number in range(self._files, self._files + files):
+        lines, first, version = [], len(list(self.folder.iterdir())), len(list((self.folder / "_delta_log").iterdir()))
+        for number in range(first, first + files):
             name = f"part-{number:06}.parquet"
             shutil.copyfile(self.folder / add["path"], self.folder / name)
             lines.append(json.dumps({"add": {**add, "path": name}}))
-        self._version, self._files = self._version + 1, self._files + files
-        (self.folder / "_delta_log" / f"{self._version:020}.json").write_text("\n".join(lines))
+        (self.folder / "_delta_log" / f"{version:020}.json").write_text("\n".join(lines))
 
     def source(self) -> Any:
         return f"delta+{self.folder}"
@@ -70,7 +68,7 @@ class Iceberg:
         from pyiceberg.catalog import load_catalog
 
         folder.mkdir()
-        self.folder, self._files = folder, 0
+        self.folder = folder
         self._properties = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
         catalog = load_catalog("bench", **self._properties)
         catalog.create_namespace("space")
@@ -80,10 +78,9 @@ class Iceberg:
 
     def append(self, files: int) -> None:
         pq.write_table(rows(), self.folder / "template.parquet")
-        paths = []
-        for _ in range(files):
-            self._files += 1
-            paths.append(f"{self.folder}/part-{self._files:06}.parquet")
+        paths, first = [], len(list(self.folder.iterdir()))
+        for number in range(first, first + files):
+            paths.append(f"{self.folder}/part-{number:06}.parquet")
             shutil.copyfile(self.folder / "template.parquet", paths[-1])
         self.source().add_files(paths, check_duplicate_files=False)
 
