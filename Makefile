@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro packers gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -104,6 +104,12 @@ bench: setup .venv-peers/.ready
 micro: setup
 	$(BIN)/python -m pytest benchmarks/micro --timeout 0 --benchmark-columns min,median,max,rounds $(MICRO)
 
+# Pack documents beside Hugging Face datasets, TRL and Grain: tokens a second, and how much padding Grain's best fit has.
+packers: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group packers
+	$(BIN)/python -m pytest tests/packing/test_padding.py -k grain
+	$(BIN)/python -m pytest benchmarks/micro/test_packing.py -k other_packers --timeout 0
+
 # Measure the GPU utilization of the loader; without a GPU, check that the program runs.
 gpu: setup
 	$(BIN)/python -m dataload.benchmarks.gpu
@@ -140,7 +146,7 @@ wheel:
 
 # Pin the newest versions that pyproject.toml allows; torch stays at the pinned release.
 constraints: setup
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser --group trainers
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser --group trainers --group packers
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:

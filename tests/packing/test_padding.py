@@ -75,7 +75,7 @@ def test_whole_documents_fit_as_offline(tmp_path: Path, kind: str, group: int) -
 @pytest.mark.parametrize("kind", ["web pages", "uniform", "long"])
 def test_whole_documents_have_no_more_padding_than_grains_best_fit(tmp_path: Path, kind: str) -> None:
     """Grain packs a stream of documents into as many open bins as it is told: here those of a row group."""
-    grain = pytest.importorskip("grain", reason="grain is not installed: pip install grain")
+    grain = pytest.importorskip("grain", reason="grain is not installed: make packers")
     lengths = _lengths(kind, 3000)
     documents = grain.MapDataset.source([{"tokens": np.zeros(size, np.uint8)} for size in lengths]).to_iter_dataset()
     packed = _packed(tmp_path / "a.parquet", lengths, 1000, split=False)
