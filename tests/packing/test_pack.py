@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow import feather
+from seeds import seeds
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Subset
 
@@ -36,7 +37,7 @@ def _epoch(dataset: Any, length: int, epoch: int = 0, batch_size: int = 3, **how
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
+@pytest.mark.parametrize("seed", seeds(1, 20))
 def test_each_value_comes_once_in_an_epoch(tmp_path: Path, suffix: str, split: bool, seed: int) -> None:
     for number in range(10):
         rng = np.random.default_rng(10 * seed + number)

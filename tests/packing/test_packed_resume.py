@@ -32,7 +32,9 @@ def _data(files: dict[str, Path], *, mixed: bool, split: bool) -> Any:
         name: make_dataset(file, cache=False).pack(LENGTH, also=["labels"], pad=PADS, split=split)
         for name, file in files.items()
     }
-    return mix(packed, [2, 1], stop="all_exhausted") if mixed else packed["a"]
+    if not mixed:
+        return packed["a"]
+    return mix(packed, [2, 1], schedule={80: [1, 3]}, ramp=True, stop="all_exhausted")  # resumed inside the ramp
 
 
 def _global_batches(data: Any, ranks: int, state: Any, batches: int, **how: Any) -> tuple[list[list[Pieces]], Any]:
