@@ -683,8 +683,9 @@ def make_dataset(
 def opened(opening: Opening, version: str | None = None, *, newest: bool = False) -> Dataset:
     """Return all rows of a source. See `Opening.open`."""
     manifest, blocks, columns = opening.open(version, newest=newest)
-    names = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
-    calls = (Call("make_dataset", replace(opening, base=manifest, names=names)),)
+    source = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
+    found = {"source": source, "columns": columns}
+    calls = (Call("make_dataset", replace(opening, base=manifest, found=found)),)
     return Dataset(manifest, blocks, columns, opening.fill_null, opening.null_masks, (), opening.errors, calls)
 
 

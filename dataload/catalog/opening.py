@@ -68,7 +68,8 @@ class Opening:
         errors: As in `make_dataset`.
         partitioning: As in `make_dataset`.
         base: All rows of the snapshot that was opened; None: this is a copy in another process.
-        names: The version of the table that was opened, or the paths, without credentials.
+        found: What was opened, without credentials: "source", the version of a table or the paths, and "columns", also
+            those that a scan selects.
     """
 
     source: Source | None
@@ -80,7 +81,7 @@ class Opening:
     errors: TextErrors
     partitioning: Partitioning
     base: Manifest | None = None
-    names: str | list[str] = ""
+    found: Mapping[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out tables, which have connections, and what a copy can read again."""
@@ -115,5 +116,5 @@ class Opening:
 
     def to_json(self) -> dict[str, Any]:
         """Return the source and the arguments that are not the usual ones, without credentials."""
-        given = {name: plain(getattr(self, name)) for name in USUAL}
-        return {"source": self.names, **{name: value for name, value in given.items() if value != USUAL[name]}}
+        given = {**{name: plain(getattr(self, name)) for name in USUAL}, **self.found}
+        return {name: value for name, value in given.items() if value != USUAL.get(name)}

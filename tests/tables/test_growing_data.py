@@ -36,6 +36,7 @@ from dataload import fit, make_dataset, make_loader, mix
 from dataload.catalog import inventory
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, OriginError, OriginNotFound
+from dataload.lineage import calls_as_json
 from dataload.loader import changes
 from dataload.samplers import position
 from dataload.world import World
@@ -890,6 +891,7 @@ def test_scans_and_urls_are_refreshed_as_they_were_named(tmp_path):
         assert dataset.refresh().rows == 5
         assert sorted(dataset.newest["id"].tolist()) == list(range(first, 45))
     assert scan.newest.schema.names == ["id"]
+    assert calls_as_json(scan.newest)[0]["make_dataset"]["columns"] == ["id"]  # also in the ledger of a run
 
 
 def test_loaders_with_token_budgets_are_not_refreshed(folder, options):
