@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dataload.errors import OriginError as OriginError
     from dataload.loader import make_loader as make_loader
     from dataload.mixture import mix as mix
+    from dataload.train import StopSignal as StopSignal
     from dataload.train import evaluate_over as evaluate_over
     from dataload.train import find_batch_size as find_batch_size
     from dataload.train import fit as fit
@@ -37,6 +38,7 @@ _HOME = {
     "NonFiniteLoss": "dataload.errors",
     "ObjectChanged": "dataload.errors",
     "OriginError": "dataload.errors",
+    "StopSignal": "dataload.train",
     "World": "dataload.world",
     "evaluate_over": "dataload.train",
     "find_batch_size": "dataload.train",
@@ -55,6 +57,7 @@ __all__ = [
     "NonFiniteLoss",
     "ObjectChanged",
     "OriginError",
+    "StopSignal",
     "World",
     "evaluate_over",
     "find_batch_size",

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -573,6 +573,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 def _begin_worker(parent: int, init: Callable[[int], object] | None, number: int) -> None:
     """Begin a worker. torch's own look for a dead parent is no help to one that writes to a full pipe."""
     end_with(parent)
+    with suppress(PermissionError):  # of the leader of a session
+        os.setpgid(0, 0)  # Signals to the group, as of `timeout` and Ctrl-C, are for the parent only.
     if init is not None:
         init(number)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.train.batch_weights import LossWeight, check_loss_weight, weight_of
 from dataload.train.checkpoint.checkpoints import Checkpoints
+from dataload.train.ending import STOP_SIGNALS, Ending, StopSignal
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor, OnSpike, Spikes
 from dataload.train.modules import ModuleSelector, begin_training, check_not_wrapped, recomputed
@@ -69,6 +70,9 @@ def fit(
     device: torch.device | str | None = None,
     progress: bool = True,
     mesh: DeviceMesh | None = None,
+    max_steps: int | None = None,
+    max_seconds: float | None = None,
+    stop_signals: Sequence[str] | None = STOP_SIGNALS,
     loss_weight: LossWeight | None = None,
     spike: float | None = None,
     on_spike: OnSpike = "log",
@@ -149,6 +153,13 @@ def fit(
         progress: Whether rank 0 shows a progress bar.
         mesh: A torch DeviceMesh of the data-parallel dimensions, over which loss and metrics are reduced. None: that of
             the loader if it has one; otherwise all ranks are data-parallel.
+        max_steps: Optimizer steps in total, including those before a resume, after which the run ends within an epoch.
+            None: `epochs` alone decide.
+        max_seconds: Seconds from this call on, after which the run ends with the next step. None: none.
+        stop_signals: Names of signals that end the run, on whichever rank they come: all ranks finish the step and
+            save, rank 0 logs why, and `fit` raises SystemExit(0), which ends the program with exit status 0. Slurm's
+            `--signal`, Kubernetes and spot instances send one before they kill. Those that the program handles itself
+            are left to it, and all of them if `fit` does not run in the main thread.
         loss_weight: What the loss of a batch averages over, if not its rows: "tokens", or a function of the batch that
             returns a number, at least 0. Batches of all ranks and of `accumulate` are weighed by it, so that 8 batches
             of 1 row train as 1 batch of 8. "tokens" counts the values of `batch["labels"]` (a tensor, or a list of
@@ -167,7 +178,8 @@ def fit(
         fp16); "rows_per_second"; "stall_fraction"; the
         counts in the loader's stats, summed over processes, tensor-parallel peers included, and its waits by cause,
         averaged over them, both only since the last resume; and the scalars of `evaluate` on this rank (before a
-        resume: on rank 0), named `evaluate.name` if the name is taken.
+        resume: on rank 0), named `evaluate.name` if the name is taken. A run that ends within an epoch has a last dict
+        of its part of this epoch, with "unfinished": True.
 
     Raises:
         ConfigError: An argument is invalid, ranks see different data or checkpoints, the checkpoint to resume from is
@@ -175,6 +187,7 @@ def fit(
             checkpoint would have once differs between ranks.
         NonFiniteLoss: A loss or a parameter is NaN or infinite.
         LossSpike: A loss is a spike, with `on_spike="raise"`.
+        SystemExit: One of `stop_signals` has ended the run, which is saved.
         RuntimeError: Another rank was lost (on CPUs). As in all errors of a step, a note names rank, epoch and step.
 
     Example:
@@ -199,7 +212,11 @@ def fit(
     _check_parameters(model, optimizer, precision, alone=world.world_size == 1 and checkpoint_dir is None)
     device = device_of(World.detect(), device)
 
+    stop = StopSignal(stop_signals)
+    ending = Ending(stop, max_steps, max_seconds)
+
     def train() -> list[dict[str, Any]]:
+        agree("stop_signals, max_steps and max_seconds", (tuple(stop_signals or ()), max_steps, max_seconds))
         _check_ranks(loader, world, mesh)
         stats_dir = on_all(lambda: None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir))
         traces = on_all(lambda: None if profile is None else local_folder("profile", profile))
@@ -215,6 +232,7 @@ def fit(
                 world,
                 checkpoints,
                 LossMonitor(world.rank, check=check_finite, spikes=spikes),
+                ending,
                 checkpoint_every=checkpoint_every,
                 evaluate=evaluate,
                 mesh=mesh,
@@ -231,8 +249,11 @@ def fit(
             with _recorded(loop, log_dir, log_every, device, traces):
                 return loop.run(epochs, resumed, show_progress=progress and is_first())
 
-    with process_group(world, device, timeout):
-        return train()
+    with stop, process_group(world, device, timeout):
+        history = train()
+    if ending.by_signal:
+        raise SystemExit(0)
+    return history
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
 from dataload.train.checkpoint.progress import Progress
 from dataload.train.checkpoint.state import all_equal, check_plain, map_leaves, rng_state, set_rng_state, to_meta
+from dataload.train.ending import Ending
 from dataload.train.epoch_metrics import (
     AVERAGED,
     EpochMetrics,
@@ -93,6 +94,7 @@ class TrainingLoop:
         world: This rank, and the number of ranks.
         checkpoints: Where the run is saved.
         losses: Checks losses and parameters.
+        ending: Ends the run before its last epoch.
         checkpoint_every: Optimizer steps between checkpoints in an epoch; None to save only at the end of an epoch.
         evaluate: Called after each epoch; returns scalars.
         tensorboard: Writes metrics on rank 0; None on other ranks.
@@ -112,6 +114,7 @@ class TrainingLoop:
     world: World
     checkpoints: Checkpoints
     losses: LossMonitor
+    ending: Ending
     checkpoint_every: int | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
     tensorboard: TensorBoardWriter | None = None
@@ -212,29 +215,63 @@ class TrainingLoop:
         return None if position.dataset == self.loader.rank_sampler.position.dataset else position
 
     def run(self, epochs: int, resumed: Resumed, *, show_progress: bool) -> list[dict[str, Any]]:
-        """Train until `epochs` epochs are done, those before a resume included. Return the metrics of each."""
+        """Train until `epochs` epochs are done, those before a resume included. Return the metrics of each.
+
+        The last ones are those of an unfinished epoch if the run has ended in it.
+        """
         if self.checkpoints.enabled:  # An error now is better than one at the end of the first epoch.
             states = map_leaves(self._states(), to_meta)
             on_first(lambda: check_plain(states))
             check_replicated(self.model)
         elif self.checkpoint_every is not None and self.world.rank == 0:
             log.warning("checkpoint_every=%d saves nothing without a checkpoint_dir", self.checkpoint_every)
-        if len(self.history) >= epochs > 0 and self.world.rank == 0:
+        if finished := self._finished(epochs):
             log.warning(
-                "the checkpoint has all %d epochs, so nothing is trained: for another run, pass resume=None or a "
-                "checkpoint_dir of its own",
-                len(self.history),
+                "the run is finished, its checkpoint has all %s, so nothing is trained: raise %s to go on; for another "
+                "run, pass resume=None or a checkpoint_dir of its own",
+                *finished,
             )
         self._first_epoch = len(self.history)
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
+            if self.ending.is_over(self.step):
+                break
             _set_epoch(self.loader, number)
             self._check_data()
             with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
-                self._epoch(number, advance, resumed)
+                unfinished = self._epoch(number, advance, resumed)
             resumed = Resumed()
-            self._finish_epoch()
+            if unfinished:
+                self._tell_of_end(number)
+                return [*self.history, unfinished]
+            ends = number + 1 < epochs and self.ending.is_due(self.step)
+            if not (ends and self.ending.by_signal):  # The next run evaluates.
+                self._finish_epoch()
+            if ends:
+                self._tell_of_end(number + 1)
+                break
         return self.history
+
+    def _tell_of_end(self, number: int) -> None:
+        if self.world.rank:
+            return
+        if not self.checkpoints.enabled:
+            saved = "nothing is saved without a checkpoint_dir"
+        elif number == len(self.history) and not self._stateful:
+            saved = f"the same call begins again with epoch {number}, because the loader has no state_dict"
+        else:
+            saved = f"the same call goes on from {self.checkpoints.folder}"
+        log.warning("%s has ended the run after step %d, in epoch %d: %s", self.ending.reason, self.step, number, saved)
+
+    def _finished(self, epochs: int) -> tuple[str, str] | None:
+        """Return what a resumed run has done already, and the argument that says so; None: there is more to do."""
+        if self.world.rank or not self.step:
+            return None
+        if len(self.history) >= epochs > 0:
+            return f"{len(self.history)} epochs", "epochs"
+        if self.ending.is_over(self.step):
+            return f"{self.step} steps", "max_steps"
+        return None
 
     def _check_data(self) -> None:
         """Raise ConfigError if the ranks read different snapshots, such as after a refresh."""
@@ -242,15 +279,25 @@ class TrainingLoop:
             len(self.loader)  # It follows a refresh.
             agree("the dataset's order_key", self.loader.dataset.order_key)
 
-    def _epoch(self, number: int, advance: Callable[[], None], resumed: Resumed) -> None:
-        """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
+    def _epoch(self, number: int, advance: Callable[[], None], resumed: Resumed) -> dict[str, Any] | None:
+        """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch.
+
+        Returns:
+            The metrics of the epoch if the run has ended within it.
+        """
         with self._annotate_errors(number):
-            tally = self._train(number, advance, resumed)
+            tally, is_whole = self._train(number, advance, resumed)
+            if not is_whole:
+                return self._record(number, tally) | {"unfinished": True}
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
             share_buffers(self.model, self.mesh, self.steps.exchange.ignored)
-            self.history.append({"epoch": number, "loss": math.nan, **tally.figures(self.loader, self.world.rank)})
+            self.history.append(self._record(number, tally))
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
+            return None
+
+    def _record(self, number: int, tally: EpochMetrics) -> dict[str, Any]:
+        return {"epoch": number, "loss": math.nan, **tally.figures(self.loader, self.world.rank)}
 
     def _finish_epoch(self) -> None:
         """Evaluate and log the last epoch, unless done. It has a checkpoint, so a failed evaluation loses nothing."""
@@ -280,27 +327,44 @@ class TrainingLoop:
             error.add_note(f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, step {self.step}")
             raise
 
-    def _train(self, number: int, advance: Callable[[], None], resumed: Resumed) -> EpochMetrics:
+    def _train(self, number: int, advance: Callable[[], None], resumed: Resumed) -> tuple[EpochMetrics, bool]:
+        """Train on the rest of the epoch. Return its metrics, and whether it is whole."""
         tally = EpochMetrics(**resumed.metrics)
         self._waited -= tally.counts["wait_seconds"]  # those before the resume
         self.steps.optimizer.zero_grad()
-        state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         progress = {"step": self.step, "accumulate": self.steps.accumulate}
         batches = batches_on(self.loader, self.steps.device, self.stats_dir, self.checkpoints.folder, progress)
         replay = self.replay
         begin = partial(self._begin, resumed, number)
-        for fed in feed(batches, tally.counts, self.world, self._even, state_of, begin, self.mesh, self.weigh):
+        for fed in feed(batches, tally.counts, self.world, self._even, self._state, begin, self.mesh, self.weigh):
             self._take(fed, tally, Where(number, self.step + 1, replay))
-            due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
+            advance()
+            if self.steps.pending or fed.last:
+                continue
+            is_due = self.checkpoint_every is not None and self.step % self.checkpoint_every == 0
+            ends = self.ending.is_due(self.step)
+            if not (is_due or ends):
+                continue
+            self._check_finite(number)
             # A rank without further batches could not resume this epoch: its loader is at the next one.
-            if due and not fed.ending:
-                self._check_finite(number)
+            if can_save := not fed.ending and fed.state is not None:
                 share_buffers(self.model, self.mesh, self.steps.exchange.ignored)
                 self._save(tally.state(), fed.state)
-            advance()
+            if ends and (can_save or not self._saves_within_epochs):
+                return tally, False
         self._check_finite(number)
         self._waited += tally.counts["wait_seconds"]
-        return tally
+        return tally, True
+
+    def _state(self) -> Any:
+        """Return the state of the loader, if a checkpoint may need it after the batch that comes now."""
+        # That of other loaders may take long.
+        due = self.checkpoint_every or isinstance(self.loader, Loader) or self.ending.may_be_near(self.step)
+        return self.loader.state_dict() if self._saves_within_epochs and due else None
+
+    @property
+    def _saves_within_epochs(self) -> bool:
+        return self._stateful and self.checkpoints.enabled
 
     @property
     def replay(self) -> str:

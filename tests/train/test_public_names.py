@@ -8,7 +8,7 @@ import pytest
 
 import dataload
 from dataload import train
-from dataload.train import evaluation, harness
+from dataload.train import ending, evaluation, harness
 
 
 @pytest.mark.parametrize("name", train.__all__)
@@ -18,7 +18,7 @@ def test_training_is_exported_at_the_top(name):
     assert getattr(dataload, name) is getattr(train, name)
 
 
-@pytest.mark.parametrize("module", [evaluation, harness])
+@pytest.mark.parametrize("module", [ending, evaluation, harness])
 def test_examples(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

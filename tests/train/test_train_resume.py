@@ -1298,5 +1298,5 @@ def test_a_run_that_is_done_says_so(tmp_path, caplog):
         caplog.clear()
         model, optimizer = build()
         fit(model, optimizer, in_order(8), squared_error, epochs=epochs, checkpoint_dir=tmp_path, progress=False)
-        logged.append("the checkpoint has all 1 epochs, so nothing is trained" in caplog.text)
+        logged.append("its checkpoint has all 1 epochs, so nothing is trained: raise epochs to go on" in caplog.text)
     assert logged == [False, True, False]

@@ -65,6 +65,17 @@ def gather_count(count: N, mesh: DeviceMesh | None = None) -> list[N]:
     return [type(count)(rank) for rank in ranks]
 
 
+def largest(value: int) -> int:
+    """Return the largest `value` of all ranks."""
+    if process_count() == 1:
+        return value
+    if "cpu:" not in dist.get_backend_config():
+        return int(max(gather(value)))
+    found = torch.tensor(value, device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
 def on_first(work: Callable[[], T]) -> T:
     """Call `work` on rank 0 only. Return its result or raise its error on every rank."""
     return on_each(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]

@@ -1,0 +1,152 @@
+"""The end of a run before its last epoch: at a signal, after a number of steps, or after some time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import monotonic
+from types import FrameType
+from typing import Any, Final, Self
+
+from dataload.arguments import whole_number
+from dataload.errors import ConfigError
+from dataload.train.ranks.collectives import largest, process_count, process_number
+
+STOP_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
+
+log = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """A request to end, by a signal to any rank. During a `with` block the signals no longer end the process.
+
+    Slurm (`--signal=USR1@120`), Kubernetes and spot instances send a signal some time before they kill. The ranks learn
+    of it together, so all of them can end after the same step and save its checkpoint.
+
+    Args:
+        signals: Names of the signals. One that the program handles itself is left to it, and so are all of them outside
+            of the main thread.
+
+    Attributes:
+        reason: Which signal it was, and on which rank; "": none yet. Set by `requested`.
+
+    Raises:
+        ConfigError: There is no such signal, or no process can handle it.
+
+    Example:
+        >>> import os, signal
+        >>> from dataload.train import StopSignal
+        >>> done = []
+        >>> with StopSignal() as stop:
+        ...     for step in range(100):
+        ...         done.append(step)
+        ...         if step == 2:
+        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...         if stop.requested():
+        ...             break
+        >>> done, stop.reason
+        ([0, 1, 2], 'SIGTERM')
+    """
+
+    def __init__(self, signals: Iterable[str] | None = STOP_SIGNALS) -> None:
+        self.reason = ""
+        self._signals = _numbers(signals)
+        self._before: dict[signal.Signals, Any] = {}
+        self._received = 0
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._note)
+        if left := [number.name for number in self._signals if number not in self._before]:
+            log.info("%s: left to the program", ", ".join(left))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked worker, which has inherited this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._received = number
+
+    def requested(self) -> bool:
+        """Return whether a rank has got a signal: the same on all ranks, which must call it after the same steps.
+
+        It takes one small all-reduce, and none with one rank.
+        """
+        if self._signals and not self.reason:
+            ranks = process_count()
+            number, rank = divmod(largest(self._received * ranks + process_number()), ranks)
+            if number:
+                self.reason = signal.Signals(number).name + (f" on rank {rank}" if ranks > 1 else "")
+        return bool(self.reason)
+
+
+def _numbers(names: Iterable[str] | None) -> list[signal.Signals]:
+    names = [names] if isinstance(names, str) else list(names or ())
+    unknown = [name for name in names if name not in signal.Signals.__members__]
+    if unknown or {"SIGKILL", "SIGSTOP"}.intersection(names):
+        raise ConfigError(f"stop_signals={names}: name signals that a process can handle, such as {STOP_SIGNALS}")
+    return [signal.Signals[name] for name in names]
+
+
+@dataclass
+class Ending:
+    """What ends a run before its last epoch.
+
+    Attributes:
+        signals: Signals do.
+        max_steps: So many optimizer steps do; None: none.
+        max_seconds: So many seconds do, from now on; None: none.
+        reason: What has ended the run; "": nothing yet.
+
+    Raises:
+        ConfigError: A number is not positive.
+    """
+
+    signals: StopSignal
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_steps is not None:
+            whole_number("max_steps", self.max_steps, least=1)
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ConfigError(f"max_seconds={self.max_seconds}: must be above 0")
+        self._began = monotonic()
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal has ended the run."""
+        return bool(self.reason) and self.reason == self.signals.reason
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the run ends after a step: the same on all ranks, which must ask after the same steps."""
+        if self.reason:
+            return True
+        if self.is_over(step):
+            self.reason = f"max_steps={self.max_steps}"
+        elif self.signals.requested():
+            self.reason = self.signals.reason
+        elif self.max_seconds is not None and largest(int(monotonic() - self._began >= self.max_seconds)):
+            self.reason = f"max_seconds={self.max_seconds:g}"
+        return bool(self.reason)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether the run has all of its steps."""
+        return self.max_steps is not None and step >= self.max_steps
+
+    def may_be_near(self, step: int) -> bool:
+        """Return whether the next step is known to be the last one."""
+        return bool(self.reason) or self.is_over(step + 1)

@@ -1,0 +1,236 @@
+"""Runs that end before their last epoch, by a signal, a number of steps or a time, and go on as if they had not."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from itertools import count
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from nightly import NIGHTLY
+from regression import build, in_order, parameters_of, squared_error
+
+from dataload import ConfigError, StopSignal, fit, make_loader
+from dataload.world import World
+
+ROWS, EPOCHS = 96, 3
+TRIALS = 50 if NIGHTLY else 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    x = np.random.default_rng(0).normal(size=(ROWS, 3))
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 3)
+    table = pa.table({"x": lists, "y": pa.FixedSizeListArray.from_arrays(pa.array(x.sum(1) ** 2), 1)})
+    pq.write_table(table, path / "a.parquet", row_group_size=16)
+    return str(path)
+
+
+def train(folder, checkpoints, at=None, by=0, **options):
+    """Train. Return the parameters, the history and the steps of this process; no history: the run was ended.
+
+    Args:
+        folder: The dataset.
+        checkpoints: The checkpoint_dir.
+        at: The call of the loss in which a rank gets SIGTERM; None: none does.
+        by: That rank.
+        **options: Of `fit`.
+    """
+    world, calls = World.detect(), count()
+    model, optimizer = build(dropout=0.2)
+    torch.manual_seed(world.rank)
+    loader = options.pop("loader", None) or make_loader(folder, 4, cache=False)
+
+    def loss(model, batch):
+        if next(calls) == at and world.rank == by:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return squared_error(model, batch)
+
+    how = {"epochs": EPOCHS, "precision": "fp32", "progress": False, "checkpoint_dir": checkpoints, **options}
+    try:
+        history = fit(model, optimizer, loader, loss, **how)
+    except SystemExit as end:
+        assert end.code == 0
+        history = None
+    return parameters_of(model), history, next(calls)
+
+
+def seconds_apart(history):
+    """Return what does not depend on the speed of the machine."""
+    return [(record["epoch"], record["loss"], record["rows"]) for record in history]
+
+
+@pytest.mark.parametrize("trial", range(TRIALS))
+def test_a_signal_to_any_rank_ends_all_ranks_after_the_same_step_and_the_run_goes_on_bit_by_bit(
+    tmp_path, folder, ranks, trial
+):
+    draw = random.Random(trial)
+    number = 4 if NIGHTLY else 2
+    whole = ranks(number, train, folder, None)
+    steps = whole[0][2]
+    at, by, every = draw.randrange(steps - 1), draw.randrange(number), draw.choice([None, 2])
+    ended = ranks(number, train, folder, str(tmp_path), at=at, by=by, checkpoint_every=every)
+    assert [history for _, history, _ in ended] == [None] * number
+    assert [calls for *_, calls in ended] == [at + 1] * number
+    rest = ranks(number, train, folder, str(tmp_path), checkpoint_every=every)
+    for (expected, figures, _), (actual, again, calls) in zip(whole, rest, strict=True):
+        assert torch.equal(actual, expected)
+        assert seconds_apart(again) == seconds_apart(figures)
+        assert calls == steps - at - 1
+
+
+def test_max_steps_counts_over_resumes_and_a_finished_run_says_how_to_go_on(tmp_path, folder, caplog):
+    expected, figures, _ = train(folder, None)
+    _, first, calls = train(folder, tmp_path, max_steps=7, accumulate=2)
+    assert calls == 14
+    assert [(record["epoch"], record["rows"], record["unfinished"]) for record in first] == [(0, 56, True)]
+    assert (
+        f"max_steps=7 has ended the run after step 7, in epoch 0: the same call goes on from {tmp_path}" in caplog.text
+    )
+    caplog.clear()
+    _, again, calls = train(folder, tmp_path, max_steps=7, accumulate=2)
+    assert (again, calls) == ([], 0)
+    assert "the run is finished, its checkpoint has all 7 steps, so nothing is trained: raise max_steps" in caplog.text
+
+    parts = [train(folder, tmp_path / "parts", max_steps=most)[2] for most in (5, 24, 40)]
+    assert parts == [5, 19, 16]
+    actual, history, _ = train(folder, tmp_path / "parts")
+    assert torch.equal(actual, expected)
+    assert seconds_apart(history) == seconds_apart(figures)
+
+
+def test_max_seconds_ends_the_run_after_a_step(tmp_path, folder):
+    _, history, calls = train(folder, tmp_path, max_seconds=1e-9)
+    assert (len(history), calls) == (1, 1)
+    _, history, _ = train(folder, tmp_path, max_seconds=1e9)
+    assert [record["rows"] for record in history] == [ROWS] * EPOCHS
+
+
+def test_a_run_that_has_all_its_epochs_ends_as_if_there_had_been_no_signal(tmp_path, folder):
+    _, history, _ = train(folder, tmp_path, at=ROWS // 4 * EPOCHS - 1)
+    assert len(history) == EPOCHS
+
+
+def test_a_loader_without_a_state_ends_at_once_and_its_epoch_begins_again(tmp_path, caplog):
+    _, history, calls = train(None, tmp_path, at=7, loader=in_order(8))
+    assert (history, calls) == (None, 8)
+    assert "SIGTERM has ended the run after step 8, in epoch 1: the same call begins again with epoch 1" in caplog.text
+    _, history, calls = train(None, tmp_path, loader=in_order(8))
+    assert (len(history), calls) == (EPOCHS, 10)
+
+
+def test_a_run_without_checkpoints_says_that_nothing_is_saved(folder, caplog):
+    _, history, calls = train(folder, None, at=2)
+    assert (history, calls) == (None, 3)
+    assert "nothing is saved without a checkpoint_dir" in caplog.text
+
+
+class Batches:
+    """Batches of a rank, of which rank 1 has two more than rank 0, with a state."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        batch = {"x": torch.ones(4, 3).double(), "y": torch.ones(4, 1).double()}
+        while self.next < (5 if World.detect().rank else 3):
+            self.next += 1
+            yield batch
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def uneven(checkpoints, at):
+    return train(None, checkpoints, at=at, loader=Batches(), epochs=2)
+
+
+@pytest.mark.parametrize(("at", "last"), [(0, 2), (1, 5)])
+def test_ranks_with_fewer_batches_end_with_the_others(tmp_path, ranks, at, last):
+    ended = ranks(2, uneven, str(tmp_path), at)
+    assert [(history, calls) for _, history, calls in ended] == [(None, last)] * 2
+    whole, rest = ranks(2, uneven, None, None), ranks(2, uneven, str(tmp_path), None)
+    assert torch.equal(rest[0][0], whole[0][0])
+    assert [calls for *_, calls in rest] == [10 - last] * 2
+
+
+def test_a_signal_to_the_process_group_ends_the_program_with_status_0_and_no_worker(tmp_path):
+    pq.write_table(pa.table({"x": np.arange(20_000.0)}), tmp_path / "a.parquet")  # more than workers make ahead
+    program = f"""
+import os, signal, torch
+from dataload import fit, make_loader
+group = os.getpgid(0)
+def transform(batch):
+    if 500 in batch["x"]:
+        os.killpg(group, signal.SIGTERM)
+    return batch
+def loss(model, batch):
+    return model(batch["x"][:, None]).tanh().mean()
+model = torch.nn.Linear(1, 1).double()
+loader = make_loader({str(tmp_path)!r}, 2, cache=False, shuffle=False, transform=transform, num_workers=2)
+fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, checkpoint_dir={str(tmp_path / "run")!r})
+print("not reached")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "SIGTERM has ended the run after step" in done.stderr
+    assert done.stdout == ""
+    assert any((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_signals_that_the_program_handles_are_left_to_it(folder):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        _, history, _ = train(folder, None, at=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+    assert len(history) == EPOCHS
+
+
+def test_outside_of_the_main_thread_signals_stay_as_they_are(folder):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(folder, None, epochs=1)))
+    thread.start()
+    thread.join()
+    assert len(found[0][1]) == 1
+
+
+def test_handlers_are_restored_and_forked_children_end_as_before():
+    with StopSignal(["SIGUSR1"]) as stop:
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
+        assert not stop.requested()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"max_seconds": 0}, "max_seconds=0: must be above 0"),
+        ({"stop_signals": ["SIGKILL"]}, "name signals that a process can handle"),
+        ({"stop_signals": ["TERM"]}, "name signals that a process can handle"),
+    ],
+)
+def test_impossible_endings_are_refused(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train(folder, None, **options)
