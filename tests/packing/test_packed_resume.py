@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return {name: documents.write(tmp_path / f"{name}.parquet", sizes, 9) for name, sizes in SIZES.items()}
 
 
-def _data(files: dict[str, Path], *, mixed: bool, split: bool) -> Any:
+def _data(files: dict[str, Path], *, mixed: bool, split: bool, cache: CacheConfig | bool = False) -> Any:
     packed = {
-        name: make_dataset(file, cache=False).pack(LENGTH, also=["labels"], pad=PADS, split=split)
+        name: make_dataset(file, cache=cache).pack(LENGTH, also=["labels"], pad=PADS, split=split)
         for name, file in files.items()
     }
     if not mixed:
@@ -87,32 +88,49 @@ def test_a_state_of_a_packed_dataset_has_a_number_and_no_tokens(files: dict[str,
     assert state["cursor"] == 3 * GLOBAL
 
 
-def _train(file: Path, rows: Path, cache: Path, kind: str, dies_after: int | None) -> None:
-    """Append the sequences of each batch to a file, with the state beside it. Go on with the state that is there."""
-    packed = make_dataset(str(file), cache=CacheConfig(str(cache), "1GB")).pack(LENGTH, split=kind == "split")
-    loader, state = make_loader(packed, 5, world=World(0, 1)), rows.with_suffix(".json")
+def _train(
+    files: dict[str, Path], cache: Path, kind: dict[str, bool], state: Path, out: Path, steps: int, dying: int
+) -> None:
+    """Write the documents and the state of each step, as a rank. The rank `dying` is killed after five."""
+    world = World.detect()
+    data = _data(files, **kind, cache=CacheConfig(str(cache), "1GB"))
+    loader = make_loader(data, GLOBAL // world.world_size, world=world)
     if state.exists():
         loader.load_state_dict(json.loads(state.read_text()))
     else:
         loader.set_epoch(1)
-    with rows.open("a") as out:
-        for batch in loader:
-            pairs = zip(batch["tokens"].tolist(), batch["segment_ids"].tolist(), strict=True)
-            out.write("".join(f"{row} {ids}\n" for row, ids in pairs))
-            out.flush()
-            state.write_text(json.dumps(loader.state_dict()))
-            if loader.stats().batches == dies_after:
+    with (out / str(world.rank)).open("w") as lines:
+        for number, batch in enumerate(islice(loader, steps), 1):
+            lines.write(json.dumps([documents.segments_of(batch, LENGTH), loader.state_dict()]) + "\n")
+            lines.flush()
+            if number == 5 and world.rank == dying:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["split", "whole"])
-def test_a_killed_run_continues_with_the_same_tokens(
-    ranks: Any, files: dict[str, Path], tmp_path: Path, kind: str
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"mixed": True, "split": False},
+        pytest.param({"mixed": False, "split": True}, marks=pytest.mark.slow),
+        pytest.param({"mixed": True, "split": True}, marks=pytest.mark.slow),
+    ],
+    ids=["mixed whole", "split", "mixed split"],
+)
+def test_a_killed_run_goes_on_with_the_same_documents_on_other_ranks(
+    ranks: Any, files: dict[str, Path], tmp_path: Path, kind: dict[str, bool]
 ) -> None:
-    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
-    assert ranks(1, _train, files["a"], whole, cache, kind, None) == [None]
-    [killed] = ranks(1, _train, files["a"], parts, cache, kind, 7)
-    assert isinstance(killed, LostError)
-    assert len(parts.read_text().splitlines()) == 35
-    assert ranks(1, _train, files["a"], parts, cache, kind, None) == [None]
-    assert parts.read_text() == whole.read_text()
+    whole, _ = _global_batches(_data(files, **kind), 1, None, 10**6)
+    state, seen = tmp_path / "state.json", []
+    for size, steps, dying in ((4, 9, 2), (3, 6, -1), (1, 10**6, -1)):
+        out = tmp_path / str(size)
+        out.mkdir()
+        ends = ranks(size, _train, files, tmp_path / "cache", kind, state, out, steps, dying)
+        assert [isinstance(end, LostError) for end in ends] == [rank == dying for rank in range(size)]
+        lines = [map(json.loads, (out / str(rank)).read_text().splitlines()) for rank in range(size)]
+        taken = list(zip(*lines, strict=False))  # the steps that all ranks have taken
+        assert len(taken) == (5 if dying >= 0 else min(steps, len(taken)))
+        for step in taken:
+            [after] = {json.dumps(after) for _, after in step}  # the same on all ranks
+            seen.append([[tuple(piece) for piece in pieces] for found, _ in step for pieces in found])
+        state.write_text(after)
+    assert seen == whole
