@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from tiny import gpt2, sentences, tokenizer
+from tiny import gpt2, llama, sentences, tokenizer
 from tokenizers import normalizers
 from transformers import (
     BertConfig,
@@ -168,6 +168,28 @@ def test_packing_with_boundaries(rows):
     batch = next(iter(make_loader(plain, 8, shuffle=False, collate_fn=collator)))
     lengths = [len(row["input_ids"]) for row in plain.__getitems__(range(8))]
     assert batch["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths).tolist()]
+
+
+def test_packed_documents_do_not_see_each_other(rows):
+    """`pack`: by `position_ids`, and with `use_cache=False`, each document has the logits that it has alone; fit."""
+    packed, model = rows.pack(32, "input_ids", split=False), llama().eval()
+    with torch.no_grad():
+        for batch in make_loader(packed, 4):
+            ids, segments = batch["input_ids"].long(), batch["segment_ids"]
+            logits = model(input_ids=ids, position_ids=batch["position_ids"].long(), use_cache=False).logits
+            for row, own in enumerate(segments):
+                for number in range(1, int(own.max()) + 1):
+                    alone = model(input_ids=ids[row, own == number][None]).logits[0]
+                    torch.testing.assert_close(logits[row, own == number], alone)
+
+    def loss(model, batch):
+        ids, positions = batch["input_ids"].long(), batch["position_ids"].long()
+        labels = ids.masked_fill(positions == 0, -100)
+        return model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = [each["loss"] for each in fit(model, optimizer, make_loader(packed, 4), loss, epochs=3, progress=False)]
+    assert losses[-1] < losses[0]
 
 
 def test_tokens_of_one_length(write):
