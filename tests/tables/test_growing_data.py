@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from deltalake import DeltaTable, write_deltalake
-from growing import KINDS, GrowingDelta, GrowingFolder
+from growing import KINDS, GrowingDelta, GrowingFolder, GrowingIceberg
 from pyarrow import feather
 from pyiceberg.table import StaticTable
 from pyiceberg.types import DoubleType, LongType, StringType
@@ -36,6 +36,7 @@ from dataload import fit, make_dataset, make_loader, mix
 from dataload.catalog import inventory
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, OriginError, OriginNotFound
+from dataload.formats.detect import parse_footer
 from dataload.lineage import calls_as_json
 from dataload.loader import changes
 from dataload.samplers import position
@@ -1022,6 +1023,58 @@ def test_a_snapshot_that_only_deletes_fetches_no_data(bucket, tmp_path, options)
     assert sorted({*seen, *rest}) == sorted({*seen, *range(50, 100)})
     assert len(seen + rest) == len({*seen, *rest})
     assert fetched(bucket, before) == 0
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose footers were parsed."""
+    found = list[str]()
+
+    def parse(data: memoryview, obj: Any) -> Any:
+        found.append(obj.path)
+        return parse_footer(data, obj)
+
+    monkeypatch.setattr("dataload.catalog.footer_cache.parse_footer", parse)
+    return found
+
+
+def test_a_newer_version_parses_the_footers_of_its_new_files_alone(parsed, tmp_path, options):
+    table = GrowingDelta(tmp_path / "table")
+    for number in range(12):
+        table.append(number + 1)
+    dataset = make_dataset(table.source(), **options)
+    assert len(parsed) == 14
+    for _ in range(2):
+        table.append(3)
+        parsed.clear()
+        newer = make_dataset(table.source(), **options)
+        assert len(parsed) == 1
+        assert sorted(newer["id"].tolist()) == sorted(table.alive)
+    parsed.clear()
+    assert dataset.refresh().files_added == 2
+    assert not parsed
+
+
+def test_the_first_version_with_other_columns_parses_all_footers(parsed, tmp_path, options):
+    table = GrowingIceberg(tmp_path / "table")
+    make_dataset(table.source(), **options)
+    with table.source().update_schema() as update:
+        update.rename_column("text", "words")
+    parsed.clear()
+    for footers in (2, 1):
+        assert make_dataset(table.source(), **options).schema.names == ["id", "words"]
+        assert len(parsed) == footers
+        parsed.clear()
+        table.source().append(pa.table({"id": [99], "words": ["new"]}))
+
+
+def test_a_folder_that_grows_parses_few_footers(parsed, folder, options, monkeypatch):
+    monkeypatch.setattr("dataload.catalog.footer_cache.RUN", 1)
+    make_dataset(str(folder), **options)
+    write(folder / "c.parquet", 40, 4)
+    parsed.clear()
+    assert len(make_dataset(str(folder), **options)) == 44
+    assert [Path(path).name for path in parsed] == ["c.parquet"]
 
 
 def compact(table: GrowingDelta) -> None:
