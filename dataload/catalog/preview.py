@@ -10,6 +10,7 @@ from itertools import groupby, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
@@ -122,31 +123,63 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
         OriginError: The origin failed.
         DataError: The row group cannot be decoded.
     """
-    number = next((number for number, group in enumerate(manifest.row_groups) if group.rows), None)
-    if number is None or not count:
-        return []
-    group, selection = manifest.row_groups[number], manifest.selection
-    chosen = np.arange(group.rows) if selection is None else np.flatnonzero(selection.mask(number))
-    chosen = chosen[:count]
+    lengths = manifest.block_lengths
+    first = int(np.argmax(lengths > 0)) if count else len(lengths)
+    return rows_at(manifest, columns, blocks, np.arange(min(count, lengths[first]))) if len(lengths) > first else []
+
+
+def rows_at(
+    manifest: Manifest, columns: Sequence[str], blocks: Blocks, rows: npt.NDArray[np.int64]
+) -> list[dict[str, Any]]:
+    """Return rows as dicts of Python values, by their numbers: int64 [n].
+
+    Nothing but the footers and the pages of these columns that hold the rows is fetched; without an index of pages in a
+    Parquet file, the columns of their row groups.
+
+    Raises:
+        OriginError: The origin failed.
+        DataError: A row group cannot be decoded.
+    """
+    ends, found = np.cumsum(manifest.block_lengths), dict[int, dict[str, Any]]()
+    groups = np.searchsorted(ends, rows, "right")
+    for number in np.unique(groups).tolist():
+        own = np.unique(rows[groups == number])
+        within = own - (ends[number] - manifest.block_lengths[number])
+        if manifest.selection is not None:
+            within = np.flatnonzero(manifest.selection.mask(number))[within]
+        found.update(zip(own.tolist(), _rows_of(manifest, number, columns, blocks, within), strict=True))
+    return [found[row] for row in rows.tolist()]
+
+
+def _rows_of(
+    manifest: Manifest, number: int, columns: Sequence[str], blocks: Blocks, rows: npt.NDArray[np.int64]
+) -> list[dict[str, Any]]:
+    """Return some rows of a row group, ascending."""
+    group = manifest.row_groups[number]
     constants = {name: value for name, value in group.constants if name in columns}
     stored = [name for name in columns if name not in constants]
-    rows: list[dict[str, Any]] = [{} for _ in chosen]
-    if stored:
-        last = int(chosen[-1]) + 1
-        footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
-
-        def first(reader: RowGroupReader) -> pa.Table:
-            return next(iter(reader.tables(last)))
-
-        table = read_row_group(footer, group.file, group.number, stored, blocks.bypassing(), capacity, first)
-        table = flatten_table(table.slice(0, last))
-        kinds = [manifest.schema.field(name).type for name in table.column_names]
-        with as_data_error(f"{group.file.name} row group {group.number} cannot be decoded"):
-            promoted = list(map(as_in_dataset, table.columns, kinds))
-        values = [[_value(column[row]) for row in chosen.tolist()] for column in promoted]
-        rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
     known = {name: _value(constant(value, manifest.schema.field(name).type)) for name, value in constants.items()}
-    return [{name: known.get(name, row.get(name)) for name in columns} for row in rows]
+    found: dict[str, list[Any]] = {name: [value] * len(rows) for name, value in known.items()}
+    if stored:
+        footer, arrays = read_footer(group.file, group.footer_at, blocks), dict[str, pa.ChunkedArray]()
+        for name in stored:
+            if (values := footer.values_at(group.file, group.number, name, rows, blocks)) is not None:
+                arrays[name] = values
+        paged = set(arrays)
+        if others := [name for name in stored if name not in arrays]:
+            last, capacity = int(rows[-1]) + 1, len(others) * COLUMN_BYTES
+
+            def first(reader: RowGroupReader) -> pa.Table:
+                return next(iter(reader.tables(last)))
+
+            table = read_row_group(footer, group.file, group.number, others, blocks.bypassing(), capacity, first)
+            table = flatten_table(table.slice(0, last))
+            arrays |= dict(zip(table.column_names, table.columns, strict=True))
+        with as_data_error(f"{group.file.name} row group {group.number} cannot be decoded"):
+            for name in arrays.keys() & {*stored}:
+                promoted = as_in_dataset(arrays[name], manifest.schema.field(name).type)
+                found[name] = [_value(promoted[row]) for row in (range(len(rows)) if name in paged else rows.tolist())]
+    return [{name: found[name][at] if name in found else None for name in columns} for at in range(len(rows))]
 
 
 def _value(scalar: pa.Scalar) -> Any:

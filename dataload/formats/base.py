@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
@@ -24,6 +26,7 @@ TINY_BYTES = 64 << 10  # of a row group that takes less time than handing it to 
 INVALID_CODED = "Invalid UTF8 payload"
 GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
 
+Int64 = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
@@ -122,6 +125,12 @@ class Footer(Protocol):
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         """Return whether `open_row_group` leaves waiting for the origin to the reader's `wait`."""
+
+    def values_at(self, obj: Object, number: int, column: str, rows: Int64, blocks: Blocks) -> pa.ChunkedArray | None:
+        """Return the values of a column in some rows of a row group, ascending: int64 [n].
+
+        Nothing is fetched but the pages that hold them. None: the file does not tell where these are.
+        """
 
     def open_row_group(
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int

@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.errors import DataError
+from dataload.errors import DataError, DataloadError
 from dataload.formats.arrow_types import has_part
-from dataload.formats.base import SHARED_BYTES, TINY_BYTES, RowGroupReader, as_data_error
+from dataload.formats.base import SHARED_BYTES, TINY_BYTES, Int64, RowGroupReader, as_data_error
 from dataload.formats.int96 import counts_microseconds, is_ns
 from dataload.formats.parquet_columns import columns_of
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
@@ -30,7 +30,7 @@ from dataload.formats.parquet_thrift import (
     row_groups_of,
 )
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
-from dataload.formats.schema import flatten
+from dataload.formats.schema import flatten, flatten_table
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.resource_limits import MEMORY_DIVISOR, usable_memory
 
@@ -179,6 +179,28 @@ class ParquetFooter:
     def num_values(self, number: int, column: str) -> int | None:
         chunks = self._chunks(number, [column])
         return chunks[0].num_values if len(chunks) == 1 else None
+
+    def values_at(self, obj: Object, number: int, column: str, rows: Int64, blocks: Blocks) -> pa.ChunkedArray | None:
+        from dataload.formats.parquet_pages import values_at  # which few callers need
+
+        chunks = self._chunks(number, [column])
+        if self._columns.read_with([column]) != [column] or len(chunks) != 1 or column in self._long_times:
+            return None
+
+        def fetch(spans: Sequence[Span]) -> list[memoryview]:
+            return blocks.map(lambda span: blocks.fetch(obj, *span), spans)
+
+        def read(stream: Any) -> pa.ChunkedArray:
+            how = {"pre_buffer": False, "page_checksum_verification": blocks.config.page_checksums}
+            with pq.ParquetFile(stream, metadata=self._metadata, coerce_int96_timestamp_unit=self._unit, **how) as file:
+                return flatten_table(file.read_row_group(number, columns=[column], use_threads=False)).column(0)
+
+        try:
+            return values_at(chunks[0], rows, self.lengths[number], fetch, read)
+        except DataloadError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, LookupError):  # Who reads all of it says what is damaged.
+            return None
 
     @contextmanager
     def open_row_group(

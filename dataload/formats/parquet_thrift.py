@@ -66,6 +66,8 @@ ALL_STATISTICS: Wanted = {
         },
     )
 }
+PAGE_INDEX: Wanted = {4: (I64, {}), 5: (I32, {})}  # where the OffsetIndex is, and its size
+OFFSET_INDEX: Wanted = {1: (LIST, (STRUCT, {1: (I64, {}), 2: (I32, {}), 3: (I64, {})}))}
 MOST_TEXT = 64  # bytes of a text in a usual chunk: a name, or a bound
 
 
@@ -121,12 +123,23 @@ class Chunk:
     def has_dictionary_page(self) -> bool:
         return self._found["dictionary"] is not None
 
+    @property
+    def page_index(self) -> tuple[int, int] | None:
+        """The bytes of the file that tell where its pages are; None: its writer did not tell."""
+        fields = self._fields(PAGE_INDEX)
+        if fields.keys() != PAGE_INDEX.keys():
+            return None
+        start, size = (_integer(fields[number]) for number in PAGE_INDEX)
+        return start, start + size
+
     def has_sound_statistics(self, column: pq.ColumnSchema) -> bool:
         """Return whether its statistics fit its column, so that Arrow can read them."""
+        return _fits(self._fields(ALL_STATISTICS).get(METADATA, {}), column)
+
+    def _fields(self, wanted: Wanted) -> dict[int, Any]:
         found = self._found
         data, at = found["place"] if isinstance(found, dict) else (found.string, found.start())
-        fields, _ = _struct(data, at, ALL_STATISTICS)
-        return _fits(fields.get(METADATA, {}), column)
+        return _struct(data, at, wanted)[0]
 
 
 class Chunks:
@@ -233,6 +246,30 @@ def row_groups_of(footer: bytes) -> list[Chunks]:
     group: Wanted = {1: (LIST, (STRUCT, CHUNK)), TOTAL_STORED: (I64, {})}
     fields, _ = _struct(footer, 0, {4: (LIST, (STRUCT, group))})
     return list(map(Chunks, fields.get(4, [])))
+
+
+class Page(NamedTuple):
+    """A page of a column chunk.
+
+    Attributes:
+        offset: Where it begins in the file.
+        size: Its bytes, with its header.
+        first_row: Its first row in the row group.
+    """
+
+    offset: int
+    size: int
+    first_row: int
+
+
+def pages_of(index: bytes) -> list[Page]:
+    """Return the pages of a column chunk but for its dictionary, given the bytes of its `page_index`.
+
+    Raises:
+        ValueError, IndexError, KeyError: They are damaged.
+    """
+    fields, _ = _struct(index, 0, OFFSET_INDEX)
+    return [Page(*(_integer(page[number]) for number in (1, 2, 3))) for page in fields[1]]
 
 
 def _fits(metadata: Mapping[int, Any], column: pq.ColumnSchema) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import shutil
 import subprocess
@@ -112,21 +113,52 @@ def test_a_packed_sequence_tells_its_documents(folder: Path, tmp_path: Path, run
         assert row["values"]["tokens"] == tokens.tolist()
 
 
-def test_show_fetches_the_footers_and_the_row_groups_of_the_step(
-    bucket: Any, dataset_of: Any, tmp_path: Path, run: Any
+@pytest.mark.parametrize("indexed", [True, False])
+def test_show_fetches_the_footers_and_the_pages_of_the_rows(
+    bucket: Any, tmp_path: Path, run: Any, indexed: bool
 ) -> None:
-    url = dataset_of([[4000] * 10, [4000] * 10])
-    dataset = make_dataset(url, storage_options=bucket.options, cache=False)
+    """Without an index of the pages, the columns of the row groups."""
+    rows, group, rng = 40_000, 10_000, np.random.default_rng(5)
+    table = pa.table(
+        {
+            "id": range(rows),
+            "x": rng.random(rows),
+            "text": [rng.bytes(40).hex() for _ in range(rows)],
+            "tokens": pa.array([[number] * (number % 5) for number in range(rows)], pa.list_(pa.int32())),
+            "maybe": [None if number % 3 else number for number in range(rows)],
+            "unread": rng.random(rows),
+        }
+    )
+    data = io.BytesIO()
+    small = {"data_page_size": 4 << 10, "write_batch_size": 32}
+    pq.write_table(table, data, row_group_size=group, write_page_index=indexed, use_dictionary=["maybe"], **small)
+    bucket.client.put_object(Bucket=bucket.name, Key="pages/rows.parquet", Body=data.getvalue())
+    columns = [name for name in table.column_names if name != "unread"]
+    source = f"s3://{bucket.name}/pages"
+    dataset = make_dataset(source, columns=columns, fill_null=0, storage_options=bucket.options, cache=False)
     loader = make_loader(dataset, 4, window=1, stats_dir=tmp_path / "run", world=World(0, 1))
-    iterator = iter(loader)
-    next(iterator)
-    iterator.close()
-    needed = {place[:2] for place in dataset.locate(loader.rows_at(0, 0)[0])}
-    chunks = sum(group.bytes for group in dataset.row_groups if (f"s3://{group.file.path}", group.number) in needed)
+    next(iter(loader))
+    [numbers] = loader.rows_at(0, 0)
     bucket.server.reset()
-    run("rows", "--step", "1", "--show", "--storage-options", json.dumps(bucket.options))
-    footers, edges = 2 * (64 << 10), 2 * len(needed) * (64 << 10)  # A range is fetched in blocks of 64 KiB.
-    assert bucket.server.stats()["get_bytes"] <= footers + chunks + edges
+    [batch] = run("rows", "--step", "1", "--show", "--storage-options", json.dumps(bucket.options))["batches"]
+    got = bucket.server.stats()["get_bytes"]
+    shown = [row["values"] for row in batch["ranks"][0]["rows"]]
+    assert shown == table.select(columns).take(pa.array(numbers)).to_pylist()
+    footer = pq.ParquetFile(pa.BufferReader(data.getvalue()))
+    chunks = [
+        footer.metadata.row_group(number).column(leaf)
+        for number in {number // group for number in numbers.tolist()}
+        for leaf, name in enumerate(table.column_names)
+        if name in columns
+    ]
+    whole = sum(chunk.total_compressed_size for chunk in chunks)
+    dictionaries = sum(
+        chunk.data_page_offset - (chunk.dictionary_page_offset or chunk.data_page_offset) for chunk in chunks
+    )
+    tail = 64 << 10  # what is fetched of a file to find its footer, and an index of pages
+    pages = len(columns) * len(numbers) * (6 << 10)
+    assert got <= 2 * tail + (dictionaries + pages if indexed else whole + len(chunks) * (64 << 10))
+    assert not indexed or got < whole
 
 
 def test_replay_saves_the_batch(folder: Path, tmp_path: Path, run: Any) -> None:

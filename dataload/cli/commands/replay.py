@@ -12,10 +12,11 @@ from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import Json, StorageOptions, mapping, with_cache_options
 from dataload.cli.console import FOUND_A_PROBLEM, show
 from dataload.cli.values import plain_value, row_text
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataloadError
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
+    from dataload.loader.loader import Loader
     from dataload.replay import Run, Step
     from dataload.replay.run import Batch
 
@@ -147,17 +148,20 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
     if rank is not None and rank not in ranks:
         raise ConfigError(f"--rank={rank}: step {step.number} has the ranks 0 to {len(ranks) - 1}")
     chosen = ranks if rank is None else [rank]
+    loader, problem = _opened(run, step, values=values)
     batches: list[dict[str, Any]] = [
         {
             "epoch": batch.epoch,
             "batch": batch.number,
-            "ranks": [{"rank": each, "rows": _described(run, step, batch, each, values=values)} for each in chosen],
+            "ranks": [
+                {"rank": each, "rows": _described(run, step, batch, each, loader, values=values)} for each in chosen
+            ],
         }
         for batch in step.batches
     ]
     figures = {"step": step.number, "batches": batches, "earlier_attempts": len(step.earlier)}
     others = len(run.starts) - len(run.loops)
-    figures |= {"recorded": step.is_recorded, "other_loops": others, "left_out": left_out}
+    figures |= {"recorded": step.is_recorded, "other_loops": others, "left_out": left_out, "problem": problem}
     lines = []
     for batch in batches:
         place = f"epoch {batch['epoch']}, batch {batch['batch']}"
@@ -169,6 +173,7 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
         lines.append(f"{counted(len(step.earlier), 'earlier attempt')} had a step {step.number}, before a restart")
     if not step.is_recorded:
         lines.append(f"{NOT_RECORDED}: this is how it goes on")
+    lines += [problem] if problem else []
     if others:
         lines.append(f"{counted(others, 'loop')} of other loaders in this folder, such as evaluations, count no steps")
     if left_out:
@@ -178,30 +183,45 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
     show(figures, "\n".join(lines), as_json=as_json)
 
 
-def _described(run: Run, step: Step, batch: Batch, rank: int, *, values: bool) -> list[dict[str, Any]]:
-    """Return the rows of a rank's batch: where they are, and what they hold."""
+def _opened(run: Run, step: Step, *, values: bool) -> tuple[Loader | None, str]:
+    """Return the loader of a step if its rows cannot be told without it, and why it is missing."""
+    if not (values or step.is_packed):
+        return None, ""
+    try:
+        return run.loader(step.start), ""
+    except DataloadError as error:
+        if values:
+            raise
+        return None, f"the documents of the sequences are not known: {error}"
+
+
+def _described(
+    run: Run, step: Step, batch: Batch, rank: int, loader: Loader | None, *, values: bool
+) -> list[dict[str, Any]]:
+    """Return the rows of a rank's batch: where they are, and what they hold. loader: reads them; None: nothing does."""
     numbers = batch.rows[rank]
     found: list[dict[str, Any]] = [
         {"row_id": number, "url": _public(place.url), "row_group": place.row_group, "row": place.row}
         | ({"source": place.source} if place.source else {})
         for number, place in zip(numbers.tolist(), run.places(step.start, numbers), strict=True)
     ]
-    if values or step.is_packed:
-        from dataload.packed import SequenceLocation
-        from dataload.rows.numbered_rows import PlacedRows
+    if loader is None:
+        return found
+    from dataload.packed import SequenceLocation
+    from dataload.replay.values import values_of
+    from dataload.rows.numbered_rows import PlacedRows
 
-        loader = run.loader(step.start)
-        stream, draw = loader.rank_sampler.of_rank(rank).seeds(batch.epoch)
-        for one, place in zip(found, loader.dataset.locate(numbers), strict=True):
-            if isinstance(place, SequenceLocation):
-                pieces = place.documents(None if draw is None else draw[1], loader.rank_sampler.seed)
-                one["documents"] = [
-                    {**of._asdict(), "url": _public(of.url), "start": start, "stop": stop} for of, start, stop in pieces
-                ]
-        if values:
-            held = loader.dataset.__getitems__(PlacedRows(numbers.tolist(), (stream, batch.cursor), draw))
-            for one, row in zip(found, held, strict=True):
-                one["values"] = {name: plain_value(value) for name, value in row.items()}
+    stream, draw = loader.rank_sampler.of_rank(rank).seeds(batch.epoch)
+    for one, place in zip(found, loader.dataset.locate(numbers), strict=True):
+        if isinstance(place, SequenceLocation):
+            pieces = place.documents(None if draw is None else draw[1], loader.rank_sampler.seed)
+            one["documents"] = [
+                {**of._asdict(), "url": _public(of.url), "start": start, "stop": stop} for of, start, stop in pieces
+            ]
+    if values:
+        rows = PlacedRows(numbers.tolist(), (stream, batch.cursor), draw)
+        for one, row in zip(found, values_of(loader.dataset, rows), strict=True):
+            one["values"] = {name: plain_value(value) for name, value in row.items()}
     return found
 
 

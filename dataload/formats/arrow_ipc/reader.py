@@ -122,6 +122,9 @@ class ArrowFooter:
         dictionaries = sum(message.stop - message.start for message in self._dictionaries[number])
         return blocks.origin.is_local and self.stored_bytes(number) + dictionaries <= TINY_BYTES
 
+    def values_at(self, *_: object) -> None:
+        return None
+
     @contextmanager
     def open_row_group(
         self,
