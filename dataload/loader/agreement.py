@@ -120,7 +120,7 @@ class Agreement:
         shown = _made[self._place], self._count, epoch
         if shown != self._shown:
             if self._shown is None or self._shown[1] != self._count:
-                board.show(f"{self._name} files {self._count} {self._rank}", self._digests)
+                board.show(self._files_name(self._count, self._rank), self._digests)
             self._shown = shown
             content = {"started": _started, "loaders": shown[0], "epoch": epoch, "snapshots": self._snapshots}
             board.show(f"{self._name} {self._rank}", json.dumps(content).encode())
@@ -146,12 +146,15 @@ class Agreement:
             if theirs["refreshes"] != own["refreshes"] and max(own, theirs, key=itemgetter("refreshes"))["repeats"]:
                 continue  # One of the two has read both snapshots in epochs of this number.
             if theirs["order"]["data"] != own["order"]["data"]:
-                return self._other_data(
-                    rank, theirs, board.read(f"{self._name} files {theirs['number']} {rank}") or b""
-                )
+                digests = board.read(self._files_name(theirs["number"], rank)) or b""
+                return self._other_data(rank, theirs, digests)
             if theirs["order"] != own["order"]:
                 return self._other_arguments(rank, theirs["order"])
         return None
+
+    def _files_name(self, number: int, rank: int) -> str:
+        """Return the name under which a rank shows the files of a snapshot. Those of older ones are replaced."""
+        return f"{self._name} files {number % MOST_SNAPSHOTS} {rank}"
 
     @property
     def _files(self) -> list[Object]:
