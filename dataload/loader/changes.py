@@ -135,56 +135,61 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
         ConfigError: It cannot be told which rows the epoch has had.
     """
     check_supported(dataset, sampler)
+    _check_calls(dataset)
+    names = sampler.position.options.keys() - {EARLIER}
+    require(names, position.options)
+    options, known = {name: position.options[name] for name in names}, sampler.known_lists()
+    segments, tables = _segments(position), _tables(position)
+    had_here = position.cursor - sum(each["rows"] for each in segments)
+    if had_here < 0:
+        raise ConfigError(
+            f"the state has had {position.cursor} rows, fewer than those before the data changed: give all that "
+            "state_dict() returned"
+        )
+    if position.dataset != sampler.position.dataset and had_here:
+        segments.append(_latest(position, had_here, tables, dataset, is_first=not segments))
+    if len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
+        raise ConfigError(
+            f"the data has changed {len(segments)} times within one epoch, more than a state holds: on_change="
+            '"next_epoch" ends the epoch first'
+        )
+    by_rows = isinstance(dataset, Mixture) and bool(segments) and BY_ROWS in segments[0]
+    snapshots = [*(_inventories(each, dataset) for each in segments), [each.inventory for each in dataset.datasets]]
+    if by_rows:
+        options["weights"] = _by_rows(snapshots[-1])
+    options = listed(options, {**known, "windows": [*known.get("windows", ()), *map(_windows, snapshots)]})
+    orders = [_order_over(sampler.order.with_options(), found, options, by_rows=by_rows) for found in snapshots]
+    had, taken = [KnownRows() for _ in dataset.datasets], 0
+    for number, segment in enumerate(segments):
+        found, order = snapshots[number], orders[number]
+        rest = order if not taken else rest_of(order, _others(had, found), taken, by_rows=by_rows)
+        taken += segment["rows"]
+        _add(had, found, rest, position.epoch, taken)
+        _add_moved(had, (segment, found), ((*segments, None)[number + 1], snapshots[number + 1]), dataset)
+    moved = Position(sampler.position.dataset, position.epoch, position.cursor, {**options, EARLIER: segments})
+    return moved, rest_of(orders[-1], _others(had, snapshots[-1]), taken, by_rows=by_rows)
+
+
+def _check_calls(dataset: MapStyle) -> None:
+    """Raise ConfigError for rows that were chosen by number."""
     for step in ("select", "split"):
         if any(call.name == step for each in dataset.datasets for call in each.calls):
             raise ConfigError(
                 f'{step} is of the rows of one snapshot, and on_change="continue" goes on with another, in which it '
                 'has others: use on_change="next_epoch", or choose rows by filters'
             )
-    segments, tables = _segments(position), _tables(position)
-    here = [each.inventory for each in dataset.datasets]
-    names = sampler.position.options.keys() - {EARLIER}
-    require(names, position.options)
-    options = {name: position.options[name] for name in names}
-    known = sampler.known_lists()
-    rows = position.cursor - sum(each["rows"] for each in segments)
-    if rows < 0:
-        raise ConfigError(
-            f"the state has had {position.cursor} rows, fewer than those before the data changed: give all that "
-            "state_dict() returned"
-        )
-    by_rows = isinstance(dataset, Mixture) and bool(segments) and BY_ROWS in segments[0]
-    inventories = [_inventories(each, dataset) for each in segments]
-    if position.dataset != sampler.position.dataset and rows:
-        versions = [each.rpartition("@")[2] for each in tables]
-        segment = {"dataset": position.dataset, "rows": rows, **({TABLES: versions} if versions else {})}
-        latest = _inventories(segment, dataset)
-        if isinstance(dataset, Mixture) and dataset.by_rows and not segments:
-            by_rows = _is_by_rows(options["weights"], latest)
-            segment |= {BY_ROWS: True} if by_rows else {}
-        segments.append(segment)
-        inventories.append(latest)
-    if len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
-        raise ConfigError(
-            f"the data has changed {len(segments)} times within one epoch, more than a state holds: on_change="
-            '"next_epoch" ends the epoch first'
-        )
-    if by_rows:
-        options["weights"] = _by_rows(here)
-    options = listed(options, {**known, "windows": [*known.get("windows", ()), *map(_windows, inventories)]})
-    order, had = sampler.order.with_options(), [KnownRows() for _ in dataset.datasets]
-    taken = 0
-    for number, (segment, found) in enumerate(zip(segments, inventories, strict=True)):
-        of = _order_over(order, found, options, by_rows=by_rows)
-        first = of if not taken else rest_of(of, _others(had, found), taken, by_rows=by_rows)
-        _add(had, found, first, position.epoch, taken + segment["rows"])
-        taken += segment["rows"]
-        is_last = number == len(segments) - 1
-        following = (None, here) if is_last else (segments[number + 1], inventories[number + 1])
-        _add_moved(had, (segment, found), following, dataset)
-    whole = _order_over(order, here, options, by_rows=by_rows)
-    moved = Position(sampler.position.dataset, position.epoch, position.cursor, {**options, EARLIER: segments})
-    return moved, rest_of(whole, _others(had, here), taken, by_rows=by_rows)
+
+
+def _latest(
+    position: Position, rows: int, tables: Sequence[str], dataset: MapStyle, *, is_first: bool
+) -> dict[str, Any]:
+    """Return the segment of the data that a state is of. rows: that the epoch has had of it."""
+    versions = [each.rpartition("@")[2] for each in tables]
+    segment = {"dataset": position.dataset, "rows": rows, **({TABLES: versions} if versions else {})}
+    if is_first and isinstance(dataset, Mixture) and dataset.by_rows:
+        weights = position.options["weights"]
+        segment |= {BY_ROWS: True} if _is_by_rows(weights, _inventories(segment, dataset)) else {}
+    return segment
 
 
 def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler) -> MapStyle:
