@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("deltalake")
@@ -317,3 +318,33 @@ def test_a_version_that_only_deletes_fetches_no_file_of_data(remote, tmp_path):
     )
     assert found == [0, 1, 3, 4, 6, 7, 8, 9]
     assert names == set()
+
+
+def test_widened_columns_have_the_values_of_old_and_new_files(tmp_path):
+    """Deltalake opens such a table, and reads none of its rows."""
+    path = f"{tmp_path}/table"
+    narrow = {"id": pa.array([1, 2], pa.int32()), "x": pa.array([0.5, None], pa.float32())}
+    write_deltalake(path, pa.table({**narrow, "price": pa.array([Decimal("1.25"), None], pa.decimal128(5, 2))}))
+    lines = Path(f"{path}/_delta_log/{0:020}.json").read_text().splitlines()
+    [metadata] = [found["metaData"] for found in map(json.loads, lines) if "metaData" in found]
+    schema = json.loads(metadata["schemaString"])
+    for field, wider in zip(schema["fields"], ("long", "double", "decimal(12,2)"), strict=True):
+        field["metadata"] = {"delta.typeChanges": [{"fromType": field["type"], "toType": wider}]}
+        field["type"] = wider
+    features = {"readerFeatures": ["typeWidening"], "writerFeatures": ["typeWidening"]}
+    commit(
+        path,
+        {"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **features}},
+        {"metaData": {**metadata, "schemaString": json.dumps(schema)}},
+    )
+    wide = pa.table({"id": [1 << 40], "x": [1 / 3], "price": pa.array([Decimal("1234567.89")], pa.decimal128(12, 2))})
+    pq.write_table(wide, f"{path}/wide.parquet")
+    [add] = adds(path).values()
+    size = Path(f"{path}/wide.parquet").stat().st_size
+    commit(path, {"add": {**add, "path": "wide.parquet", "size": size, "stats": '{"numRecords": 1}'}})
+    dataset = make_dataset(f"delta+{path}", cache=False)
+    assert dataset.schema.types == [pa.int64(), pa.float64(), pa.decimal128(12, 2)]
+    assert sorted(dataset["id"].tolist()) == [1, 2, 1 << 40]
+    assert sorted(map(str, dataset["x"].tolist())) == sorted(["0.5", "nan", str(1 / 3)])
+    assert sorted(map(str, dataset["price"].tolist())) == ["1.25", "1234567.89", "nan"]
+    assert make_dataset(f"delta+{path}@0", cache=False).schema.types[:2] == [pa.int32(), pa.float32()]
