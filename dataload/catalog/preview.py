@@ -123,9 +123,8 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
         OriginError: The origin failed.
         DataError: The row group cannot be decoded.
     """
-    lengths = manifest.block_lengths
-    first = int(np.argmax(lengths > 0)) if count else len(lengths)
-    return rows_at(manifest, columns, blocks, np.arange(min(count, lengths[first]))) if len(lengths) > first else []
+    first = next((rows for rows in manifest.block_lengths.tolist() if rows), 0)
+    return rows_at(manifest, columns, blocks, np.arange(min(count, first)))
 
 
 def rows_at(
