@@ -211,7 +211,7 @@ def logged(folder, out, given):
 def test_peers_write_their_statistics_to_files_of_their_own(ranks, folder, tmp_path, given):
     stats = ranks(4, logged, folder, str(tmp_path), given)
     names = {f"rank-{process // 2}-process-{process}.jsonl" for process in range(4)}
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "ledger.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "ledger.jsonl", "ledger.rows"}
     passes = stats_log.read(tmp_path)
     assert [(each.rank, each.world_size, each.stats.rows) for each in passes if each.stats.epoch == 0] == [
         (each.rank, 2, 166) for each in passes if each.stats.epoch == 0
@@ -602,7 +602,12 @@ def test_plain_shares_of_a_parameter_are_refused_before_the_first_checkpoint(ran
 
 def test_replicas_that_are_rounded_differently_are_saved(ranks, folder, tmp_path):
     assert ranks(4, saved, folder, tmp_path, (1, 1 + 1e-6)) == [None] * 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-000001", "ledger.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "checkpoint-000001",
+        "ledger.jsonl",
+        "ledger.rows",
+    ]
 
 
 def mixed(folder):

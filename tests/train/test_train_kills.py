@@ -152,4 +152,4 @@ def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second
         assert all(torch.equal(state, answers[0][0]) for state, *_ in answers)
         assert all(N <= rows < N + max(first, second) for *_, history in answers for rows in history)
         names = [path.name[:11] for path in sorted((trial / "kept").iterdir())]
-        assert names == [".lock", *["checkpoint-"] * 2, "ledger.json"]
+        assert names == [".lock", *["checkpoint-"] * 2, "ledger.json", "ledger.rows"]
