@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -166,6 +167,7 @@ def nothing_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     s3fs.S3FileSystem.clear_instance_cache()  # Their clients have credentials and settings of this test.
+    end_threads_of_pyiceberg()
     if left_threads(before) or processes():
         gc.collect()  # Cycles may hold them.
     ours = left_threads(before)
@@ -183,6 +185,14 @@ def nothing_left_behind() -> Iterator[None]:
 def left_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     """Return the threads that a test has started and that should have ended with it."""
     return [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
+
+
+def end_threads_of_pyiceberg() -> None:
+    """End the threads of pyiceberg, which it keeps for the life of the process."""
+    module = sys.modules.get("pyiceberg.utils.concurrent")
+    if module is not None and (pool := module.ExecutorFactory._instance) is not None:
+        pool.shutdown()
+        module.ExecutorFactory._instance = None
 
 
 def processes() -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,9 @@ def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
     subprocess.run(install, check=True, capture_output=True)
 
     def run(program: str) -> str:
-        return subprocess.run([python, "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        options = {"check": True, "capture_output": True, "text": True, "cwd": tmp_path, "env": environ}
+        return subprocess.run([python, "-c", program], **options).stdout
 
     # The light modules import without any dependency.
     run("import dataload, dataload.errors, dataload.cache, dataload.samplers, sys; assert 'torch' not in sys.modules")

@@ -1,11 +1,10 @@
-"""A rank that runs accelerate with a dataload loader and writes the rows of each step to a JSON file.
+"""Ranks that run accelerate with a dataload loader and write the rows of each step to a JSON file.
 
 accelerate_rank.py FOLDER_OF_PARQUET OUTPUT_FOLDER
 """
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from forked import rank_of_this_process
 
 from dataload import World, make_dataset, make_loader, mix
 from dataload.errors import ConfigError
 
 folder, out = sys.argv[1], Path(sys.argv[2])
-rank = int(os.environ["RANK"])
+rank = rank_of_this_process()
 seen = {}
 dataset = make_dataset(folder, cache=False)
 COLUMN = "row_id"

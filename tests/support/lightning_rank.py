@@ -1,16 +1,16 @@
-"""A rank that runs Lightning with dataload loaders and writes the rows of each epoch to a JSON file.
+"""Ranks that run Lightning with dataload loaders and write the rows of each epoch to a JSON file.
 
 lightning_rank.py FOLDER_OF_PARQUET OUTPUT_FOLDER
 """
 
 import itertools
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
+from forked import rank_of_this_process
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -20,7 +20,7 @@ from dataload import make_dataset, make_loader, mix
 
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 folder, out = sys.argv[1], Path(sys.argv[2])
-rank = int(os.environ["RANK"])
+rank = rank_of_this_process()
 dataset = make_dataset(folder, cache=False)
 mixture = mix([dataset.select(range(100)), dataset.select(range(100, len(dataset)))])
 seen = {}

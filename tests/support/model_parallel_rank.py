@@ -1,10 +1,9 @@
-"""A rank of four, in tensor-parallel pairs, under accelerate or Lightning. It writes its rows to a JSON file.
+"""Four ranks in tensor-parallel pairs, under accelerate or Lightning. They write their rows to JSON files.
 
 model_parallel_rank.py FOLDER_OF_PARQUET OUTPUT_FOLDER accelerate|lightning
 """
 
 import json
-import os
 import sys
 import warnings
 from importlib.util import find_spec
@@ -12,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from forked import rank_of_this_process
 from torch.distributed.fsdp import fully_shard
 
 from dataload import ConfigError, make_dataset, make_loader
 
 warnings.filterwarnings("ignore")
 folder, out, trainer = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-rank = int(os.environ["RANK"])
+rank = rank_of_this_process()
 dataset = make_dataset(folder, cache=False)
 seen = {"rows": []}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -74,6 +75,7 @@ def _nurse(pipe):
             number, environ, until, *call = job
             pairs = [fork.Pipe(duplex=False) for _ in range(number)]
             processes = []
+            gc.freeze()  # Ranks collect no garbage in what is imported, and search it for no meshes.
             for rank, (_, answers) in enumerate(pairs):
                 own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(fork.Process(target=_rank, args=(answers, own, *call)))
