@@ -18,6 +18,7 @@ from dataload.catalog.tables import at_snapshot, is_table, read_table
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import Partitioning
 from dataload.formats.text import TextErrors
+from dataload.runtime.collection import rare_collections
 
 
 class Call(NamedTuple):
@@ -88,6 +89,7 @@ class Opening:
         named = isinstance(self.source, str) or not is_table(self.source)
         return {**vars(self), "source": self.source if named else None, "base": None}
 
+    @rare_collections()
     def open(self, version: str | None = None, *, newest: bool = False) -> tuple[Manifest, Blocks, list[str] | None]:
         """Return all rows of the source, a reader of its files, and the columns that are read; None: all.
 
