@@ -210,15 +210,34 @@ def test_the_quick_start_is_a_whole_program(reader):
     assert len(Path("stats/rank-0.jsonl").read_text().split("\n")) > 10  # at least one line for each epoch
 
 
-def test_each_of_two_ranks_reads_half_of_the_rows_in_the_plain_loop(reader):
+def run_rank(folder, environ):
+    """Run ddp.py on this rank, with files for what it writes."""
+    os.chdir(folder)
+    os.environ.update(environ)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), descriptor)
+    runpy.run_path("ddp.py", run_name="__main__")
+    sys.stdout.flush()
+
+
+def test_each_of_two_ranks_reads_half_of_the_rows_in_the_plain_loop(reader, ranks):
     Path("ddp.py").write_text(f"{PLAIN_DDP.text}\nassert not dist.is_initialized()  # NCCL would warn of it\n")
+    assert ranks(2, run_rank, Path.cwd(), dict(os.environ)) == [None] * 2
+    for rank in (0, 1):
+        assert noise(Path(f"err-{rank}").read_text()) == []
+        assert f"epoch 9, rank {rank} of 2: {ROWS // 2} rows in " in Path(f"out-{rank}").read_text()
+    assert reader.stats()["get_bytes"] <= 1.1 * len(dict(objects())["train/part-0.parquet"])
+
+
+@pytest.mark.slow
+def test_the_plain_loop_runs_under_torchrun(reader):
+    Path("ddp.py").write_text(PLAIN_DDP.text)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     ran = subprocess.run(launch, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert noise(ran.stderr, "OMP_NUM_THREADS", "*****") == []  # of torchrun
     for rank in (0, 1):
         assert f"epoch 9, rank {rank} of 2: {ROWS // 2} rows in " in ran.stdout
-    assert reader.stats()["get_bytes"] <= 1.1 * len(dict(objects())["train/part-0.parquet"])
 
 
 def test_every_block_that_is_not_run_says_why():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pyarrow as pa
 import pytest
@@ -20,20 +20,28 @@ CHANGES = 8
 QUICK, ALL = 6, 60  # histories
 
 
-def history(path: Path, seed: int) -> DeltaHistory:
-    table = DeltaHistory(path, seed, ("none", "name", "id")[seed % 3], vectors=seed % 2 == 1)
-    for _ in range(CHANGES):
-        table.change()
-    return table
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    """Return a function of a seed: a table that has changed, which is made once."""
+
+    @functools.cache
+    def made(seed: int) -> DeltaHistory:
+        path = tmp_path_factory.mktemp("history") / "t"
+        table = DeltaHistory(path, seed, ("none", "name", "id")[seed % 3], vectors=seed % 2 == 1)
+        for _ in range(CHANGES):
+            table.change()
+        return table
+
+    return made
 
 
-def check_versions(path: Path, seed: int) -> None:
-    since = history(path, seed).since
+def check_versions(history: DeltaHistory) -> None:
+    path = history.path
     for version in range(DeltaTable(str(path)).version() + 1):
         try:
             expected = pa.table(DeltaTable(str(path), version=version).scan())
         except Exception as error:
-            if version >= since:
+            if version >= history.since:
                 raise
             assert "No such file" in str(error) or "not found" in str(error)
             with pytest.raises(OriginNotFound, match="VACUUM or expire_snapshots has removed it"):
@@ -43,19 +51,18 @@ def check_versions(path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(QUICK))
-def test_each_version_has_the_rows_of_deltalake(seed, tmp_path):
-    check_versions(tmp_path / "t", seed)
+def test_each_version_has_the_rows_of_deltalake(seed, history):
+    check_versions(history(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(QUICK, ALL))
-def test_more_histories_have_the_rows_of_deltalake(seed, tmp_path):
-    check_versions(tmp_path / "t", seed)
+def test_more_histories_have_the_rows_of_deltalake(seed, history):
+    check_versions(history(seed))
 
 
-def test_the_first_histories_have_all_kinds_of_changes(tmp_path):
-    tables = [history(tmp_path / f"{seed}", seed) for seed in range(QUICK)]
-    assert {name for each in tables for name in each.told} == {
+def test_the_first_histories_have_all_kinds_of_changes(history):
+    assert {name for seed in range(QUICK) for name in history(seed).told} == {
         *("append", "overwrite", "delete", "update", "merge", "add", "compact", "repartition", "vacuum"),
         *("rename", "rename_member", "drop", "vector"),
     }

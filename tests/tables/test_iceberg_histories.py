@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pytest
 
@@ -15,35 +15,40 @@ CHANGES = 12
 QUICK, ALL = 4, 60  # histories
 
 
-def check_history(folder: Path, seed: int) -> IcebergHistory:
-    """Change a table, and compare it after each change, and each of its snapshots in the end."""
-    history = IcebergHistory(folder, seed)
-    for _ in range(CHANGES):
-        history.change()
-        check_same(history.table, history.table.scan().to_arrow())
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """Return a function of a seed: a table that was compared after each change, which is made once."""
+
+    @functools.cache
+    def made(seed: int) -> IcebergHistory:
+        history = IcebergHistory(tmp_path_factory.mktemp("history"), seed)
+        for _ in range(CHANGES):
+            history.change()
+            check_same(history.table, history.table.scan().to_arrow())
+        return history
+
+    return made
+
+
+def check_snapshots(history: IcebergHistory) -> None:
     for snapshot in history.table.snapshots():
         scan = history.table.scan(snapshot_id=snapshot.snapshot_id)
         check_same(scan, scan.to_arrow())
-    return history
 
 
 @pytest.mark.parametrize("seed", range(QUICK))
-def test_each_snapshot_has_the_rows_of_pyiceberg(seed, tmp_path):
-    check_history(tmp_path, seed)
+def test_each_snapshot_has_the_rows_of_pyiceberg(seed, checked):
+    check_snapshots(checked(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(QUICK, ALL))
-def test_more_snapshots_have_the_rows_of_pyiceberg(seed, tmp_path):
-    check_history(tmp_path, seed)
+def test_more_snapshots_have_the_rows_of_pyiceberg(seed, checked):
+    check_snapshots(checked(seed))
 
 
-def test_the_first_histories_have_all_kinds_of_changes(tmp_path):
-    told = set[str]()
-    for seed in range(QUICK):
-        history = IcebergHistory(tmp_path / f"{seed}", seed)
-        told.update(history.change() for _ in range(CHANGES))
-    assert told == {
+def test_the_first_histories_have_all_kinds_of_changes(checked):
+    assert {name for seed in range(QUICK) for name in checked(seed).told} == {
         *("append", "overwrite", "delete", "upsert", "add", "widen", "rename", "rename_member", "drop"),
         *("repartition", "positions", "vector", "expire"),
     }

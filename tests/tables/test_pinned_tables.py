@@ -118,25 +118,34 @@ def test_fit_names_the_version_of_a_checkpoint(table, tmp_path):
     train(f"delta+{table}@0", 99)
 
 
-def test_the_command_line_takes_tables(table):
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run `dataload …` in this process. Return its status, standard output and standard error."""
+
+    def dataload(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["dataload", *words])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        return end.value.code, *capsys.readouterr()
+
+    return dataload
+
+
+def test_the_command_line_takes_tables(table, run):
     grow(table)
     for version, count in ((0, 20), (1, 24)):
-        command = [sys.executable, "-m", "dataload", "head", f"delta+{table}@{version}", "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout)["rows"] == count
-    wrong = subprocess.run([*command[:4], f"delta+{table}@7"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "has no version 7" in wrong.stderr
+        status, out, _ = run("head", f"delta+{table}@{version}", "--json")
+        assert (status, json.loads(out)["rows"]) == (0, count)
+    status, _, errors = run("head", f"delta+{table}@7")
+    assert status == 2
+    assert "has no version 7" in errors
 
 
 @pytest.mark.parametrize("command", ["plan", "warm"])
-def test_plan_and_warm_take_tables(command, table, tmp_path):
-    arguments = [f"delta+{table}", "--cache-dir", str(tmp_path / "cache"), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dataload", command, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
+def test_plan_and_warm_take_tables(command, table, tmp_path, run):
+    status, out, errors = run(command, f"delta+{table}", "--cache-dir", str(tmp_path / "cache"), "--json")
+    assert status == 0, errors
+    assert json.loads(out)
 
 
 def test_doctor_refuses_tables(table):

@@ -152,6 +152,7 @@ def test_buffers_are_shared_whatever_their_layout(ranks):
 def only_gpus_have_a_backend():
     """Exchange a count in a group that names no backend of the CPU. gather_object works there on the GPU."""
     with process_group(World.detect(), CPU):
+        dist.barrier()  # The first rank must not end before the other has connected to it.
         dist.get_backend_config = lambda: "cuda:nccl"
         collectives.gather = lambda count, mesh: ["by gather", count, mesh]
         return collectives.gather_count(3)
