@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from types import CodeType, FunctionType
 from typing import Any
@@ -57,7 +57,7 @@ class Sources:
         self.cells: dict[str, str] = {}
 
     def forget(self) -> None:
-        """Free the memory of the parsed files. They are parsed again for functions that are new."""
+        """Free the memory of the parsed files but the latest. They are parsed again for functions that are new."""
         self._files.clear()
 
     def texts(self) -> tuple[dict[tuple[str, CodeType], str], list[tuple[type, str]]]:
@@ -154,13 +154,17 @@ class Sources:
             key = code.co_filename, hash(text)
             parsed = self._files.get(key)
             if parsed is None:
-                tree = ast.parse(text)
                 flags = code.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as cells of notebooks are
-                module = compile(text, code.co_filename, "exec", flags=flags, dont_inherit=True)
-                parsed = self._files[key] = tree, set(_nested(module))
+                parsed = self._files[key] = _parse(text, code.co_filename, flags)
         except (OSError, TypeError, SyntaxError, ValueError, IndexError) as error:
             raise ConfigError(f"{code.co_qualname} has no source: {error}") from error
         return parsed
+
+
+@lru_cache(maxsize=2)  # The functions of a chain of maps are of one script, or of it and one module.
+def _parse(text: str, file: str, flags: int) -> tuple[ast.Module, set[CodeType]]:
+    module = compile(text, file, "exec", flags=flags, dont_inherit=True)
+    return ast.parse(text), set(_nested(module))
 
 
 def add_cells(cells: Mapping[str, str]) -> None:

@@ -338,10 +338,11 @@ def test_the_script_may_be_edited_while_it_runs(project: Project) -> None:
 
 
 def test_each_file_is_parsed_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, parsed, parse = project().through_module, list[str](), ast.parse
+    functions, parsed, parse = project(), list[str](), ast.parse
     monkeypatch.setattr(ast, "parse", lambda text: (parsed.append(text), parse(text))[1])
-    user = UserFunction.of(function, None)
-    assert user.is_same
+    for function in (functions.through_module, functions.plain):
+        user = UserFunction.of(function, None)
+        assert user.is_same
     assert sorted(parsed.count(text) for text in (SOURCE, HELPERS)) == [1, 1]
 
 
