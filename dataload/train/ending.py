@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any, Final, Self
@@ -57,12 +59,12 @@ class StopSignal:
         self._signals = _numbers(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._received = 0
-        self._process = os.getpid()
 
     def __enter__(self) -> Self:
+        self._process = os.getpid()  # that of a rank, which may have been forked since
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                if _is_unhandled(number):
                     self._before[number] = signal.signal(number, self._note)
         if left := [number.name for number in self._signals if number not in self._before]:
             log.info("%s: left to the program", ", ".join(left))
@@ -70,7 +72,8 @@ class StopSignal:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:  # The program may have set a handler since.
+                signal.signal(number, handler)
         self._before.clear()
 
     def _note(self, number: int, _: FrameType | None) -> None:
@@ -93,11 +96,18 @@ class StopSignal:
 
 
 def _numbers(names: Iterable[str] | None) -> list[signal.Signals]:
-    names = [names] if isinstance(names, str) else list(names or ())
-    unknown = [name for name in names if name not in signal.Signals.__members__]
-    if unknown or {"SIGKILL", "SIGSTOP"}.intersection(names):
+    names = [names] if isinstance(names, (str, int)) else list(names or ())
+    if not all(name in signal.Signals.__members__ for name in names) or {"SIGKILL", "SIGSTOP"}.intersection(names):
         raise ConfigError(f"stop_signals={names}: name signals that a process can handle, such as {STOP_SIGNALS}")
     return [signal.Signals[name] for name in names]
+
+
+def _is_unhandled(number: signal.Signals) -> bool:
+    """Return whether the program has no handler of a signal: neither in Python nor, as faulthandler's, in C."""
+    if (handler := signal.getsignal(number)) is not signal.SIG_DFL:
+        return handler is signal.default_int_handler
+    caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+    return not int(caught, 16) >> (number - 1) & 1
 
 
 @dataclass
@@ -122,8 +132,8 @@ class Ending:
     def __post_init__(self) -> None:
         if self.max_steps is not None:
             whole_number("max_steps", self.max_steps, least=1)
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise ConfigError(f"max_seconds={self.max_seconds}: must be above 0")
+        if self.max_seconds is not None and not (isinstance(self.max_seconds, Real) and self.max_seconds > 0):
+            raise ConfigError(f"max_seconds={self.max_seconds!r} must be a number above 0")
         self._began = monotonic()
 
     @property

@@ -154,7 +154,7 @@ def fit(
         mesh: A torch DeviceMesh of the data-parallel dimensions, over which loss and metrics are reduced. None: that of
             the loader if it has one; otherwise all ranks are data-parallel.
         max_steps: Optimizer steps in total, including those before a resume, after which the run ends within an epoch.
-            None: `epochs` alone decide.
+            None: `epochs` alone decide. If a rank has no more batches by then, the epoch ends first.
         max_seconds: Seconds from this call on, after which the run ends with the next step. None: none.
         stop_signals: Names of signals that end the run, on whichever rank they come: all ranks finish the step and
             save, rank 0 logs why, and `fit` raises SystemExit(0), which ends the program with exit status 0. Slurm's
@@ -216,7 +216,7 @@ def fit(
     ending = Ending(stop, max_steps, max_seconds)
 
     def train() -> list[dict[str, Any]]:
-        agree("stop_signals, max_steps and max_seconds", (tuple(stop_signals or ()), max_steps, max_seconds))
+        agree("stop_signals, max_steps and max_seconds", (tuple(sorted(stop_signals or ())), max_steps, max_seconds))
         _check_ranks(loader, world, mesh)
         stats_dir = on_all(lambda: None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir))
         traces = on_all(lambda: None if profile is None else local_folder("profile", profile))

@@ -255,12 +255,13 @@ class TrainingLoop:
     def _tell_of_end(self, number: int) -> None:
         if self.world.rank:
             return
+        call = "a call with a larger max_steps" if self.ending.is_over(self.step) else "the same call"
         if not self.checkpoints.enabled:
             saved = "nothing is saved without a checkpoint_dir"
         elif number == len(self.history) and not self._stateful:
-            saved = f"the same call begins again with epoch {number}, because the loader has no state_dict"
+            saved = f"{call} begins again with epoch {number}, because the loader has no state_dict"
         else:
-            saved = f"the same call goes on from {self.checkpoints.folder}"
+            saved = f"{call} goes on from {self.checkpoints.folder}"
         log.warning("%s has ended the run after step %d, in epoch %d: %s", self.ending.reason, self.step, number, saved)
 
     def _finished(self, epochs: int) -> tuple[str, str] | None:
