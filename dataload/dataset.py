@@ -23,7 +23,7 @@ from dataload.catalog.inventory import Inventory, KnownRows, keys_of
 from dataload.catalog.locations import Location, Locator, MadeLocation
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.opening import Call, Excluded, Opening
-from dataload.catalog.recipe import RowNumbers, public_name
+from dataload.catalog.recipe import public_name, rows_as_json
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, source_paths
@@ -319,6 +319,7 @@ class Dataset(MapStyle):
             DataError: A row group cannot be decoded.
         """
         from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
+        from dataload.catalog.filters import in_form
 
         if self._is_flat:
             raise ConfigError(
@@ -326,6 +327,7 @@ class Dataset(MapStyle):
             )
         made = {name for stage in self.stages for name in stage.made}
         try:
+            filters = in_form(filters)
             found = narrow(self.manifest, self.blocks, filters, made, self.errors)
             return self._of(found, Call("filter", filters))
         except ConfigError as error:
@@ -344,7 +346,7 @@ class Dataset(MapStyle):
             IndexError: The dataset has no such row.
         """
         numbers = as_array(rows)
-        return self._of(subset(self.manifest, numbers), Call("select", RowNumbers.of(numbers, len(self))))
+        return self._of(subset(self.manifest, numbers), Call("select", rows_as_json(numbers, len(self))))
 
     @property
     def file_columns(self) -> list[str]:
@@ -388,7 +390,7 @@ class Dataset(MapStyle):
         """
         left, rows = excluded(self.manifest, numbers), numbers.astype(np.int64)
         known = known.and_also(Inventory.of(self.manifest, ""), np.where(rows < 0, rows + len(self), rows))
-        return self._of(left, Call("exclude", Excluded(RowNumbers.of(rows, len(self)), known)))
+        return self._of(left, Call("exclude", Excluded(rows_as_json(rows, len(self)), known)))
 
     def map(
         self,
@@ -673,9 +675,9 @@ def make_dataset(
         raise ConfigError(f"partitioning={partitioning!r} is unknown: use 'hive', or None")
     how = fill_null, null_masks, checked_errors(errors), partitioning
     if filters is not None:
-        from dataload.catalog.filters import check_form  # imports pyarrow.dataset, which few programs need
+        from dataload.catalog.filters import in_form  # imports pyarrow.dataset, which few programs need
 
-        check_form(filters)
+        filters = in_form(filters)  # before files are read
     found = opened(Opening(_kept(source), storage_options, config, _listed(columns), *how))
     return found if filters is None else found.filter(filters)
 

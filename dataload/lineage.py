@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dataload.catalog.inventory import Inventory, keys_of
 from dataload.catalog.opening import Opening
-from dataload.catalog.recipe import UNRECORDED, RowNumbers, plain, rows_of
+from dataload.catalog.recipe import UNRECORDED, plain, rows_of
 from dataload.dataset import Dataset, opened
 from dataload.errors import ConfigError
 from dataload.moved_rows import moved
@@ -49,7 +49,7 @@ class Way(NamedTuple):
         again: Makes it again on another snapshot. None: it is of the rows of one snapshot.
     """
 
-    to_json: Callable[[Any], Any]
+    to_json: Callable[[Any], Any] = plain
     from_json: Callable[[Dataset, Any], Dataset] | None = None
     again: Callable[[Dataset, Any, Move], Dataset] | None = None
 
@@ -96,12 +96,10 @@ def _packing_to_json(packing: Packing) -> dict[str, Any]:
 
 WAYS = {
     "make_dataset": Way(Opening.to_json),
-    "filter": Way(plain, Dataset.filter, lambda dataset, filters, _: dataset.filter(filters)),
-    "select": Way(RowNumbers.to_json, lambda dataset, text: dataset.select(rows_of(text))),
-    "exclude": Way(
-        lambda given: given.numbers.to_json(), lambda dataset, text: dataset.exclude(rows_of(text)), _excluded_again
-    ),
-    "split": Way(plain, lambda dataset, how: dataset.split(how["fractions"], how["seed"])[how["part"]]),
+    "filter": Way(from_json=Dataset.filter, again=lambda dataset, filters, _: dataset.filter(filters)),
+    "select": Way(from_json=lambda dataset, rows: dataset.select(rows_of(rows))),
+    "exclude": Way(lambda given: given.numbers, lambda dataset, rows: dataset.exclude(rows_of(rows)), _excluded_again),
+    "split": Way(from_json=lambda dataset, how: dataset.split(how["fractions"], how["seed"])[how["part"]]),
     "part": Way(_inventory_to_json),
     "map": Way(lambda function: function.name, lambda dataset, _: dataset, _mapped_again),  # It changes no row numbers.
     "flat_map": Way(lambda function: function.name),

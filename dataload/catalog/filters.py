@@ -107,22 +107,30 @@ def shown(filters: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
-def check_form(filters: Filters) -> None:
-    """Check the form of a filter, before any file is read.
+def in_form(filters: Filters) -> Filters:
+    """Return a filter with lists of its own, which change no more and can be read twice.
 
     Raises:
         ConfigError: The filter is neither an expression nor lists of predicates with known operators.
     """
     if isinstance(filters, pc.Expression):
-        return
-    for clause in (clause for part in _lists(filters) for clause in part):
-        if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
-            raise ConfigError(
-                f"filters: {shown(clause)} must be (column, operator, value), the operator one of {OPERATORS}"
-            )
-        _, sign, value = clause
-        if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
-            raise ConfigError(f"filters: {shown(clause)} needs a list of values")
+        return filters
+    found = [[_predicate(clause) for clause in part] for part in _lists(filters)]
+    return found[0] if isinstance(filters[0][0], str) else found
+
+
+def _predicate(clause: Any) -> tuple[str, str, Any]:
+    if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
+        raise ConfigError(
+            f"filters: {shown(clause)} must be (column, operator, value), the operator one of {OPERATORS}"
+        )
+    column, sign, value = clause
+    if sign in COMPARISONS:
+        return column, sign, value
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ConfigError(f"filters: {shown(clause)} needs a list of values")
+    # A set of strings has another order in each process, and the digest must not.
+    return column, sign, sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
 
 
 def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema, errors: TextErrors = "raise") -> Filter:
@@ -138,7 +146,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema, errors: T
         ConfigError: A predicate is malformed, names no column, or compares a column with a value of another type.
         DataError: The files have different types for a column.
     """
-    check_form(filters)
+    filters = in_form(filters)
     schema = pa.schema(comparable_fields(schema))
     paths = {name: path for name, (path, _) in paths_of(schema).items()}
     if isinstance(filters, pc.Expression):
@@ -202,9 +210,7 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
     problem: object
     try:
         if sign not in COMPARISONS:
-            # A set of strings has another order in each process, and the digest must not.
-            values = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
-            among = field.isin(_held(values, kind))
+            among = field.isin(_held(value, kind))
             expression = among if sign == "in" else ~among
         elif (exact := _number(value, kind)) is not None:
             expression = _number_compared(field, COMPARISONS[sign], exact, kind)

@@ -12,7 +12,7 @@ from dataload.cache.origin.source import open_source
 from dataload.catalog.footer_cache import FooterLocation
 from dataload.catalog.inventory import KnownRows
 from dataload.catalog.manifest import Manifest, resolve
-from dataload.catalog.recipe import RowNumbers, plain
+from dataload.catalog.recipe import plain
 from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.tables import at_snapshot, is_table, read_table
 from dataload.errors import ConfigError
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: "make_dataset", or a method of `Dataset`.
-        given: What it was given, or what stands for that: an `Opening`, filters, `RowNumbers`, …
+        given: What it was given, or what stands for that: an `Opening`, filters, rows as JSON, …
     """
 
     name: str
@@ -37,11 +37,11 @@ class Excluded(NamedTuple):
     """The rows that `exclude` was given.
 
     Attributes:
-        numbers: Their numbers.
+        numbers: Their numbers, as JSON.
         known: The rows by file, and those of files that other snapshots have.
     """
 
-    numbers: RowNumbers
+    numbers: Any
     known: KnownRows
 
 

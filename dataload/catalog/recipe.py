@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -30,8 +29,6 @@ def plain(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(type(value).__name__)
@@ -42,35 +39,25 @@ def public_name(path: str) -> str:
     return without_credentials(path) if "://" in path or "::" in path else os.path.abspath(path)  # noqa: PTH100 (a link stays)
 
 
-@dataclass(frozen=True)
-class RowNumbers:
-    """The rows that a call was given: their runs, unless these are more than a ledger holds.
+def rows_as_json(rows: npt.NDArray[Any], total: int) -> Any:
+    """Return the rows of a call as text, such as "0-3, 7, 9-12"; a text about them under `UNRECORDED` if it is long.
 
-    Attributes:
-        count: Number of rows.
-        runs: First and last number of each run, ascending: int64 [runs, 2]; None: too many.
+    Args:
+        rows: Numbers, negative ones from the end, or a mask.
+        total: How many rows there were.
     """
-
-    count: int
-    runs: Int64 | None
-
-    @classmethod
-    def of(cls, rows: npt.NDArray[Any], total: int) -> RowNumbers:
-        """Return these rows of `total`: their numbers, negative ones from the end, or a mask."""
-        if rows.dtype != np.bool_:
-            return cls(rows.size, _runs(np.sort(rows.astype(np.int64) % total)) if rows.size <= MOST_ROWS else None)
-        # The borders of a mask are counted first, which takes no time.
-        few = np.count_nonzero(rows[1:] != rows[:-1]) <= MOST_CHARACTERS
-        return cls(int(np.count_nonzero(rows)), _runs(np.flatnonzero(rows)) if few else None)
-
-    def to_json(self) -> Any:
-        """Return the numbers as text; a text about them if there are too many."""
-        text = "…" if self.runs is None else _text(self.runs, MOST_CHARACTERS)
-        return {UNRECORDED: f"{self.count:,} rows"} if text.endswith("…") else text
+    if rows.dtype == np.bool_:  # The borders of a mask are counted first, which takes no time.
+        count, few = int(np.count_nonzero(rows)), np.count_nonzero(rows[1:] != rows[:-1]) <= MOST_CHARACTERS
+        ascending = np.flatnonzero(rows) if few else None
+    else:
+        count = rows.size
+        ascending = np.sort(rows.astype(np.int64) % total) if count <= MOST_ROWS else None
+    text = "…" if ascending is None else _text(_runs(ascending), MOST_CHARACTERS)
+    return {UNRECORDED: f"{count:,} rows"} if text.endswith("…") else text
 
 
 def rows_of(text: str) -> Int64:
-    """Return the numbers that `RowNumbers.to_json` has written, ascending.
+    """Return the numbers that `rows_as_json` has written, ascending.
 
     Raises:
         ValueError: It is no such text.

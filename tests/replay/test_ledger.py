@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dataload import World, fit, make_dataset, make_loader
-from dataload.catalog.recipe import RowNumbers, ranges
+from dataload.catalog.recipe import ranges, rows_as_json
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, NonFiniteLoss
 from dataload.loader import run_record
@@ -307,10 +307,10 @@ def test_the_text_of_rows_needs_no_sort_of_a_mask(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(np, name, None)
     mask = np.zeros(1000, bool)
     mask[[3, 4, 5, 9, 999]] = True
-    assert RowNumbers.of(mask, 1000).to_json() == "3-5, 9, 999"
-    assert RowNumbers.of(np.ones(5, bool), 5).to_json() == "0-4"
+    assert rows_as_json(mask, 1000) == "3-5, 9, 999"
+    assert rows_as_json(np.ones(5, bool), 5) == "0-4"
     monkeypatch.setattr(np, "flatnonzero", None)  # nor the rows of one with many borders
-    assert RowNumbers.of(np.arange(10_000) % 2 == 0, 10_000).to_json() == {"unrecorded": "5,000 rows"}
+    assert rows_as_json(np.arange(10_000) % 2 == 0, 10_000) == {"unrecorded": "5,000 rows"}
 
 
 def test_ranges_are_ascending() -> None:

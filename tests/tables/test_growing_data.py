@@ -538,6 +538,27 @@ def test_a_refresh_is_read_from_the_next_epoch_on(kind, tmp_path, options):
     assert not dataset.refresh()
 
 
+@pytest.mark.parametrize("kind", ["list", "set", "generator", "array"])
+def test_a_refresh_filters_by_the_values_that_were_given(kind, folder, options):
+    given = [0, 1, 2, 3]
+    made = {"list": list, "set": set, "generator": lambda few: (each for each in few), "array": np.array}
+    values = made[kind](given)
+    filters = [("id", "not in", values)]
+    for dataset in (
+        make_dataset(str(folder), filters=filters, **options),
+        make_dataset(str(folder), **options).filter([("id", "not in", made[kind](given))]),
+    ):
+        assert len(pickle.loads(pickle.dumps(dataset))) == 36
+        assert calls_as_json(dataset)[1:] == [{"filter": [["id", "not in", given]]}]
+        if kind in ("list", "set"):
+            values.clear()
+        filters.append(("id", "<", 0))
+        write(folder / "c.parquet", 40, 4)
+        assert dataset.refresh()
+        assert sorted(dataset.newest["id"].tolist()) == list(range(4, 44))
+        (folder / "c.parquet").unlink()
+
+
 def test_a_refresh_tells_what_has_changed(folder, options):
     dataset = make_dataset(str(folder), **options)
     write(folder / "c.parquet", 40, 4)
@@ -963,6 +984,14 @@ def test_a_dataset_is_pickled_without_its_other_snapshots(folder, options):
     dataset.refresh()
     assert len(pickle.dumps(dataset)) <= size + 100
     assert len(pickle.loads(pickle.dumps(dataset)).newest) == 40
+
+
+def test_rows_that_were_chosen_are_pickled_once(folder, options):
+    pq.write_table(pa.table({"id": range(100_000)}), folder / "a.parquet")
+    dataset = make_dataset(str(folder / "a.parquet"), **options)
+    rows = np.random.default_rng(0).permutation(100_000)[:50_000]
+    for chosen in (dataset.select(rows), dataset.exclude(rows)):
+        assert len(pickle.dumps(chosen)) < len(pickle.dumps(dataset)) + 40_000  # at most three bits a row
 
 
 def fetched(bucket: Any, before: int) -> int:
