@@ -169,6 +169,15 @@ def test_ranks_with_fewer_batches_end_with_the_others(tmp_path, ranks, at, last)
     assert [calls for *_, calls in rest] == [10 - last] * 2
 
 
+def in_an_order_of_its_own(folder):
+    names = ["SIGTERM", "SIGUSR1"]
+    return train(folder, None, epochs=1, stop_signals=names[:: -1 if World.detect().rank else 1])
+
+
+def test_ranks_may_name_the_signals_in_any_order(folder, ranks):
+    assert [len(history) for _, history, _ in ranks(2, in_an_order_of_its_own, folder)] == [1, 1]
+
+
 def test_a_signal_to_the_process_group_ends_the_program_with_status_0_and_no_worker(tmp_path):
     pq.write_table(pa.table({"x": np.arange(20_000.0)}), tmp_path / "a.parquet")  # more than workers make ahead
     program = f"""
