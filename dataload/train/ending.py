@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
-from dataload.train.ranks.collectives import largest, process_count, process_number
+from dataload.train.ranks.collectives import Largest, process_count, process_number
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
@@ -59,6 +59,7 @@ class StopSignal:
         self._signals = _numbers(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._received = 0
+        self._largest = Largest()
 
     def __enter__(self) -> Self:
         self._process = os.getpid()  # that of a rank, which may have been forked since
@@ -89,7 +90,7 @@ class StopSignal:
         """
         if self._signals and not self.reason:
             ranks = process_count()
-            number, rank = divmod(largest(self._received * ranks + process_number()), ranks)
+            number, rank = divmod(self._largest(self._received * ranks + process_number()), ranks)
             if number:
                 self.reason = signal.Signals(number).name + (f" on rank {rank}" if ranks > 1 else "")
         return bool(self.reason)
@@ -106,7 +107,10 @@ def _is_unhandled(number: signal.Signals) -> bool:
     """Return whether the program has no handler of a signal: neither in Python nor, as faulthandler's, in C."""
     if (handler := signal.getsignal(number)) is not signal.SIG_DFL:
         return handler is signal.default_int_handler
-    caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+    try:
+        caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+    except OSError:  # of another system than Linux
+        return True
     return not int(caught, 16) >> (number - 1) & 1
 
 
@@ -135,6 +139,7 @@ class Ending:
         if self.max_seconds is not None and not (isinstance(self.max_seconds, Real) and self.max_seconds > 0):
             raise ConfigError(f"max_seconds={self.max_seconds!r} must be a number above 0")
         self._began = monotonic()
+        self._largest = Largest()
 
     @property
     def by_signal(self) -> bool:
@@ -149,7 +154,7 @@ class Ending:
             self.reason = f"max_steps={self.max_steps}"
         elif self.signals.requested():
             self.reason = self.signals.reason
-        elif self.max_seconds is not None and largest(int(monotonic() - self._began >= self.max_seconds)):
+        elif self.max_seconds is not None and self._largest(int(monotonic() - self._began >= self.max_seconds)):
             self.reason = f"max_seconds={self.max_seconds:g}"
         return bool(self.reason)
 

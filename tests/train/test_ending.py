@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from nightly import NIGHTLY
 from regression import build, in_order, parameters_of, squared_error
 
@@ -87,6 +88,20 @@ def test_a_signal_to_any_rank_ends_all_ranks_after_the_same_step_and_the_run_goe
         assert torch.equal(actual, expected)
         assert seconds_apart(again) == seconds_apart(figures)
         assert calls == steps - at - 1
+
+
+def told_without_a_group_for_the_host():
+    dist.init_process_group("cuda:gloo")  # as init_process_group("nccl") has none
+    with StopSignal() as stop:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        requested = stop.requested()
+    dist.destroy_process_group()
+    return requested, stop.reason
+
+
+def test_ranks_agree_in_a_process_group_of_gpus_alone(ranks):
+    assert ranks(2, told_without_a_group_for_the_host) == [(True, "SIGTERM on rank 1")] * 2
 
 
 def test_max_steps_counts_over_resumes_and_a_finished_run_says_how_to_go_on(tmp_path, folder, caplog):

@@ -65,15 +65,26 @@ def gather_count(count: N, mesh: DeviceMesh | None = None) -> list[N]:
     return [type(count)(rank) for rank in ranks]
 
 
-def largest(value: int) -> int:
-    """Return the largest `value` of all ranks."""
-    if process_count() == 1:
-        return value
-    if "cpu:" not in dist.get_backend_config():
-        return int(max(gather(value)))
-    found = torch.tensor(value, device="cpu")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+class Largest:
+    """The largest number of all ranks, which must ask together.
+
+    A program that has called init_process_group("nccl") has no group for numbers on the host, and over NCCL each would
+    wait for the GPU. So the first call makes one.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    def __call__(self, value: int) -> int:
+        """Return the largest `value`."""
+        if process_count() == 1:
+            return value
+        if self._group is None:
+            has_one = "cpu:" in dist.get_backend_config()
+            self._group = dist.group.WORLD if has_one else dist.new_group(backend="gloo")
+        found = torch.tensor(value, device="cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        return int(found)
 
 
 def on_first(work: Callable[[], T]) -> T:
