@@ -28,6 +28,7 @@ from dataload.formats.schema import Field
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Array, Ragged, lengths_of
 from dataload.rows.row_block import Records
+from dataload.runtime.decompression import decompressed
 from dataload.runtime.text import counted
 from dataload.samplers.keys import mix
 
@@ -74,7 +75,7 @@ def moved(former: Dataset, gone: Int64, newer: Dataset, added: Int64, hint: str)
     digest.update(np.ascontiguousarray(added, "<i8").data)
 
     def parsed(data: memoryview) -> Int64:
-        found = np.cumsum(np.frombuffer(zlib.decompress(data), "<i8").astype(np.int64))
+        found = np.cumsum(np.frombuffer(decompressed(data, 8 * len(gone)), "<i8").astype(np.int64))
         if len(found) > len(gone) or np.any(np.diff(found) <= 0) or not np.all(np.isin(found, added)):
             raise ValueError("no rows of the new files")
         return found

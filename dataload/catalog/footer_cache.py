@@ -131,7 +131,7 @@ class _Runs(Generic[T]):
         """Return what is found in each footer of a run, and where it is cached. Those that are not are fetched."""
         name = _name(run)
         found = self._cached(name)
-        if len(found) < len(run):
+        if any(number not in found for number in range(len(run))):
             found = self._fetched(name, run)
             self._cache(name, found)
         for obj in run:

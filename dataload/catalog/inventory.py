@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Mask, Selection
+from dataload.runtime.decompression import decompressed
 from dataload.runtime.redact import redacted
 
 Int64 = npt.NDArray[np.int64]
@@ -184,7 +185,7 @@ def inventories_to_bytes(inventories: Iterable[Inventory]) -> bytes:
 def inventories_from_bytes(data: bytes | memoryview) -> list[Inventory]:
     """Return what `inventories_to_bytes` wrote. Raise ValueError for other bytes."""
     try:
-        content = _unpacked(data)
+        content = decompressed(data, MOST_BYTES)
         end = content.find(b"\n", 0, MOST_TEXT)
         if end < 0:
             raise ValueError(f"no line of JSON in {MOST_TEXT:,} bytes")
@@ -197,7 +198,7 @@ def inventories_from_bytes(data: bytes | memoryview) -> list[Inventory]:
             inventory = _inventory(order_key, files, memoryview(content)[start : start + size])
             found.append(replace(inventory, window=window))
             start += size
-    except (TypeError, IndexError, OverflowError, RecursionError, zlib.error) as error:
+    except (TypeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"no inventories ({error})") from error
     return found
 
@@ -213,11 +214,3 @@ def _inventory(order_key: str, files: Any, chosen: memoryview) -> Inventory:
         raise ValueError(f"row groups of a negative number of rows, or of more than {MOST_ROWS:,}")
     selection = Selection.from_bytes(chosen, lengths.tolist()) if chosen else None
     return Inventory(order_key, tuple(group[:4] for group in groups), lengths, selection)
-
-
-def _unpacked(data: bytes | memoryview) -> bytes:
-    unpacker = zlib.decompressobj()
-    found = unpacker.decompress(data, MOST_BYTES)
-    if not unpacker.eof:
-        raise ValueError(f"it is cut short, or is longer than {MOST_BYTES:,} bytes")
-    return found

@@ -37,11 +37,13 @@ from dataload.formats.schema import flatten, holds_nulls, structs_of
 from dataload.formats.table_columns import TableColumns, TableFile
 from dataload.formats.text import TextErrors
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.decompression import decompressed
 from dataload.runtime.text import few
 
-VERSION = 15
+VERSION = f"15 of pyarrow {pa.__version__}"  # Another one may read other types of the same footers.
 UNKNOWN = -1  # nulls
 MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
+MOST = 1 << 62  # rows of a row group, or bytes
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +282,7 @@ class Manifest:
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
         differing = {name: content[name] for name in ("conflicts", "partial", "promoted")}
-        nulls = {name: _unpacked(*packed) for name, packed in content["nulls"].items()}
+        nulls = {name: _unpacked(len(groups), *packed) for name, packed in content["nulls"].items()}
         return cls(schema, tuple(groups), content["fingerprint"], **differing, nulls=nulls)
 
 
@@ -291,8 +293,9 @@ def _packed(counts: Counts) -> tuple[str, str]:
     return kind.str, base64.b64encode(zlib.compress(counts.astype(kind).tobytes())).decode()
 
 
-def _unpacked(kind: str, packed: str) -> Counts:
-    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), kind).astype(np.int64)
+def _unpacked(size: int, kind: str, packed: str) -> Counts:
+    data = decompressed(base64.b64decode(packed), size * np.dtype(kind).itemsize)
+    return np.frombuffer(data, kind).astype(np.int64)
 
 
 def _digest(content: Any) -> str:
@@ -445,7 +448,7 @@ def _nulls(
         without_values = ((name, group.rows) for name, value in group.constants if value is None)
         for name, count in [*zip(own.without_nulls, counts, strict=True), *without_values]:
             if count != 0 and name in unable:
-                nulls[name][number] = UNKNOWN if count is None or count > MOST_NULLS else count
+                nulls[name][number] = UNKNOWN if count is None or not 0 <= count <= MOST_NULLS else count
     return dict(nulls)
 
 
@@ -502,7 +505,7 @@ class _Summarize:
             )
             for number, rows in enumerate(footer.lengths)
         ]
-        if any(min([size, *sizes]) < 0 for _, size, sizes, _ in row_groups):
+        if not all(_is_number(each) for rows, size, sizes, _ in row_groups for each in (rows, size, *sizes)):
             raise DataError(f"{obj.name} has a footer with negative sizes, so it is damaged: write it again")
         return schema, row_groups, footer.unreadable, footer.mark
 
@@ -530,9 +533,22 @@ class _Summarize:
         return json.dumps([list(numbers), files], separators=(",", ":")).encode()
 
     def from_bytes(self, data: bytes) -> dict[int, _Summary]:
-        """Return what `to_bytes` was given."""
+        """Return what `to_bytes` was given. Raise an exception for what no footers have."""
         contents, files = json.loads(data)
-        schemas = [self._schema(*content) for content in contents]
-        return {
-            number: (schemas[schema], groups, unreadable, mark) for number, schema, groups, unreadable, mark in files
-        }
+        schemas, found = [self._schema(*content) for content in contents], dict[int, _Summary]()
+        for number, of, groups, unreadable, mark in files:
+            schema = schemas[of]
+            for rows, size, sizes, nulls in groups:
+                has_all = (len(sizes), len(nulls)) == (len(schema.ragged), len(schema.without_nulls))
+                has_counts = all(each is None or type(each) is int for each in nulls)
+                if not (has_all and has_counts and all(map(_is_number, (rows, size, *sizes)))):
+                    raise ValueError(f"a row group of {(rows, size, sizes, nulls)}")
+            if type(mark) is not str or not isinstance(unreadable, dict):
+                raise ValueError(f"a file with {unreadable} and {mark}")
+            found[number] = schema, groups, unreadable, mark
+        return found
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number of rows or bytes that a footer may have."""
+    return type(value) is int and 0 <= value < MOST

@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import ConfigError
+from dataload.runtime.decompression import decompressed
 from dataload.runtime.redact import redacted
 
 CHANGES = re.compile(r"/_change_data/")
@@ -29,6 +29,7 @@ OTHER_CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint\.[^/]*-[^/]*\.(p
 CHECKPOINT = re.compile(r"_delta_log/(\d{20})\.checkpoint(?:\.\d{10}\.(\d{10}))?\.parquet$")
 ICEBERG_VERSION = re.compile(r"/v?(\d+)[^/]*\.metadata\.json$")
 GZIP = b"\x1f\x8b"  # the first bytes of a compressed file
+WITH_GZIP_HEADER = 31  # for zlib
 MOST_BYTES = 64 << 20  # of a table's log that are read, the newest first; of metadata that are not compressed any more
 DELETES = ("total-delete-files", "total-position-deletes", "total-equality-deletes")
 COPY = 'such as by spark.table("t").write.parquet(copy), and name the copy'
@@ -130,7 +131,7 @@ def _has_deletes(metadata: Object, read: Read) -> bool:
         summaries = [each.get("summary", {}) for each in table.get("snapshots", ()) if each["snapshot-id"] == current]
         return any(int(summary.get(name, 0)) for summary in summaries for name in DELETES)
     # OverflowError: an infinite number
-    except (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError, zlib.error) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise _unreadable(metadata.path, *ICEBERG) from error
 
 
@@ -138,11 +139,7 @@ def _uncompressed(data: bytes) -> bytes:
     """Return the bytes of a file that gzip may have compressed. Raise ValueError if these are too many, or not all."""
     if not data.startswith(GZIP):
         return data
-    stream = zlib.decompressobj(wbits=31)  # 31: with the header of gzip
-    found = stream.decompress(data, MOST_BYTES)
-    if not stream.eof:
-        raise ValueError(f"more than {MOST_BYTES} bytes, or cut off")
-    return found
+    return decompressed(data, MOST_BYTES, WITH_GZIP_HEADER)
 
 
 def _unreadable(path: str, table: str, way_out: str) -> ConfigError:

@@ -188,6 +188,8 @@ class ParquetFooter:
             return None
 
         def fetch(spans: Sequence[Span]) -> list[memoryview]:
+            if any(not 0 <= start <= stop <= obj.size for start, stop in spans):
+                raise ValueError(f"its index names {spans} of {obj.size} bytes")
             return blocks.map(lambda span: blocks.fetch(obj, *span), spans)
 
         def read(stream: Any) -> pa.ChunkedArray:

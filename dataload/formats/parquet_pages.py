@@ -55,10 +55,12 @@ def values_at(
     [data] = fetch([index])
     pages = pages_of(bytes(data))
     firsts = np.array([page.first_row for page in pages] + [length])
-    if not pages or firsts[0] or (np.diff(firsts) < 0).any():
+    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+    end = start + chunk.total_compressed_size
+    edges = [start, *(edge for page in pages for edge in (page.offset, page.offset + page.size)), end]
+    if not pages or firsts[0] or (np.diff(firsts) < 0).any() or edges != sorted(edges):
         return None
     chosen = np.unique(np.searchsorted(firsts, rows, "right") - 1).tolist()
-    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
     spans = [(start, pages[0].offset)] if pages[0].offset > start else []
     spans += [(pages[number].offset, pages[number].offset + pages[number].size) for number in chosen]
     rest = chunk.total_compressed_size - sum(stop - first for first, stop in spans)
@@ -66,9 +68,11 @@ def values_at(
         return None
     size = _varint((rest - HEADER_BYTES) << 1)
     content = b"".join([*fetch(spans), PASSED_OVER % (size, size)])
-    values = read(_Chunk(content, start, start + chunk.total_compressed_size))
+    values = read(_Chunk(content, start, end))
+    if len(values) != sum(firsts[number + 1] - firsts[number] for number in chosen):
+        return None
     held = np.concatenate([np.arange(firsts[number], firsts[number + 1]) for number in chosen])
-    return values.take(pa.array(np.searchsorted(held, rows))) if len(values) == len(held) else None
+    return values.take(pa.array(np.searchsorted(held, rows)))
 
 
 def _varint(number: int) -> bytes:

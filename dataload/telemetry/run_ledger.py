@@ -299,7 +299,8 @@ def read_kept(folder: Path, name: str) -> bytes | None:
     """
     file = (folder if folder.is_dir() else folder.parent) / KEPT / Path(name).name
     try:
-        data = file.read_bytes()
+        with file.open("rb") as kept:
+            data = kept.read(MOST_KEPT + 1)
     except OSError:
         return None
     if _name_of(data) != name:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from dataload import make_dataset
 from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.catalog import footer_cache
-from dataload.catalog.preview import first_rows, preview_columns
+from dataload.catalog.preview import first_rows, preview_columns, rows_at
 from dataload.dataset import Dataset
 from dataload.formats.base import Footer
+from dataload.formats.parquet_thrift import Page, pages_of
 
 
 def preview(path: Path) -> list[dict[str, Any]]:
@@ -44,6 +46,37 @@ def test_dictionaries_of_structs_are_shown_by_member(tmp_path: Path) -> None:
     with pa.ipc.new_file(tmp_path / "x.arrow", pa.schema([("s", coded.type)])) as writer:
         writer.write_table(pa.table({"s": coded}))
     assert preview(tmp_path / "x.arrow") == [{"s.x": 2, "s.y": "b"}, {"s.x": 1, "s.y": "a"}]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda page: page._replace(offset=page.offset - (1 << 20)),
+        lambda page: page._replace(offset=1 << 40),
+        lambda page: page._replace(size=-page.size),
+        lambda page: page._replace(size=1 << 40),
+        lambda page: page._replace(first_row=page.first_row + 1),
+        lambda page: page._replace(first_row=-page.first_row),
+        None,
+    ],
+)
+def test_an_index_of_pages_that_does_not_fit_is_done_without(
+    damaged: Callable[[Page], Page] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: it is that of another column."""
+    table = pa.table({"a": range(900), "b": range(900, 1800)})
+    small = {"data_page_size": 800, "write_batch_size": 100, "use_dictionary": False, "compression": "none"}
+    pq.write_table(table, tmp_path / "x.parquet", write_page_index=True, **small)
+    dataset, found = make_dataset(str(tmp_path / "x.parquet"), cache=False), list[list[Page]]()
+
+    def pages(index: bytes) -> list[Page]:
+        found.append(pages_of(index))
+        return found[0] if damaged is None else list(map(damaged, found[-1]))
+
+    monkeypatch.setattr("dataload.formats.parquet_pages.pages_of", pages)
+    rows = rows_at(dataset.manifest, ["a", "b"], dataset.blocks, np.array([0, 450, 899]))
+    assert rows == [{"a": row, "b": 900 + row} for row in (0, 450, 899)]
+    assert len(found[0]) > 3
 
 
 # Nulls

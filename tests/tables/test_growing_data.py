@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from contextlib import suppress
@@ -34,6 +36,7 @@ from torch import nn
 
 from dataload import fit, make_dataset, make_loader, mix
 from dataload.catalog import inventory
+from dataload.catalog.footer_cache import Kept
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.formats.detect import parse_footer
@@ -808,7 +811,7 @@ def test_an_inventory_does_not_unpack_to_any_size(folder, options, monkeypatch):
     texts = loader.inventories()
     changes.learn(texts)
     monkeypatch.setattr(inventory, "MOST_BYTES", 100)
-    with pytest.raises(ConfigError, match="is longer than"):
+    with pytest.raises(ConfigError, match="more than 100 bytes"):
         changes.learn(texts)
 
 
@@ -1104,6 +1107,59 @@ def test_a_folder_that_grows_parses_few_footers(parsed, folder, options, monkeyp
     parsed.clear()
     assert len(make_dataset(str(folder), **options)) == 44
     assert [Path(path).name for path in parsed] == ["c.parquet"]
+
+
+def test_another_pyarrow_parses_footers_again(folder, options):
+    """It may read other types of them, such as UUIDs where an older one reads bytes."""
+    make_dataset(str(folder), **options)
+    program = f"""
+import pyarrow
+pyarrow.__version__ = "99.0"
+from dataload import make_dataset
+from dataload.catalog import footer_cache
+parse = footer_cache.parse_footer
+footer_cache.parse_footer = lambda data, obj: [print(obj.path), parse(data, obj)][1]
+make_dataset({str(folder)!r}, **{options!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert len(done.stdout.split()) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((0,), 7),  # the number of the file
+        ((2, 0, 0), -3),  # rows
+        ((2, 0, 0), "5"),
+        ((2, 0, 0), 10**30),
+        ((2, 0, 1), -1),  # bytes
+        ((2, 0, 2), []),  # bytes of each column whose values vary in length
+        ((2, 0, 3), ["many"]),  # nulls
+        ((3,), [1]),  # unreadable columns
+        ((4,), None),  # the mark
+    ],
+)
+def test_what_no_footer_says_is_found_again(place, value, folder, options, monkeypatch):
+    monkeypatch.setattr("dataload.catalog.footer_cache.RUN", 1)
+    pq.write_table(pa.table({"id": range(20), "text": ["a"] * 20}), folder / "a.parquet", row_group_size=5)
+    pq.write_table(pa.table({"id": range(20, 40), "text": ["b"] * 20}), folder / "b.parquet", row_group_size=5)
+
+    def forged(what, to_bytes, from_bytes):
+        def changed(found: Any) -> bytes:
+            schemas, [file] = json.loads(to_bytes(found))
+            inner = file
+            for number in place[:-1]:
+                inner = inner[number]
+            inner[place[-1]] = value
+            return json.dumps([schemas, [file]]).encode()
+
+        return Kept(what, changed, from_bytes)
+
+    with monkeypatch.context() as patch, suppress(ValueError):
+        patch.setattr("dataload.catalog.manifest.Kept", forged)
+        make_dataset(str(folder), **options)
+    pq.write_table(pa.table({"id": [40], "text": ["c"]}), folder / "c.parquet")
+    assert make_dataset(str(folder), **options)["id"].tolist() == list(range(41))
 
 
 def compact(table: GrowingDelta) -> None:
