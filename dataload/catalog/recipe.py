@@ -48,7 +48,7 @@ def rows_as_json(rows: npt.NDArray[Any], total: int) -> Any:
     """
     if rows.dtype == np.bool_:  # The borders of a mask are counted first, which takes no time.
         count, few = int(np.count_nonzero(rows)), np.count_nonzero(rows[1:] != rows[:-1]) <= MOST_CHARACTERS
-        ascending = np.flatnonzero(rows) if few else None
+        ascending = np.flatnonzero(rows) if few and count <= MOST_ROWS else None
     else:
         count = rows.size
         ascending = np.sort(rows.astype(np.int64) % total) if count <= MOST_ROWS else None
@@ -62,13 +62,11 @@ def rows_of(text: str) -> Int64:
     Raises:
         ValueError: It is no such text.
     """
-    parts = [np.empty(0, np.int64)]
-    for part in filter(None, text.split(", ")):
-        start, _, end = part.partition("-")
-        if int(end or start) - int(start) > MOST_ROWS:
-            raise ValueError(f"{part} has too many rows")
-        parts.append(np.arange(int(start), int(end or start) + 1))
-    return np.concatenate(parts)
+    parts = [part.partition("-") for part in text.split(", ") if part]
+    runs = [range(int(start), int(end or start) + 1) for start, _, end in parts]
+    if sum(map(len, runs)) > MOST_ROWS:
+        raise ValueError(f"more than {MOST_ROWS:,} rows")
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(run.start, run.stop) for run in runs)])
 
 
 def ranges(numbers: Sequence[int] | npt.NDArray[Any], most: int = 4000) -> str:

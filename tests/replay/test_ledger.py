@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dataload import World, fit, make_dataset, make_loader
-from dataload.catalog.recipe import ranges, rows_as_json
+from dataload.catalog.recipe import ranges, rows_as_json, rows_of
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, NonFiniteLoss
 from dataload.loader import run_record
@@ -311,6 +311,16 @@ def test_the_text_of_rows_needs_no_sort_of_a_mask(monkeypatch: pytest.MonkeyPatc
     assert rows_as_json(np.ones(5, bool), 5) == "0-4"
     monkeypatch.setattr(np, "flatnonzero", None)  # nor the rows of one with many borders
     assert rows_as_json(np.arange(10_000) % 2 == 0, 10_000) == {"unrecorded": "5,000 rows"}
+
+
+def test_rows_that_are_recorded_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.catalog.recipe.MOST_ROWS", 10)
+    for rows in (np.arange(11), np.ones(11, bool)):
+        assert rows_as_json(rows, 11) == {"unrecorded": "11 rows"}
+        assert rows_of(rows_as_json(rows[:10], 11)).tolist() == list(range(10))
+    for text in ("0-10", "0-5, 3-8", "9-0, 0-10", f"0-{10**30}"):
+        with pytest.raises((ValueError, OverflowError)):
+            rows_of(text)
 
 
 def test_ranges_are_ascending() -> None:
