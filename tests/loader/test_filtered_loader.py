@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import tiers
 from torch.utils.data import DataLoader
 
 from dataload import CacheConfig, World, make_dataset, make_loader
@@ -203,8 +203,8 @@ def test_processes_of_a_host_find_the_rows_once(
     url, footer = wide
     make_dataset(url, storage_options=bucket.options, cache=cache)
     bucket.server.reset()
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, context.Pool(3) as pool:
+    context = tiers.FORKSERVER
+    with tiers.fork_server(__name__), context.Manager() as manager, context.Pool(3) as pool:
         results = pool.starmap(_rows, [(url, bucket.options, cache, manager.Barrier(3))] * 3)
     assert len(set(results)) == 1
     undecided = [group for group in range(GROUPS) if group not in (2, 3)]
