@@ -32,9 +32,9 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
-    test_docs test_background_decoder test_mesh test_loader test_bad_rows test_cluster_tier test_integrations
-    test_faulty_stores test_map test_cluster_training test_endings test_origin_server test_train_kills test_demo
-    test_local_tier_kills test_cli test_cluster_client test_mixed_loader test_filesystem test_origin_engine
+    test_map test_docs test_mesh test_cli test_faulty_stores test_loader test_mixed_loader test_origin_server
+    test_background_decoder test_endings test_flat_map test_origin_engine test_cluster_tier test_local_tier_kills
+    test_growing_data test_local_tier test_cluster_training test_integrations test_forms test_filesystem
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 

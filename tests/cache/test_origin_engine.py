@@ -748,7 +748,9 @@ def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> N
 @pytest.mark.parametrize(
     "error", [UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), json.JSONDecodeError("no", "", 0)]
 )
-def test_a_strange_answer_is_no_wrong_option(error: ValueError) -> None:
+def test_a_strange_answer_is_no_wrong_option(monkeypatch: pytest.MonkeyPatch, error: ValueError) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0)
+
     def answer(_: Any) -> Any:
         raise error
 

@@ -354,7 +354,10 @@ def test_a_home_folder_that_cannot_be_read_has_no_configuration(monkeypatch: pyt
 
 @pytest.mark.variants
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "999.999.1.1:9", "[:::::]:9"])
-def test_an_address_that_obstore_cannot_parse_raises_as_with_s3fs(address: str) -> None:
+def test_an_address_that_obstore_cannot_parse_raises_as_with_s3fs(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0)
     options = SECRET | {"endpoint_url": f"http://{address}", "config_kwargs": None}
     found, expected = listed(deferred(options), "bucket/x"), listed(through_s3fs(options), "bucket/x")
     assert found == expected

@@ -333,7 +333,10 @@ def test_warm_continues_when_another_process_is_slow(
     assert "3 of 4 row groups are cached: waiting for another process timed out" in done.stderr
 
 
-def test_a_server_without_an_answer_is_not_a_missing_dataset(run: Run, tmp_path: Path) -> None:
+def test_a_server_without_an_answer_is_not_a_missing_dataset(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0)
     done = run("plan", "http://127.0.0.1:1/x.parquet", "--cache-dir", str(tmp_path / "c"))
     assert done.returncode == 1
     assert "Connect call failed" in done.stderr
