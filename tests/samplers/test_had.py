@@ -72,7 +72,8 @@ def test_the_rest_of_an_epoch_has_had_rows_of_the_dataset(shuffle: Any) -> None:
             yield np.isin(np.arange(end - length, end), left[(left >= end - length) & (left < end)][mask])
 
     whole = Order(lengths, shuffle=shuffle, window=2)
-    order = Continued(whole, LeftOrder.of(whole, Left(counts, left.__getitem__, among)), 20)
+    rest = Left(counts, left.__getitem__, among)
+    order = Continued(whole, LeftOrder.of(whole, rest), 20, [rest])
     for position in (20, 21, 40, order.n):
         [(_, masks, _)] = order.had(0, position)
         assert numbers(masks, lengths) == sorted(order.rows(0, np.arange(20, position)).tolist())
