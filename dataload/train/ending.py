@@ -47,11 +47,11 @@ class StopSignal:
         ...     for step in range(100):
         ...         done.append(step)
         ...         if step == 2:
-        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...             os.kill(os.getpid(), signal.SIGUSR1)
         ...         if stop.requested():
         ...             break
         >>> done, stop.reason
-        ([0, 1, 2], 'SIGTERM')
+        ([0, 1, 2], 'SIGUSR1')
     """
 
     def __init__(self, signals: Iterable[str] | None = STOP_SIGNALS) -> None:

@@ -27,6 +27,16 @@ ROWS, EPOCHS = 96, 3
 TRIALS = 50 if NIGHTLY else 2
 
 
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """Handle signals as a program does that has set no handler. Other tests of the process may have."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGUSR1: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("data")
@@ -243,7 +253,7 @@ def test_a_handler_that_the_program_sets_during_the_run_stays():
 
 def test_handlers_of_other_languages_are_left_to_the_program(tmp_path):
     with (tmp_path / "stacks").open("w+") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         try:
             with StopSignal(["SIGUSR1"]) as stop:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -264,9 +274,12 @@ def test_ranks_may_be_forked_after_the_request_was_made():
     stop = StopSignal()
     child = os.fork()
     if not child:
-        with stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(3 if stop.requested() else 4)
+        try:
+            with stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(3 if stop.requested() else 4)
+        finally:
+            os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
@@ -282,8 +295,10 @@ def test_handlers_are_restored_and_forked_children_end_as_before():
     with StopSignal(["SIGUSR1"]) as stop:
         child = os.fork()
         if not child:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os._exit(0)
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            finally:
+                os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
         assert not stop.requested()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
