@@ -495,7 +495,7 @@ def test_the_background_decoder_tells_which_row_group_failed(tmp_path: Path, wri
 
 
 def test_the_background_decoder_tells_which_row_groups_the_cache_did_not_keep(tmp_path: Path, write: Any) -> None:
-    dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000))
+    dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 120_000))
     answers = answers_of(dataset)
     assert {done.cached for done in answers.values()} == {True, False}
     [cache] = dataset.rowstore.row_groups.caches
@@ -696,7 +696,7 @@ def test_row_groups_larger_than_their_footers_tell_are_made_alone_later(tmp_path
 
 
 def test_a_row_group_that_the_cache_does_not_keep_is_made_alone_later(tmp_path: Path, write: Any) -> None:
-    dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 60_000))
+    dataset = make_dataset(str(write("numbers")), cache=CacheConfig(str(tmp_path / "cache"), 120_000))
     [cache], found = dataset.rowstore.row_groups.caches, made_of(dataset)
     kept = [is_file_map(found.blob(number)) for number in range(FILES)]
     assert set(kept) == {True, False}
