@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +72,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("dataload")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # Imported objects stay, so a collection would search them, and all of torch, for nothing.
-    try:
+    from dataload.runtime.collection import rare_collections
+
+    with rare_collections():  # Imported objects stay.
         return getattr(importlib.import_module(_HOME[name]), name)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from ranks import LostError
+from ranks import steps_of
 
 from dataload import World, evaluate_over, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
@@ -213,11 +213,7 @@ def test_a_killed_run_goes_on_with_other_ranks_and_each_row_comes_once(
     state, seen = tmp_path / "state.json", []
     for size, steps, dying in ((4, 14, 2), (3, 11, -1), (1, 10**6, -1)):
         out = tmp_path / str(size)
-        out.mkdir()
-        ends = ranks(size, train, folder, tmp_path / "cache", state, out, steps, dying)
-        assert [isinstance(end, LostError) for end in ends] == [rank == dying for rank in range(size)]
-        lines = [map(json.loads, (out / str(rank)).read_text().splitlines()) for rank in range(size)]
-        taken = list(zip(*lines, strict=False))  # the steps that all ranks have taken
+        taken = steps_of(ranks, size, dying, out, train, folder, tmp_path / "cache", state, out, steps, dying)
         assert len(taken) == (9 if dying >= 0 else min(steps, len(taken)))
         for step in taken:
             [after] = {json.dumps(after) for _, after in step}  # the same on all ranks

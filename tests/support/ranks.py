@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -59,6 +60,18 @@ def forked_ranks():
         nursery.kill()
         nursery.join()
     assert nursery.exitcode == 0
+
+
+def steps_of(ranks, size, dying, folder, function, *args):
+    """Run a function on ranks, of which `dying` is killed (-1: none). Return the steps that all have taken.
+
+    The function writes a line of JSON for each of its steps into `folder / its rank`.
+    """
+    folder.mkdir()
+    ends = ranks(size, function, *args)
+    assert [isinstance(end, LostError) for end in ends] == [rank == dying for rank in range(size)]
+    lines = [map(json.loads, (folder / str(rank)).read_text().splitlines()) for rank in range(size)]
+    return list(zip(*lines, strict=False))
 
 
 def _nurse(pipe):
