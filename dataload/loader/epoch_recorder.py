@@ -54,6 +54,7 @@ class EpochRecorder:
             stats.seconds = now - self._started
             if answer is None:
                 return
+            stats.wait_histogram.add(now - requested)
             stats.count(answer.rows, answer.by_source, answer.skipped, answer.tokens, answer.padding)
             stats.skipped_rows += answer.left_out
             stats.waited_for(loading, answer.loading)

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.runtime.cached_property import cached_property
-from dataload.telemetry.loader_stats import BY_SOURCE, MOST_ROW_IDS, PLACE, LoaderStats, summed
+from dataload.telemetry.loader_stats import BY_SOURCE, MOST_ROW_IDS, NO_NUMBERS, PLACE, LoaderStats, summed
 from dataload.telemetry.stats_log import CLOCKS, Pass
+from dataload.telemetry.wait_histogram import WaitHistogram
 from dataload.telemetry.wait_timeline import CAUSES
 
 AVERAGED = ("seconds", "wait_seconds")
@@ -101,10 +102,11 @@ def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = LoaderStats(stats[0].epoch, settings=stats[0].settings)
     for field in fields(LoaderStats):
-        if field.name not in ("epoch", "waits", "skipped_row_ids", *PLACE, *BY_SOURCE):
+        if field.name not in ("epoch", *NO_NUMBERS, *PLACE, *BY_SOURCE):
             values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
     total.skipped_row_ids = [row for rank_stats in stats for row in rank_stats.skipped_row_ids][:MOST_ROW_IDS]
+    total.wait_histogram = WaitHistogram.merged(rank_stats.wait_histogram for rank_stats in stats)
     for name in BY_SOURCE:
         by_source = summed(getattr(rank_stats, name) for rank_stats in stats)
         means = {source: value / len(stats) for source, value in by_source.items()}

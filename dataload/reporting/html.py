@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from html import escape
 from itertools import islice, pairwise
 from operator import itemgetter
@@ -55,8 +54,8 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
             "advice": str(epoch.total),
             "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
             "late": epoch.late(),
-            "total": asdict(epoch.total),
-            "ranks": {str(rank): asdict(record.stats) for rank, record in epoch.ranks.items()},
+            "total": epoch.total.as_json(),
+            "ranks": {str(rank): record.stats.as_json() for rank, record in epoch.ranks.items()},
         }
         for epoch in found
     ]

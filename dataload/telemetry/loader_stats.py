@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from operator import add
 from typing import Any
 
 from rich.filesize import decimal
 
+from dataload.telemetry.wait_histogram import WaitHistogram
 from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TRAFFIC = (
@@ -17,8 +18,10 @@ TRAFFIC = (
     *("requests_origin", "retries_origin", "requests_limited", "memory_bytes"),
 )
 BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
+NO_NUMBERS = ("waits", "wait_histogram", "skipped_row_ids")
 PLACE = ("rank", "world_size", "settings")  # where the figures are from
 LOADING = ("origin", "cluster", "disk", "decode", "map")  # causes of waits for row groups
+QUANTILES = ("wait_p50", "wait_p95", "wait_p99", "wait_max")
 MOST_SOURCES = 4  # named in one line
 TIERS = ("local", "cluster", "origin")
 MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics
@@ -89,6 +92,7 @@ class LoaderStats:
         waits_by_source: The part of `wait_seconds` for the row groups of each source, by name.
         bytes_by_source: `bytes_cluster` and `bytes_origin` by source, by name.
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
+        wait_histogram: How long the loop waited for each batch. `WaitHistogram.merged` adds up those of several ranks.
         rank: The data-parallel rank.
         world_size: Number of data-parallel ranks; 0 if unknown, and for the sum of several ranks.
         settings: Names that the advice depends on: no_cache, part (the cache holds a part of the rows), collate_fn,
@@ -117,6 +121,7 @@ class LoaderStats:
     waits_by_source: dict[str, float] = field(default_factory=dict)
     bytes_by_source: dict[str, int] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    wait_histogram: WaitHistogram = field(default_factory=WaitHistogram)
     rank: int = 0
     world_size: int = 0
     settings: list[str] = field(default_factory=list)
@@ -176,6 +181,26 @@ class LoaderStats:
         self.skipped_row_ids = [*self.skipped_row_ids, *row_ids][:MOST_ROW_IDS]
 
     @property
+    def wait_p50(self) -> float:
+        """Median wait for a batch, in seconds, to within one bucket of `wait_histogram`."""
+        return self.wait_histogram.quantile(0.5)
+
+    @property
+    def wait_p95(self) -> float:
+        """95th percentile of the waits for a batch, in seconds."""
+        return self.wait_histogram.quantile(0.95)
+
+    @property
+    def wait_p99(self) -> float:
+        """99th percentile of the waits for a batch, in seconds."""
+        return self.wait_histogram.quantile(0.99)
+
+    @property
+    def wait_max(self) -> float:
+        """Longest wait for a batch, in seconds."""
+        return self.wait_histogram.longest
+
+    @property
     def stall_fraction(self) -> float:
         """Fraction of the time that the training loop waited, in [0, 1]."""
         return self.wait_seconds / self.seconds if self.seconds else 0.0
@@ -199,6 +224,11 @@ class LoaderStats:
     def hit_rate(self) -> float:
         """Fraction of hits among the row groups, in [0, 1]. It is 1 if no row group was used."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the statistics as JSON, with the quantiles of waits."""
+        quantiles = {name: getattr(self, name) for name in QUANTILES}
+        return {**asdict(self), **quantiles, "wait_histogram": self.wait_histogram.as_json()}
 
     def __str__(self) -> str:
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""

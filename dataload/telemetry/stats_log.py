@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dataload.errors import ConfigError
-from dataload.telemetry.loader_stats import BY_SOURCE, PLACE, TRAFFIC, LoaderStats, summed
+from dataload.telemetry.loader_stats import BY_SOURCE, NO_NUMBERS, PLACE, TRAFFIC, LoaderStats, summed
+from dataload.telemetry.wait_histogram import WaitHistogram
 from dataload.telemetry.wait_timeline import CAUSES
 
 # A sample is due after EVERY seconds, or after 1/FINENESS of the epoch so far if that is longer. A long epoch then has
@@ -78,7 +79,7 @@ class Samples:
     def _append(self, *, ended: bool) -> None:
         if self._path is None or os.getpid() != self._owner:
             return
-        line = {**asdict(self._stats), **self._origin, "ended": ended}
+        line = {**self._stats.as_json(), **self._origin, "ended": ended}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
@@ -197,6 +198,7 @@ def _one_of(peers: Sequence[Pass], steady: bool) -> Pass:
     if steady:
         figures |= {name: max(getattr(stats, name) for stats in every) for name in COUNTERS}
         figures["waits"] = {cause: max(stats.waits[cause] for stats in every) for cause in CAUSES}
+        figures["wait_histogram"] = WaitHistogram.largest(stats.wait_histogram for stats in every)
     return replace(slowest, stats=replace(slowest.stats, **figures))
 
 
@@ -229,12 +231,12 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process`, `settings`, tokens, and the figures by source.
+    """Parse a line. Old lines lack `world_size`, `process`, `settings`, tokens, the histogram and figures by source.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
-    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *PLACE, *BY_SOURCE}
+    names = {field.name for field in fields(LoaderStats)} - {*NO_NUMBERS, *PLACE, *BY_SOURCE}
     counts = {name: _number(line.get(name, 0) if name in TOKENS else line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
@@ -246,7 +248,9 @@ def _pass(line: Any) -> Pass:
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, ended = _number(line["began"]), bool(line["ended"])
     place = {"rank": rank, "world_size": world_size, "settings": [*map(str, line.get("settings", ()))]}
-    stats = LoaderStats(**counts, skipped_row_ids=row_ids, waits=waits, **place, **by_source)
+    histogram = WaitHistogram.from_json(line["wait_histogram"]) if "wait_histogram" in line else WaitHistogram()
+    lists: dict[str, Any] = {"skipped_row_ids": row_ids, "waits": waits, "wait_histogram": histogram}
+    stats = LoaderStats(**counts, **lists, **place, **by_source)
     return Pass(rank, world_size, process, host, began, ended, stats, [])
 
 
