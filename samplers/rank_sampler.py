@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,77 +17,24 @@ from torch.utils.data import DistributedSampler
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.runtime.text import few
-from dataload.samplers.order import Mask, Order
+from dataload.samplers.budget_steps import BudgetSteps
 from dataload.samplers.partition import check_locality, is_local
 from dataload.samplers.position import EARLIER, Position
 from dataload.samplers.row_iterator import RowIterator
 from dataload.samplers.share import Share
+from dataload.samplers.steps import EpochPlace, EvenSteps, PositionOrder, Steps
+from dataload.samplers.token_batches import OPTIONS, TokenBudget, TokenOrder
 from dataload.world import World
 
 Int64 = npt.NDArray[np.int64]
 Rest = Callable[["PositionOrder"], "PositionOrder"]
 
+CUT_BY_TOKENS = (
+    "other files or filters, row groups of other sizes, another length=, or batch_size in place of batch_tokens"
+)
 STATE = -1  # in place of the number of an epoch: those before the one of a state had the order of the state, if any
 
 log = logging.getLogger(__name__)
-
-
-class PositionOrder(Protocol):
-    """A mapping from the positions of an epoch to rows: an `Order` or a `MixtureOrder`.
-
-    Attributes:
-        n: Rows of an epoch.
-        num_streams: Position p of an epoch belongs to stream p mod num_streams.
-        seed: Seed of the shuffle.
-        homogeneous: Whether a global batch must not have rows of other positions, such as the epoch's first ones.
-        run_rows: Rows that a rank computes together.
-        taken: First position that can be read: those before are of data that has changed since, see `Continued`.
-        chosen: Names of the options that an epoch takes from the arguments of the sampler, not from a state.
-    """
-
-    chosen: ClassVar[tuple[str, ...]]
-    n: int
-    num_streams: int
-    seed: int
-    homogeneous: bool
-    run_rows: int
-    taken: int
-
-    @property
-    def orders(self) -> tuple[Order, ...]:
-        """The order of each dataset."""
-
-    def most_rows(self, rows: int) -> list[int]:
-        """Return how many rows of each dataset may be in `rows` consecutive positions."""
-
-    @property
-    def shuffle(self) -> Any:
-        """Kind of the shuffle; False for file order."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """JSON-able values that give the same order of the same data."""
-
-    @property
-    def digest(self) -> str:
-        """Identifies the data."""
-
-    def with_options(self, **options: Any) -> Self:
-        """Return the order of the same data with other options."""
-
-    def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
-        """Return the rows at these positions of the epoch: int64 [k]."""
-
-    def positions_of(self, epoch: int, row: int) -> Int64:
-        """Return where a row comes in an epoch, ascending: int64 [k]."""
-
-    def had(self, epoch: int, position: int) -> Iterator[tuple[int, Iterator[Mask], bool]]:
-        """Yield (dataset, which rows of each of its row groups, whether a later pass has them) before a position."""
-
-    def needs_from(
-        self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
-    ) -> Iterator[tuple[int, int]]:
-        """Yield (position, row group) for the row groups that the rest of the epoch needs, in ascending order."""
 
 
 class RankSampler(DistributedSampler[int]):
@@ -102,10 +49,12 @@ class RankSampler(DistributedSampler[int]):
         num_nodes: Number of equal groups of consecutive ranks that share a host; None: that of the detected world if
             `num_replicas` or `rank` is None and it is known, else 1.
         node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
+        budget: What batches are cut by, instead of `batch_size`, which is then their expected size. None: nothing.
 
     Attributes:
         position: Where the next iteration begins.
         order: The order of its epoch.
+        steps: The steps of its epoch.
         handed_out: The last position up to which rows were handed out since `position` was set, if that is another
             place: in an iteration that goes on, or at the end of the epoch before. None: there is none.
         entered: Whether an iteration of torch has taken rows of the epoch, which `position` does not count.
@@ -115,14 +64,14 @@ class RankSampler(DistributedSampler[int]):
 
     position: Position
     order: PositionOrder
+    steps: Steps
     handed_out: Position | None = None
     entered = False
     restored = False
     since = 0
     _continued: PositionOrder | None = None  # that of a state
     _past: Mapping[int, Position] = MappingProxyType({})  # where epochs began that are over, by their numbers
-    is_even: ClassVar[bool] = True  # whether all batches but the last have `batch_size` rows
-    _differences: ClassVar[str] = (
+    _differences: str = (
         "other files or filters, row groups of other sizes, or batches that are cut otherwise"  # between two datasets
     )
 
@@ -136,6 +85,7 @@ class RankSampler(DistributedSampler[int]):
         batch_size: int,
         num_nodes: int | None,
         node_share: float | None,
+        budget: TokenBudget | None = None,
     ) -> None:
         if num_replicas is None or rank is None:
             world = World.detect()
@@ -149,17 +99,20 @@ class RankSampler(DistributedSampler[int]):
         num_nodes = 1 if num_nodes is None else whole_number("num_nodes", num_nodes, least=1)
         if not 0 <= rank < num_replicas:
             raise ConfigError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
-        order = self._cut(order, num_replicas)
+        if budget is not None:
+            order = cast("PositionOrder", TokenOrder(cast("Any", order), budget, num_replicas))
+            self._differences = CUT_BY_TOKENS
         self.order, self._given = order, order.options
         self.position = Position(order.digest, 0, 0, self._given)
-        super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(order.shuffle), order.seed, drop_last)
-        self.batch_size = batch_size
+        self.num_replicas, self.rank, self.batch_size, self.drop_last = num_replicas, rank, batch_size, drop_last
         self.num_nodes = num_nodes
+        self.steps = self._made(order)
+        super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(order.shuffle), order.seed, drop_last)
         self._node_share = node_share or 0.0
         if num_nodes > 1 and order.num_streams > 1:
             check_locality(order.num_streams, num_nodes, num_replicas, batch_size)
         self._advances = False  # whether the consumer marks batches
-        self._follow(order)
+        self._follow(self.steps)  # torch has its own numbers of rows
 
     @property
     def epoch(self) -> int:
@@ -205,6 +158,11 @@ class RankSampler(DistributedSampler[int]):
         self.handed_out = None
 
     @property
+    def here(self) -> EpochPlace:
+        """The place of the next iteration."""
+        return EpochPlace(self.steps, self.epoch, self.cursor)
+
+    @property
     def num_rows(self) -> int:
         """Rows of an epoch."""
         return self.order.n
@@ -212,12 +170,12 @@ class RankSampler(DistributedSampler[int]):
     @property
     def global_batch_size(self) -> int:
         """Rows of one batch of all ranks together."""
-        return self._share.global_batch_size
+        return self.steps.share.global_batch_size
 
     @property
     def node_share(self) -> float:
         """Share of the rows that this rank's node reads, in (0, 1]: below 1 only if streams are local."""
-        return max(len(self._share.node_streams()) / self.order.num_streams, self._node_share)
+        return max(len(self.steps.share.node_streams()) / self.order.num_streams, self._node_share)
 
     @property
     def padding(self) -> int:
@@ -225,46 +183,13 @@ class RankSampler(DistributedSampler[int]):
         return self.padding_from(0)
 
     def finished_at(self, cursor: int) -> bool:
-        """Return whether no batch is left after `cursor` rows of an epoch."""
-        return self._is_over(self.order, self.position.at(_checked(cursor, self.order)))
+        """Return whether no batch is left after `cursor` rows of the epoch."""
+        return self.steps.is_over(self.epoch, cursor)
 
-    def padding_from(self, cursor: int, epoch: int | None = None) -> int:  # noqa: ARG002
-        """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on.
-
-        Args:
-            cursor: Rows of the epoch.
-            epoch: Number of the epoch; None: the current one.
-        """
-        return self._share.padding(self.num_rows - _checked(cursor, self.order))
-
-    def padding_of_loop(self, cursor: int) -> int | Callable[[], int]:
-        """Return the padding of an iteration from `cursor` on, or a function that finds it."""
-        return self.padding_from(cursor)
-
-    def remainder_from(self, cursor: int) -> int:
-        """Return the rows of the last global batch of an epoch from `cursor` on if it may have padding, else 0."""
-        return 0 if self.drop_last else (self.num_rows - cursor) % self.global_batch_size
-
-    @property
-    def batch_text(self) -> str:
-        """The size of a batch in words."""
-        return f"{self.batch_size:,} rows a batch"
-
-    def filled(self, rows: Int64) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the tokens, and the places of padding beside them, of a batch of these rows; None: unknown."""
-        return None
-
-    def num_batches(self, by_rows: Callable[[], int]) -> int:
-        """Return the batches of a full epoch of this rank. by_rows: returns them for batches of `batch_size` rows."""
-        return by_rows()
-
-    def in_batches(self, by_rows: Callable[[], Iterator[list[int]]]) -> Iterator[tuple[list[int], int]]:
-        """Yield the rows of `iter(self)`, which begins with the epoch, in batches, each with its cursor.
-
-        Args:
-            by_rows: Returns batches of `batch_size` rows of it.
-        """
-        return ((rows, number * self.global_batch_size) for number, rows in enumerate(by_rows()))
+    def padding_from(self, cursor: int) -> int:
+        """Return the number of this rank's padding rows in the rest of the epoch from `cursor` on."""
+        self.steps.check(self.epoch, cursor)
+        return self.steps.padding(self.epoch, cursor)
 
     def batches(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
         """Yield the rank's batches of row numbers without moving the sampler.
@@ -279,29 +204,18 @@ class RankSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The cursor is not in [0, num_rows].
         """
-        return (rows for run in self.runs(epoch, cursor) for rows in run)
+        return (rows for run, _, _ in self.runs(epoch, cursor) for rows in run)
 
-    def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
-        """Yield the rank's batches in growing groups: int64 [batches, rows]. Arguments are those of `batches`."""
-        epoch, cursor = self._position(epoch, cursor)
-        order = self._order_in(epoch)
-        runs = self._share.runs(cursor, order.n)  # The order may change before the last run.
-        return (order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
+    def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[Int64, int, int]]:
+        """Yield the rank's batches in groups, and where they are, as `Steps.runs` does. Arguments are as in `batches`.
 
-    def steps(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[Int64, int, int]]:
-        """Yield the rank's batches in growing groups, as `runs` does, and where they are. Arguments are the same.
-
-        Yields:
-            (rows, rows of the epoch before the first batch, rows of each global batch)
+        The order may change before the last group.
         """
-        epoch, cursor = self._position(epoch, cursor)
-        step = self.global_batch_size
-        for run in self.runs(epoch, cursor):
-            yield run, cursor, step
-            cursor += step * len(run)
+        steps, *place = self._place(epoch, cursor)
+        return steps.runs(*place)
 
-    def at(self, epoch: int, step: int) -> Self:
-        """Return a sampler that begins with a step, a batch of each rank, of an epoch. This one stays where it is.
+    def at(self, epoch: int, step: int) -> EpochPlace:
+        """Return the place of a step, a batch of each rank, of an epoch.
 
         Args:
             epoch: Number of the epoch.
@@ -320,8 +234,10 @@ class RankSampler(DistributedSampler[int]):
             if epoch != self.epoch:
                 found.seek(epoch, 0)
             found.renew()
-        cursor = found._cursor_of(step)  # noqa: SLF001 (of the same class)
-        if cursor is None or found.finished_at(cursor):
+        before, rest = found.steps.number_at(epoch, found.cursor)  # Those of a state may begin within a step.
+        found._check_known(step, before if rest else 0)  # noqa: SLF001
+        cursor = found.steps.after_units(epoch, 0, rest + step * found.steps.units)
+        if found.steps.is_over(epoch, cursor):
             raise IndexError(f"epoch {epoch} has no step {step}: steps count from 0")
         if cursor < (taken := found.order.taken):
             former = found._earlier_at(cursor)  # noqa: SLF001
@@ -330,9 +246,8 @@ class RankSampler(DistributedSampler[int]):
                 f"knows the epoch from row {taken} on: ask a loader of that data"
             )
         if found.restored:  # A state does not tell the size of the batches before it.
-            found._check_known(step, found.step_of(found.cursor)[0])  # noqa: SLF001
-        found.seek(epoch, cursor)
-        return found
+            found._check_known(step, before)  # noqa: SLF001
+        return EpochPlace(found.steps, epoch, cursor)
 
     def _return_to(self, epoch: int) -> None:
         """Begin with an epoch before the current one, as it began then."""
@@ -349,46 +264,6 @@ class RankSampler(DistributedSampler[int]):
         self._begin(epoch, cursor, options, self._order_of(options))
         self.handed_out, self.restored = None, cursor > 0
 
-    def at_row(self, cursor: int) -> Self:
-        """Return a sampler that begins after `cursor` rows of the epoch. This one stays where it is."""
-        found = copy(self)
-        found.seek(self.epoch, cursor)
-        return found
-
-    def later(self, batches: int) -> Self:
-        """Return a sampler that begins so many global batches later in the epoch. This one stays where it is."""
-        return self.at_row(self._advanced(self.order, self.position, batches)) if batches else self
-
-    def batches_left(self) -> int:
-        """Return the batches of each rank in the rest of the epoch."""
-        return self._share.num_batches(self.num_rows - self.cursor)
-
-    def batch_with(self, position: int) -> int:
-        """Return the number, counted from here, of the global batch that has a position of the epoch."""
-        return (position - self.cursor) // self.global_batch_size
-
-    def step_of(self, cursor: int) -> tuple[int, int]:
-        """Return the number of whole steps in `cursor` rows of an epoch, and what is left over."""
-        return divmod(cursor, self.global_batch_size)
-
-    def of_rank(self, rank: int) -> Self:
-        """Return the sampler of another rank at the same place."""
-        found = copy(self)
-        found.rank = whole_number("rank", rank)
-        if found.rank >= self.num_replicas:
-            raise ConfigError(f"rank={rank} is not among the {self.num_replicas} ranks: they count from 0")
-        found._follow(self.order)  # noqa: SLF001 (of the same class)
-        return found
-
-    def last_cursor(self, epoch: int) -> Callable[[int], bool]:
-        """Return a function that tells of a number of rows of this epoch whether no batch is left after them."""
-        order, here = self.order, self.position._replace(epoch=epoch)  # The order may change before the last batch.
-        return lambda cursor: self._is_over(order, here.at(min(cursor, order.n)))
-
-    def seeds(self, epoch: int) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
-        """Return what draws the random numbers of transforms in an epoch, and the documents of packed sequences."""
-        return (self.seed, epoch, self.rank), (self.seed, epoch) if self.shuffle else None
-
     def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
         """Yield each row group once, in the order in which this rank's node first needs it.
 
@@ -399,8 +274,9 @@ class RankSampler(DistributedSampler[int]):
 
     def needs_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) as `blocks_from` does, with the first position that needs the row group."""
-        epoch, cursor = self._position(epoch, cursor)
-        return self._order_in(epoch).needs_from(epoch, cursor, streams=self._share.node_streams())
+        steps, *place = self._place(epoch, cursor)
+        order: PositionOrder = steps.order
+        return order.needs_from(place[0], place[1], self.steps.share.node_streams())
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
@@ -424,12 +300,12 @@ class RankSampler(DistributedSampler[int]):
         self._advances = True
         late = self.handed_out
         here = self.position if late is None else late
-        order = self._order_of(here.options)
-        moved = here.at(self._advanced(order, here, whole_number("batches", batches)))
+        steps = self._steps_of(self._order_of(here.options))
+        moved = here.at(steps.after(here.epoch, here.cursor, whole_number("batches", batches)))
         if late is None:
             self.position = moved
         else:
-            self.handed_out = None if self._is_over(order, moved) else moved
+            self.handed_out = None if steps.is_over(moved.epoch, moved.cursor) else moved
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
@@ -485,7 +361,7 @@ class RankSampler(DistributedSampler[int]):
         except (TypeError, OverflowError) as error:
             raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error
         order = order if rest is None else rest(order)
-        self._check_start(order, cursor)
+        self._check_start(order, position.epoch, cursor)
         if (later := self._next_options(options)) is not options:
             self._order_of(later)  # raises before anything has changed
         streams = self._given["num_streams"]
@@ -517,27 +393,16 @@ class RankSampler(DistributedSampler[int]):
         if self.handed_out is not None and self.handed_out.epoch != epoch:
             self.handed_out = None
         self.entered = self.entered or epoch == self.epoch
-        runs, rows = self._runs_after(epoch, cursor, skipped)
-        yield from islice(chain.from_iterable(run.ravel().tolist() for run in runs), rows, None)
+        steps, rows = self.steps, skipped
+        if steps.is_even:  # The first batches need not be computed.
+            batches, rows = divmod(skipped, self.batch_size)
+            cursor = steps.after(epoch, cursor, batches)
+        runs = (run.ravel().tolist() for run, _, _ in self.runs(epoch, cursor))
+        yield from islice(chain.from_iterable(runs), rows, None)
         if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
             # torch takes the last rows of an epoch before the consumer has had all its batches.
             self.handed_out = None if self.finished_at(self.cursor) else self.position
             self.end_epoch()
-
-    def _runs_after(self, epoch: int, cursor: int, skipped: int) -> tuple[Iterator[Int64], int]:
-        """Return runs from `cursor` on without some of the first batches, and how many of their rows to skip."""
-        batches, rows = divmod(skipped, self.batch_size)
-        return self.runs(epoch, min(cursor + batches * self.global_batch_size, self.num_rows)), rows
-
-    def _cut(self, order: PositionOrder, num_replicas: int) -> PositionOrder:  # noqa: ARG002
-        """Return the order of the rows, batch by batch."""
-        return order
-
-    def _cursor_of(self, step: int) -> int | None:
-        """Return the rows of the epoch before a step. None: it has fewer."""
-        before, rest = self.step_of(self.cursor)
-        self._check_known(step, before if rest else 0)
-        return min(rest + step * self.global_batch_size, self.num_rows)
 
     def _check_known(self, step: int, first: int) -> None:
         if step < first:
@@ -556,14 +421,6 @@ class RankSampler(DistributedSampler[int]):
         versions = f" at version {few(each['tables'])}" if each.get("tables") else ""
         return f"dataset={each['dataset']!r}{versions}"
 
-    def _is_over(self, order: PositionOrder, position: Position) -> bool:
-        """Return whether no batch is left after a position of an order."""
-        return self._share.num_batches(order.n - position.cursor) == 0
-
-    def _advanced(self, order: PositionOrder, position: Position, batches: int) -> int:
-        """Return the rows of the epoch up to the end of so many more global batches."""
-        return min(position.cursor + batches * self.global_batch_size, order.n)
-
     def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Return the options of the epoch after one with these options; None: after the current one."""
         options = self.position.options if options is None else options
@@ -575,7 +432,10 @@ class RankSampler(DistributedSampler[int]):
         """Return the options with the arguments of this sampler, if any that it may choose differ."""
         given = self._given
         changed = {name: given[name] for name in self.order.chosen if options[name] != given[name]}
-        return {**options, **changed, "num_streams": given["num_streams"]} if changed else options
+        if changed:
+            changed["num_streams"] = given["num_streams"]
+        changed |= {name: given[name] for name in OPTIONS if name in given and options[name] != given[name]}
+        return {**options, **changed} if changed else options
 
     def _shares(self, num_streams: int) -> bool:
         """Return whether several nodes share the dataset with these streams."""
@@ -595,50 +455,55 @@ class RankSampler(DistributedSampler[int]):
             return self._continued
         return self.order.with_options(**{name: options[name] for name in self.order.options})
 
-    def _order_in(self, epoch: int) -> PositionOrder:
-        """Return the order of an epoch: the current one, or a later one, which has no rest of others."""
-        return self.order if epoch == self.epoch or EARLIER not in self.position.options else self.next_order
+    def _steps_of(self, order: PositionOrder) -> Steps:
+        """Return the steps of an order."""
+        if order is self.order:
+            return self.steps
+        return self._made(order)
 
-    def _check_start(self, order: Any, cursor: int) -> None:
+    def _check_start(self, order: Any, epoch: int, cursor: int) -> None:
         """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""
-        _checked(cursor, order)
+        self._steps_of(order).check(epoch, cursor)
 
     def _begin(self, epoch: int, cursor: int, options: Mapping[str, Any], order: PositionOrder) -> None:
         """Let the next iteration begin here, in the order with these options."""
-        _checked(cursor, order)
-        if order is not self.order:
+        steps = self._steps_of(order)
+        steps.check(epoch, cursor)
+        if steps is not self.steps:
             options = {**options, **order.options}
-            self._follow(order)
+            self._follow(steps)
         self.entered = False
         if epoch != self.epoch:
             begun = self.position.at(self.cursor if self.restored else 0)
             self._past = {**self._past, self.epoch: begun}
         self.position = Position(self.position.dataset, epoch, cursor, options)
 
-    def _follow(self, order: PositionOrder) -> None:
-        """Use this order from now on."""
-        self.order = order
+    def _made(self, order: PositionOrder) -> Steps:
         world = self.num_replicas, self.rank, self.batch_size, self.drop_last
-        self._share = Share(
+        share = Share(
             *world, order.num_streams, self.num_nodes, pads_with_tail=order.homogeneous, run_rows=order.run_rows
         )
-        self.seed, self.shuffle = order.seed, bool(order.shuffle)
-        self.num_samples = self._share.num_samples(order.n)
+        return BudgetSteps(order, share) if isinstance(order, TokenOrder) else EvenSteps(order, share)
+
+    def _follow(self, steps: Steps) -> None:
+        """Use these steps from now on."""
+        self.order, self.steps = steps.order, steps
+        self.seed, self.shuffle = self.order.seed, bool(self.order.shuffle)
+        self.num_samples = steps.share.num_samples(self.order.n)
         self.total_size = self.num_samples * self.num_replicas
 
-    def _position(self, epoch: int | None, cursor: int | None) -> tuple[int, int]:
+    def _place(self, epoch: int | None, cursor: int | None) -> tuple[Steps, int, int]:
+        """Return the steps of an epoch, its number and a cursor in it: those of the next iteration, if None."""
         epoch = self.epoch if epoch is None else epoch
         if cursor is None:
             cursor = self.cursor if epoch == self.epoch else 0
-        return epoch, _checked(cursor, self._order_in(epoch))
+        # A later epoch has no rest of others.
+        is_here = epoch == self.epoch or EARLIER not in self.position.options
+        steps = self.steps if is_here else self._steps_of(self.next_order)
+        steps.check(epoch, cursor)
+        return steps, epoch, cursor
 
 
 def shown(names: Iterable[str], options: Mapping[str, Any]) -> str:
     """Return the options of these names as text for a message. Long values are cut."""
     return ", ".join(f"{name}={reprlib.repr(options[name])}" for name in names)
-
-
-def _checked(cursor: int, order: PositionOrder) -> int:
-    if not 0 <= cursor <= order.n:
-        raise ConfigError(f"cursor {cursor} is not in an epoch of {order.n} rows")
-    return cursor

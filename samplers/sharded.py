@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from dataload.samplers.order import Order, Shuffle
 from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.token_batches import TokenBudget
 
 
 class ShardedSampler(RankSampler):
@@ -43,6 +44,7 @@ class ShardedSampler(RankSampler):
         num_nodes: Number of equal groups of consecutive ranks that share a host, such as hosts; None: that of the
             detected world if `num_replicas` or `rank` is None and it is known, else 1.
         node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
+        budget: What batches are cut by, instead of `batch_size`, which is then their expected size.
         dataset_key: Identifies the dataset; see `Order`.
 
     Attributes:
@@ -91,6 +93,7 @@ class ShardedSampler(RankSampler):
         num_streams: int = 1,
         num_nodes: int | None = None,
         node_share: float | None = None,
+        budget: TokenBudget | None = None,
         dataset_key: bytes = b"",
     ) -> None:
         order = Order(
@@ -104,4 +107,5 @@ class ShardedSampler(RankSampler):
             batch_size=batch_size,
             num_nodes=num_nodes,
             node_share=node_share,
+            budget=budget,
         )

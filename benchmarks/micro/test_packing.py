@@ -75,7 +75,7 @@ def packing_alone(loader: Any) -> Callable[[], None]:
 
     As in a loader, each call is of another epoch, whose documents are put in order anew.
     """
-    rows, runs = loader.dataset.rowstore, [run.ravel() for run in loader.rank_sampler.runs(0, 0)]
+    rows, runs = loader.dataset.rowstore, [run.ravel() for run, _, _ in loader.rank_sampler.runs(0, 0)]
     parts = [run[first : first + 32 * BATCH] for run in runs for first in range(0, len(run), 32 * BATCH)]
     epochs = count(1)
 
@@ -228,7 +228,7 @@ def test_a_billion_documents(scaled: Any, tmp_path: Path, record_property: Any) 
 
     def order_of(epoch: int) -> Any:
         sampler.set_epoch(epoch)
-        return next(iter(sampler.runs(epoch, 0)))[0]
+        return next(sampler.runs(epoch, 0))[0][0]
 
     def sequences_of(rows: Any, draw: Any) -> None:
         packed.rowstore.gather(rows, draw=draw).columns()

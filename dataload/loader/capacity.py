@@ -25,7 +25,8 @@ from dataload.samplers.order import Order
 if TYPE_CHECKING:
     from dataload.cache.tier import Tier
     from dataload.map_style import MapStyle
-    from dataload.samplers.rank_sampler import PositionOrder, RankSampler
+    from dataload.samplers.rank_sampler import RankSampler
+    from dataload.samplers.steps import PositionOrder
 
 AHEAD_BYTES = 512 << 20  # objects to prefetch: more than the bytes that are in flight at a time
 DICTIONARY_RATIO = 64  # values may be this much larger than their dictionary codes; measured where it matters

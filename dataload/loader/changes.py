@@ -39,11 +39,11 @@ from dataload.samplers.mixture.weights import Schedule, plain, weights_of
 from dataload.samplers.order import Order
 from dataload.samplers.position import EARLIER, Position, digest, listed, require
 from dataload.samplers.rest import Continued, Left, LeftOrder
-from dataload.samplers.token_sampler import TokenSampler
 
 if TYPE_CHECKING:
     from dataload.map_style import MapStyle
-    from dataload.samplers.rank_sampler import PositionOrder, RankSampler
+    from dataload.samplers.rank_sampler import RankSampler
+    from dataload.samplers.steps import PositionOrder
 
 Int64 = npt.NDArray[np.int64]
 OnChange = Literal["error", "next_epoch", "continue"]
@@ -217,7 +217,7 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
 def check_supported(dataset: MapStyle, sampler: RankSampler) -> None:
     """Raise ConfigError for a loader that cannot continue with other data."""
     what = _unsupported(dataset)
-    if isinstance(sampler, TokenSampler):
+    if not sampler.steps.is_even:
         what = "batch_tokens"
     elif isinstance(sampler.order, MixtureOrder | Continued) and (order := sampler.order).options.get("weights"):
         if order.batching == "homogeneous":

@@ -25,7 +25,7 @@ from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.loader.run_record import given_of
-from dataload.loader.samplers import DatasetSampler, MixedSampler, TokenDatasetSampler, TokenMixedSampler
+from dataload.loader.samplers import DatasetSampler, MixedSampler
 from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.row_lengths import RowLengths, budget_of
@@ -286,11 +286,10 @@ def _sampler(
             world.num_streams,
         )
     if isinstance(dataset, Mixture):
-        make_mixed = MixedSampler if budget is None else partial(TokenMixedSampler, budget)
-        return make_mixed(dataset, *ranks, windows=windows, **order)
+        return MixedSampler(dataset, *ranks, windows=windows, budget=budget, **order)
     [only], [width] = dataset.datasets, windows
-    make = DatasetSampler if budget is None else partial(TokenDatasetSampler, budget)
-    return make(only.block_lengths, *ranks, window=width, dataset_key=only.order_key.encode(), **order)
+    key = only.order_key.encode()
+    return DatasetSampler(only.block_lengths, *ranks, window=width, dataset_key=key, budget=budget, **order)
 
 
 def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch: int | None) -> dict[str, Any]:

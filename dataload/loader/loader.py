@@ -55,7 +55,8 @@ from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.keys import derive_key
 from dataload.samplers.position import CHOICE, EARLIER, Position
-from dataload.samplers.rank_sampler import PositionOrder, RankSampler
+from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.steps import PositionOrder
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.run_ledger import Ledger
 from dataload.telemetry.wait_timeline import Timeline, doing
@@ -122,7 +123,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": collate_fn})
         if batch_sampler is None:  # torch has made one, and takes no other besides a sampler.
             vars(self)["batch_sampler"] = TrainerBatches(rank_sampler, batch_size, drop_last, self._latest.begin)
-        if not rank_sampler.is_even:
+        if not rank_sampler.steps.is_even:
             vars(self)["batch_size"] = None  # as torch has it for batches of several sizes
         self.rank_sampler = rank_sampler
         self.sampler_of = sampler_of
@@ -344,8 +345,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             [6, 7]
             >>> folder.cleanup()
         """
-        sampler = self.rank_sampler.at(epoch, step)
-        return [next(sampler.of_rank(rank).batches()) for rank in range(sampler.num_replicas)]
+        return self.rank_sampler.at(epoch, step).batches
 
     def batch_at(self, epoch: int, step: int, rank: int | None = None) -> Any:
         """Return the batch of a step again, with its transform and the same random numbers, wherever the loop is.
@@ -360,10 +360,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             ConfigError: There is no such rank, or as for `rows_at`.
             Exception: What the loop would raise.
         """
-        sampler = self.rank_sampler.at(epoch, step)
-        sampler = sampler if rank is None else sampler.of_rank(rank)
-        stream, draw = sampler.seeds(sampler.epoch)
-        rows = PlacedRows(next(sampler.batches()).tolist(), (stream, sampler.cursor), draw)
+        place = self.rank_sampler.at(epoch, step)
+        place = place if rank is None else place.of_rank(rank)
+        stream, draw = place.steps.seeds(place.epoch)
+        rows = PlacedRows(place.batch.tolist(), (stream, place.cursor), draw)
         batch, *_ = self.maker.collate(self.dataset.__getitems__(rows))
         return batch if self.device is None else on_device(batch, self.device)
 
@@ -405,10 +405,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._tell_repeats(before, start)
         self.rank_sampler.handed_out = start
         sampler, epoch, cursor = self.rank_sampler, start.epoch, start.cursor
-        is_over = sampler.last_cursor(epoch)
+        steps = sampler.steps  # those of this epoch, also when the sampler has moved on
         device = self.device or device or trainer_device()
         stats = _new_stats(self, epoch, device)
-        self._latest.begin(stats, sampler.padding_of_loop(cursor))
+        self._latest.begin(stats, partial(steps.padding, epoch, cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
         log_dir = self.stats_dir or stats_dir
@@ -417,12 +417,12 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             ledger,
             recorded(self.dataset, sampler, stats, needs, in_flight, log_dir) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
-            accelerate_iteration(partial(sampler.remainder_from, cursor)) as announce_last,
+            accelerate_iteration(partial(steps.remainder, cursor)) as announce_last,
         ):
             counts: Mapping[str, int | None] = progress or {"step": None, "accumulate": None}
             ledger.start(lambda: {**record_of(self, start, ledger.keep), **counts})
             for answer in recorder.timed(answers):
-                used, last = answer.end, is_over(answer.end)
+                used, last = answer.end, steps.is_over(epoch, answer.end)
                 if sampler.epoch == epoch:
                     sampler.handed_out = sampler.position.at(used)
                 if last:
@@ -624,7 +624,7 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
 def _order_text(sampler: RankSampler) -> str:
     orders = dict.fromkeys(_shuffle_text(order) for order in (sampler.order, sampler.next_order))
     shuffle = f", from epoch {sampler.epoch + 1} on ".join(orders)
-    return f"{sampler.batch_text}, rank {sampler.rank} of {sampler.num_replicas}; {shuffle}"
+    return f"{sampler.steps.text}, rank {sampler.rank} of {sampler.num_replicas}; {shuffle}"
 
 
 def _shuffle_text(order: PositionOrder) -> str:

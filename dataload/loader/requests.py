@@ -127,20 +127,21 @@ class Requests(Iterable[Request]):
 
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
-        (stream, draw), most = sampler.seeds(epoch), sampler.num_rows
-        for run, before, step in self._steps(epoch, cursor):
+        steps, most = sampler.steps, sampler.num_rows
+        stream, draw = steps.seeds(epoch)
+        for run, before, step in self._runs(epoch, cursor):
             for first in range(0, len(run), at_once):
                 batches = run[first : first + at_once]
                 begin = before + first * step
                 end = min(begin + len(batches) * step, most)
                 on_request(end)
-                how = stream, draw, sampler.is_even, sampler.filled(batches[0])
+                how = stream, draw, steps.is_even, steps.filled(batches[0])
                 yield Request(batches.ravel(), batches.shape[1], begin, step, end, *how)
 
-    def _steps(self, epoch: int, cursor: int) -> Iterable[tuple[Array, int, int]]:
+    def _runs(self, epoch: int, cursor: int) -> Iterable[tuple[Array, int, int]]:
         sampler = self._sampler
         if self._batches is None:
-            return sampler.steps(epoch, cursor)
+            return sampler.runs(epoch, cursor)
         runs = (np.asarray(rows, np.int64)[None] for rows in self._batches)
         step = sampler.global_batch_size
         return ((run, cursor + number * step, step) for number, run in enumerate(runs))

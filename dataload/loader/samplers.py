@@ -12,15 +12,10 @@ from dataload.samplers.mixture.weights import Weights, plain, weights_of
 from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import Rest
 from dataload.samplers.sharded import ShardedSampler
-from dataload.samplers.token_sampler import TokenSampler
 
 
 class DatasetSampler(TrainerEpochs, ShardedSampler):
     """The sampler of a loader over a dataset."""
-
-
-class TokenDatasetSampler(TokenSampler, DatasetSampler):
-    """The sampler of a loader over a dataset, with a token budget."""
 
 
 class MixedSampler(TrainerEpochs, MixtureSampler):
@@ -66,7 +61,3 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
 
     def _known_weights(self) -> list[Weights]:
         return [*super()._known_weights(), *self._mixture.earlier_weights]
-
-
-class TokenMixedSampler(TokenSampler, MixedSampler):
-    """The sampler of a loader over a mixture, with a token budget."""

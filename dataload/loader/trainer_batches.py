@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 from uuid import uuid4
@@ -38,15 +39,15 @@ class LatestLoop:
         vars(self).update(state)
         _loops.setdefault(self._key, self)
 
-    def begin(self, stats: LoaderStats, padding: int | Callable[[], int] | None = None) -> None:
-        """Begin a loop. padding: its padding, or a function that finds it."""
+    def begin(self, stats: LoaderStats, padding: Callable[[], int | None] = lambda: None) -> None:
+        """Begin a loop. padding: returns its padding."""
         self.stats = stats
         self._padding = padding
 
     @property
     def padding(self) -> int | None:
         """Its padding; None if it is a trainer's."""
-        return self._padding() if callable(self._padding) else self._padding
+        return self._padding()
 
     def collate(self, maker: BatchMaker, rows: NumberedRows) -> Any:
         """Return a batch for a trainer's DataLoader, and count it. A batch of a worker counts when it arrives."""
@@ -117,12 +118,15 @@ class TrainerBatches(BatchSampler):
         """Yield the row numbers of each batch of the epoch."""
         sampler = self._sampler
         self._begin(LoaderStats(sampler.epoch, rank=sampler.rank, world_size=sampler.num_replicas))
-        stream, draw = sampler.seeds(sampler.epoch)
-        for rows, cursor in sampler.in_batches(super().__iter__):
-            yield PlacedRows(rows, (stream, cursor), draw)
+        stream, draw = sampler.steps.seeds(sampler.epoch)
+        rows = iter(sampler)
+        for run, cursor, step in sampler.steps.runs(sampler.epoch, 0):
+            for number, batch in enumerate(run):
+                yield PlacedRows(list(islice(rows, len(batch))), (stream, cursor + number * step), draw)
+        next(rows, None)  # This ends the epoch.
 
     def __len__(self) -> int:
-        return self._sampler.num_batches(super().__len__)
+        return self._sampler.steps.left(self._sampler.epoch, 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. The Hugging Face Trainer does so here if it has skipped batches."""

@@ -14,6 +14,7 @@ from dataload.errors import ConfigError, DataloadError
 from dataload.loader.loader import Loader
 from dataload.replay.recorded import Place, Recorded, as_damage, calls_of
 from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.steps import EpochPlace
 from dataload.telemetry.run_ledger import Chain, Start, read_ledger
 
 Rows = npt.NDArray[np.int64]
@@ -158,12 +159,12 @@ class Run:
             )
         *earlier, start = begun
         sampler, left = self.sampler(start), number - 1 - self._before[start.number]
-        each = _batches_of_a_step(start)
-        while left >= (steps := -(-sampler.batches_left() // each)):
+        place, each = sampler.here, _batches_of_a_step(start)
+        while left >= (steps := -(-place.left // each)):
             left -= steps
-            sampler = sampler.at(sampler.epoch + 1, 0)
-        count = min(each, sampler.batches_left() - left * each)
-        batches = [_batch_of(sampler.later(left * each + number)) for number in range(count)]
+            place = sampler.at(place.epoch + 1, 0)
+        count = min(each, place.left - left * each)
+        batches = [_batch_at(place.later(left * each + number)) for number in range(count)]
         again = [each for each in earlier if self._before[each.number] + self._steps_of(each) >= number]
         reached = [self._before[start.number] + self._steps_of(start, start.reached or start.cursor)]
         reached += [self._before[each.number] for each in self.loops if each.number > start.number]
@@ -187,14 +188,15 @@ class Run:
             if number is None:
                 continue
             sampler, before = self.sampler(start), self._before[start.number]
+            place = sampler.here
             last = min((each for number, each in self._before.items() if number > start.number), default=None)
             each = _batches_of_a_step(start)
-            yield from _times(sampler, number, before, each, last)
+            yield from _times(place, number, before, each, last)
             if start is self.loops[-1]:
                 for _ in range(epochs):
-                    before += -(-sampler.batches_left() // each)
-                    sampler = sampler.at(sampler.epoch + 1, 0)
-                    yield from _times(sampler, number, before, each, None)
+                    before += -(-place.left // each)
+                    place = sampler.at(place.epoch + 1, 0)
+                    yield from _times(place, number, before, each, None)
 
     def _rows(self, start: Start) -> int:
         """Return the rows of the data of a loop."""
@@ -232,7 +234,7 @@ class Run:
     def _checked(self, start: Start) -> tuple[int, str | None]:
         """Return the rows of a loop that its seals cover, and how they differ from those of the order; None: not."""
         chain, left, rows = Chain(start.lines), list(start.seals), 0
-        for run, cursor, size in self.sampler(start).steps():
+        for run, cursor, size in self.sampler(start).runs():
             last = cursor + size * len(run)
             while left and left[0][0] <= last:
                 to, text = left.pop(0)
@@ -278,8 +280,8 @@ class Run:
     def _batches_by_tokens(self, start: Start, end: int) -> int:
         """Return the batches of a loop with a token budget up to row `end`, for which they are planned, once."""
         if (start.number, end) not in self._planned:
-            sampler = self.sampler(start)
-            self._planned[start.number, end] = sampler.batches_left() - sampler.at_row(end).batches_left()
+            here = self.sampler(start).here
+            self._planned[start.number, end] = here.left - here.steps.left(here.epoch, end)
         return self._planned[start.number, end]
 
 
@@ -309,17 +311,15 @@ def _batches_of_a_step(start: Start) -> int:
     return max(1, start.record.get("accumulate") or 1)
 
 
-def _batch_of(sampler: RankSampler) -> Batch:
-    rows = [next(sampler.of_rank(rank).batches()) for rank in range(sampler.num_replicas)]
-    return Batch(sampler.epoch, sampler.step_of(sampler.cursor)[0], sampler.cursor, rows)
+def _batch_at(place: EpochPlace) -> Batch:
+    return Batch(place.epoch, place.step, place.cursor, place.batches)
 
 
-def _times(sampler: RankSampler, row: int, before: int, each: int, last: int | None) -> Iterator[Seen]:
-    """Yield when a row comes in the rest of the epoch of a sampler, up to the step `last`; None: all."""
-    batches, positions = sampler.batches_left(), sampler.order.positions_of(sampler.epoch, row)
-    numbers = {sampler.batch_with(position) for position in positions[positions >= sampler.cursor].tolist()}
-    for number in sorted({*numbers, batches - 1}):  # The last one may have the row as padding.
+def _times(place: EpochPlace, row: int, before: int, each: int, last: int | None) -> Iterator[Seen]:
+    """Yield when a row comes in the rest of an epoch, up to the step `last`; None: all."""
+    batches = place.left
+    for number in sorted({*place.steps_with(row), batches - 1}):  # The last one may have the row as padding.
         step = before + number // each + 1
         if 0 <= number < batches and (last is None or step <= last):
-            rows = _batch_of(sampler.later(number)).rows
-            yield from (Seen(step, sampler.epoch, rank) for rank, own in enumerate(rows) if row in own)
+            rows = place.later(number).batches
+            yield from (Seen(step, place.epoch, rank) for rank, own in enumerate(rows) if row in own)

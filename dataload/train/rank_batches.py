@@ -103,7 +103,7 @@ def feed(
 
 def even_batches(loader: Any) -> bool:
     """Return whether all ranks know that they have equally many batches of equal sizes: with this package's loader."""
-    known = isinstance(loader, Loader) and loader.maker.only_gathers and loader.rank_sampler.is_even
+    known = isinstance(loader, Loader) and loader.maker.only_gathers and loader.rank_sampler.steps.is_even
     sizes = gather((loader.batch_size, len(loader)) if known else None)
     return None not in sizes and len(set(sizes)) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
@@ -14,6 +14,7 @@ from dataload.samplers.mixture.weights import Weights, given_as, plain, weights_
 from dataload.samplers.order import Shuffle
 from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import RankSampler, Rest, shown
+from dataload.samplers.token_batches import TokenBudget
 
 TOLERANCE = 0.1  # part of the rows by which streams and whole batches may change the length of an epoch without a word
 
@@ -45,6 +46,7 @@ class MixtureSampler(RankSampler):
         num_streams: Number of streams of each source.
         num_nodes: As for `ShardedSampler`.
         node_share: As for `ShardedSampler`.
+        budget: As for `ShardedSampler`.
 
     Attributes:
         order: The `MixtureOrder`. Rows and row groups are numbered through all sources.
@@ -62,7 +64,7 @@ class MixtureSampler(RankSampler):
     """
 
     order: MixtureOrder
-    _differences: ClassVar[str] = (
+    _differences = (
         "sources of other names, in another number or in another order, or with other files or filters, or row groups "
         "of other sizes"
     )
@@ -85,6 +87,7 @@ class MixtureSampler(RankSampler):
         num_streams: int = 1,
         num_nodes: int | None = None,
         node_share: float | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
         order = MixtureOrder(
             sources,
@@ -104,6 +107,7 @@ class MixtureSampler(RankSampler):
             batch_size=batch_size,
             num_nodes=num_nodes,
             node_share=node_share,
+            budget=budget,
         )
         options, order = {**self.position.options, "next_weights": None}, self.order
         if batching != "mixed":  # The size of a global batch is known now.
@@ -171,8 +175,8 @@ class MixtureSampler(RankSampler):
         """Return the weights that a digest in a state may mean."""
         return [self.order.weights, *([] if self.next_weights is None else [weights_of(self.next_weights)])]
 
-    def _check_start(self, order: MixtureOrder, cursor: int) -> None:
-        super()._check_start(order, cursor)
+    def _check_start(self, order: MixtureOrder, epoch: int, cursor: int) -> None:
+        super()._check_start(order, epoch, cursor)
         if order.batching != "homogeneous" or cursor >= order.n:
             return
         if order.unit % self.global_batch_size:

@@ -97,7 +97,7 @@ def global_batches(loaders: list[Any], batches: int | None = None) -> list[list[
 def expected(sampler: MixtureSampler, epoch: int) -> list[tuple[int, int]]:
     """Return the rows of the sampler by brute force: a list of all rows of all sources."""
     every = [(number, row) for number, name in enumerate(NAMES) for row in range(ROWS[name])]
-    return [every[row] for run in sampler.runs(epoch, 0) for row in run.ravel().tolist()]
+    return [every[row] for run, _, _ in sampler.runs(epoch, 0) for row in run.ravel().tolist()]
 
 
 def sampler_of(datasets: dict[str, Dataset], rank: int, size: int, **options: Any) -> MixtureSampler:

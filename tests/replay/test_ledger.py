@@ -26,7 +26,6 @@ from dataload.loader import run_record
 from dataload.replay import Run
 from dataload.replay.rebuild import loader_of
 from dataload.samplers.rank_sampler import RankSampler
-from dataload.samplers.token_sampler import TokenSampler
 from dataload.telemetry import run_ledger
 from dataload.telemetry.run_ledger import FILE, read_ledger
 
@@ -209,15 +208,14 @@ def test_verify_finds_one_changed_row(
         return again(folder).verify()[2]
 
     assert epoch(tmp_path / "run") == []
-    owner = TokenSampler if tokens else RankSampler
-    steps = owner.steps
+    runs = RankSampler.runs
 
     def changed(self: Any, *place: Any) -> Any:
-        for rows, cursor, step in steps(self, *place):
+        for rows, cursor, step in runs(self, *place):
             yield np.where(rows == 17, 18, rows), cursor, step
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "steps", changed)
+        patch.setattr(RankSampler, "runs", changed)
         list(make_loader(dataset, **size, stats_dir=tmp_path / "run", world=World(0, 1)))
     [difference] = again(tmp_path / "run").verify()[2]
     assert "the rows up to row" in difference

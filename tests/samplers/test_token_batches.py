@@ -10,24 +10,16 @@ import numpy as np
 import pytest
 
 from dataload.errors import ConfigError
+from dataload.loader.trainer_batches import TrainerBatches
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.sharded import ShardedSampler
 from dataload.samplers.token_batches import TokenBudget
-from dataload.samplers.token_sampler import TokenSampler
 
 BLOCKS = [500, 0, 700, 300] * 8
 ROWS = sum(BLOCKS)
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.5, 1, ROWS).astype(np.int64), 0, 2048)
 BUDGET = 4096
-
-
-class Sampler(TokenSampler, ShardedSampler):
-    """Batches of one dataset."""
-
-
-class Mixed(TokenSampler, MixtureSampler):
-    """Batches of a mixture."""
 
 
 def budget_of(tokens=BUDGET, multiple=1, lengths=LENGTHS):
@@ -36,7 +28,7 @@ def budget_of(tokens=BUDGET, multiple=1, lengths=LENGTHS):
 
 def samplers_of(ranks, *, budget=None, blocks=BLOCKS, **options):
     budget = budget_of() if budget is None else budget
-    return [Sampler(budget, blocks, ranks, rank, **{"window": 6, **options}) for rank in range(ranks)]
+    return [ShardedSampler(blocks, ranks, rank, **{"window": 6, "budget": budget, **options}) for rank in range(ranks)]
 
 
 def steps_of(samplers, epoch=0):
@@ -60,7 +52,7 @@ def test_each_row_comes_once_within_the_budget_in_equally_many_steps(ranks, shuf
         batches = [batch for step in steps for batch in step]
         assert all(padded(batch, multiple) <= BUDGET for batch in batches)
         assert sorted(np.concatenate(batches).tolist()) == list(range(ROWS))
-        assert {sampler.num_batches(lambda: 0) for sampler in samplers} == {len(steps)}
+        assert {sampler.steps.left(epoch, 0) for sampler in samplers} == {len(steps)}
         assert not any(sampler.padding for sampler in samplers)
 
 
@@ -142,7 +134,7 @@ def test_with_fewer_rows_than_ranks_only_the_last_step_repeats_rows(ranks):
     own = {row for rank, row in last.items() if not samplers[rank].padding}
     assert {row for rank, row in last.items() if samplers[rank].padding} <= own
     dropping = samplers_of(ranks, blocks=[13], budget=budget_of(lengths=lengths), drop_last=True)
-    assert len(steps_of(dropping)) == 13 // ranks == dropping[0].num_batches(lambda: 0)
+    assert len(steps_of(dropping)) == 13 // ranks == dropping[0].here.left
     assert not any(sampler.padding for sampler in dropping)
     assert dropping[0].finished_at(13 - 13 % ranks)
     assert not dropping[0].finished_at(13 - ranks - 13 % ranks)
@@ -150,7 +142,9 @@ def test_with_fewer_rows_than_ranks_only_the_last_step_repeats_rows(ranks):
 
 def test_a_mixture_has_batches_within_the_budget():
     sources = [MixtureSource([600, 400], "a"), MixtureSource([900], "b")]
-    samplers = [Mixed(budget_of(), sources, 2, rank, weights=[3, 1], num_rows=4000) for rank in range(2)]
+    samplers = [
+        MixtureSampler(sources, 2, rank, weights=[3, 1], num_rows=4000, budget=budget_of()) for rank in range(2)
+    ]
     batches = [batch for step in steps_of(samplers) for batch in step]
     assert all(padded(batch) <= BUDGET for batch in batches)
     rows = np.concatenate(batches)
@@ -165,7 +159,7 @@ def test_plan_windows_of_a_mixture_are_sized_by_its_weights():
 
     def plan_windows(*weights):
         budget = TokenBudget(4000, lengths.__getitem__, float(lengths.mean()), means=(1.0, 1000.0))
-        order = Mixed(budget, sources, 1, 0, weights=list(weights), num_rows=20_000).order
+        order = MixtureSampler(sources, 1, 0, weights=list(weights), num_rows=20_000, budget=budget).order
         return len(order.borders(0)) - 1, order
 
     few, order = plan_windows(1000, 1)
@@ -200,12 +194,13 @@ def test_row_groups_are_needed_from_the_begin_of_their_window_on():
 def test_torch_takes_the_rows_of_the_batches():
     [sampler] = samplers_of(1)
     batches = [batch.tolist() for batch in sampler.batches(0)]
-    taken, cursors = zip(*sampler.in_batches(lambda: iter([])), strict=True)
-    assert list(taken) == batches
-    assert list(cursors) == [0, *np.cumsum([*map(len, batches)])[:-1].tolist()]
+    assert list(sampler) == [row for batch in batches for row in batch]
     assert sampler.epoch == 1
     sampler.set_epoch(0)
-    assert list(sampler) == [row for batch in batches for row in batch]
+    taken = list(TrainerBatches(sampler, sampler.batch_size, False))
+    assert taken == batches
+    assert [rows.place[1] for rows in taken] == [0, *np.cumsum([*map(len, batches)])[:-1].tolist()]
+    assert sampler.epoch == 1
 
 
 def test_samplers_are_pickled_small():
@@ -239,4 +234,4 @@ def test_states_of_other_batches_are_refused():
 def test_an_epoch_of_no_rows_has_no_batches():
     [sampler] = samplers_of(1, blocks=[0])
     assert list(sampler.batches()) == []
-    assert sampler.num_batches(lambda: 1) == sampler.padding == 0
+    assert sampler.here.left == sampler.padding == 0

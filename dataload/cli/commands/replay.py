@@ -211,7 +211,7 @@ def _described(
     from dataload.replay.values import values_of
     from dataload.rows.numbered_rows import PlacedRows
 
-    stream, draw = loader.rank_sampler.of_rank(rank).seeds(batch.epoch)
+    stream, draw = loader.rank_sampler.steps.of_rank(rank).seeds(batch.epoch)
     for one, place in zip(found, loader.dataset.locate(numbers), strict=True):
         if isinstance(place, SequenceLocation):
             pieces = place.documents(None if draw is None else draw[1], loader.rank_sampler.seed)

@@ -431,7 +431,7 @@ def test_under_a_plain_dataloader():
 
 def test_runs_grow_and_are_the_batches():
     [sampler] = ranks(1, batch_size=8, weights=WEIGHTS, num_rows=1000)
-    sizes = [len(run) for run in sampler.runs()]
+    sizes = [len(run) for run, _, _ in sampler.runs()]
     assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
     assert sum(sizes) == 125
 
