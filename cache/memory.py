@@ -91,6 +91,10 @@ class MemoryTier(ForkAware, Tier):
         with self._mutex:
             return len(self._blobs.get(key.digest, b""))
 
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()
 

@@ -179,6 +179,10 @@ class Tier(Protocol):
         return None
 
     @property
+    def used_bytes(self) -> int | None:
+        """The bytes of the cached blobs; None while the cache cannot tell."""
+
+    @property
     def location(self) -> str:
         """Identifies the cache in this process: tiers of one location share their blobs."""
 

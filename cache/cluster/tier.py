@@ -55,6 +55,10 @@ class ClusterTier(Tier):
         return self.local.limit
 
     @property
+    def used_bytes(self) -> int | None:
+        return self.local.used_bytes
+
+    @property
     def limiting_disk(self) -> Path | None:
         return self.local.limiting_disk
 

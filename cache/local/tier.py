@@ -154,6 +154,13 @@ class LocalTier(ForkAware, Tier):
         return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
 
     @property
+    def used_bytes(self) -> int | None:
+        with suppress(OSError, lmdb.Error):  # A look at the size decides nothing about the health.
+            if (folder := self._folder) is not None and not folder.closed:
+                return folder.index.used_bytes()
+        return None
+
+    @property
     def limiting_disk(self) -> Path | None:
         return None if self._given_limit else self.path
 

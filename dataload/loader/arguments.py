@@ -53,6 +53,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             ("window", 1),
             ("num_streams", 1),
             ("prefetch", 1),
+            ("metrics_port", 1),
         ),
         *(("num_workers", 0), ("num_threads", 0), ("seed", None)),
     ):

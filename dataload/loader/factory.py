@@ -18,6 +18,7 @@ from dataload.arguments import known_keywords, local_folder
 from dataload.cache.config import CacheConfig, split_options
 from dataload.catalog.sources import Source
 from dataload.errors import ConfigError, DataError
+from dataload.extras import required
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerEpochs
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
     from dataload.formats.hive_partitions import Partitioning
     from dataload.formats.text import TextErrors
+    from dataload.loader.metrics_server import LoaderMetrics
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def make_loader(
     errors: TextErrors = "raise",
     partitioning: Partitioning = "hive",
     stats_dir: str | os.PathLike[str] | None = None,
+    metrics_port: int | None = None,
     world: World | None = None,
     mesh: DeviceMesh | None = None,
     **dataloader_kwargs: Unpack[LoaderOptions],
@@ -141,6 +144,8 @@ def make_loader(
         partitioning: As in `make_dataset`.
         stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
             needs its own folder. Write errors are logged, not raised.
+        metrics_port: Serve these statistics to Prometheus, on this port plus the local rank, on all interfaces, until
+            the process ends. The loaders of a process share the port. It needs `dataload[metrics]`.
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
         mesh: Instead of `world`, a torch DeviceMesh of the data-parallel dimensions only; see `World.from_mesh`. Ranks
             with equal coordinates get equal batches.
@@ -220,6 +225,7 @@ def make_loader(
         local_world_size=ranks_of_host(here),
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
+        metrics=None if metrics_port is None else _metrics_of(dataset, here, metrics_port),
         given=given_of(
             transform,
             collate_fn,
@@ -234,6 +240,13 @@ def make_loader(
         pin_memory=pin_memory,
         **_with_workers(for_torch, num_workers, prefetch),
     )
+
+
+def _metrics_of(dataset: MapStyle, here: World, metrics_port: int) -> LoaderMetrics:
+    required("prometheus_client", "metrics", f"metrics_port={metrics_port}")
+    from dataload.loader.metrics_server import metrics_of
+
+    return metrics_of(dataset, here, metrics_port)
 
 
 def _warn_of_padding(dataset: MapStyle, here: World) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,9 @@ from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.run_ledger import Ledger
 from dataload.telemetry.wait_timeline import Timeline, doing
 
+if TYPE_CHECKING:
+    from dataload.loader.metrics_server import LoaderMetrics
+
 BATCHES_AHEAD = 8
 
 log = logging.getLogger(__name__)
@@ -105,6 +108,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         local_world_size: int = 1,
         mesh: DeviceMesh | None = None,
         stats_dir: Path | None = None,
+        metrics: LoaderMetrics | None = None,
         given: Mapping[str, Any] | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -118,7 +122,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         batching: dict[str, Any] = {"batch_sampler": batch_sampler}
         if batch_sampler is None:
             batching = {"batch_size": batch_size, "sampler": rank_sampler, "drop_last": drop_last}
-        self._latest = LatestLoop()
+        self.metrics = metrics
+        self._latest = LatestLoop(metrics)
         collate_fn = partial(self._latest.collate, maker)
         super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": collate_fn})
         if batch_sampler is None:  # torch has made one, and takes no other besides a sampler.
@@ -158,8 +163,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return f"Loader({len(self):,} batches; {_order_text(self.rank_sampler)}; {self.dataset!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the workers and the ledger of the loop, which belong to this process."""
-        return {**vars(self), "_workers": {}, "_latest_ledger": Ledger(None, 0, writes=False)}
+        """Leave out the workers, the metrics and the ledger of the loop, which belong to this process."""
+        return {**vars(self), "_workers": {}, "metrics": None, "_latest_ledger": Ledger(None, 0, writes=False)}
 
     def __len__(self) -> int:
         self._renew()

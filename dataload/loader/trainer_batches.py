@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -22,18 +22,29 @@ from dataload.loader.integrations import TrainerEpochs
 from dataload.rows.numbered_rows import NumberedRows, PlacedRows
 from dataload.telemetry.loader_stats import LoaderStats
 
+if TYPE_CHECKING:
+    from dataload.loader.metrics_server import LoaderMetrics
+
 
 class LatestLoop:
     """The latest loop over a loader, or over a DataLoader that a trainer has made of it.
+
+    Args:
+        metrics: The metrics of the loader; None: they are not served.
 
     Attributes:
         stats: Its statistics. A trainer's DataLoader counts rows and batches only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: LoaderMetrics | None = None) -> None:
+        self._metrics = metrics
         self.begin(LoaderStats())
         self._key = uuid4().hex
         _loops[self._key] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the metrics, which this process serves."""
+        return {**vars(self), "_metrics": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -43,6 +54,8 @@ class LatestLoop:
         """Begin a loop. padding: returns its padding."""
         self.stats = stats
         self._padding = padding
+        if self._metrics is not None:
+            self._metrics.begin(self, stats)
 
     @property
     def padding(self) -> int | None:

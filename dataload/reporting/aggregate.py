@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
-from statistics import fmean, median_low
+from statistics import median_low
 
 import numpy as np
 import numpy.typing as npt
 
 from dataload.runtime.cached_property import cached_property
-from dataload.telemetry.loader_stats import BY_SOURCE, MOST_ROW_IDS, NO_NUMBERS, PLACE, LoaderStats, summed
+from dataload.telemetry.loader_stats import LoaderStats, added
 from dataload.telemetry.stats_log import CLOCKS, Pass
-from dataload.telemetry.wait_histogram import WaitHistogram
-from dataload.telemetry.wait_timeline import CAUSES
 
-AVERAGED = ("seconds", "wait_seconds")
 THROUGHPUT_SPANS = 240  # of time, in the throughput of a run
 LATE = 0.05  # of an epoch: a rank that waits this much longer than the median is a straggler
 
@@ -74,7 +71,7 @@ class Epoch:
     @cached_property
     def total(self) -> LoaderStats:
         """Statistics over all ranks: counts summed, seconds averaged."""
-        return added([record.stats for record in self.ranks.values()])
+        return over_ranks([record.stats for record in self.ranks.values()])
 
     def stragglers(self) -> dict[int, float]:
         """Return the ranks that delayed the others, and how many seconds longer than the median rank each waited.
@@ -98,20 +95,13 @@ class Epoch:
         return lines
 
 
-def added(stats: Sequence[LoaderStats]) -> LoaderStats:
+def over_ranks(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
-    total = LoaderStats(stats[0].epoch, settings=stats[0].settings)
-    for field in fields(LoaderStats):
-        if field.name not in ("epoch", *NO_NUMBERS, *PLACE, *BY_SOURCE):
-            values = [getattr(rank_stats, field.name) for rank_stats in stats]
-            setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
-    total.skipped_row_ids = [row for rank_stats in stats for row in rank_stats.skipped_row_ids][:MOST_ROW_IDS]
-    total.wait_histogram = WaitHistogram.merged(rank_stats.wait_histogram for rank_stats in stats)
-    for name in BY_SOURCE:
-        by_source = summed(getattr(rank_stats, name) for rank_stats in stats)
-        means = {source: value / len(stats) for source, value in by_source.items()}
-        setattr(total, name, means if name == "waits_by_source" else by_source)
-    total.waits = {cause: fmean(rank_stats.waits[cause] for rank_stats in stats) for cause in CAUSES}
+    total = added(stats)
+    for name in ("seconds", "wait_seconds"):
+        setattr(total, name, getattr(total, name) / len(stats))
+    for name in ("waits", "waits_by_source"):
+        setattr(total, name, {key: value / len(stats) for key, value in getattr(total, name).items()})
     return total
 
 

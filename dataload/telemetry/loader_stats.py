@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import repeat
 from operator import add
 from typing import Any
@@ -280,4 +280,16 @@ def summed(figures: Iterable[Mapping[str, float]]) -> dict[str, Any]:
     for each in figures:
         for name, value in each.items():
             total[name] = total.get(name, 0) + value
+    return total
+
+
+def added(stats: Sequence[LoaderStats]) -> LoaderStats:
+    """Return the sum of some statistics. Its epoch and settings are those of the first."""
+    total = LoaderStats(stats[0].epoch, settings=stats[0].settings)
+    for name in {each.name for each in fields(LoaderStats)} - {"epoch", *NO_NUMBERS, *PLACE, *BY_SOURCE}:
+        setattr(total, name, sum(getattr(each, name) for each in stats))
+    total.skipped_row_ids = [row for each in stats for row in each.skipped_row_ids][:MOST_ROW_IDS]
+    total.wait_histogram = WaitHistogram.merged(each.wait_histogram for each in stats)
+    for name in ("waits", *BY_SOURCE):
+        setattr(total, name, summed(getattr(each, name) for each in stats))
     return total

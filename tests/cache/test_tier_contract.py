@@ -58,6 +58,12 @@ def test_what_was_filled_is_served(tier: Tier, size: int) -> None:
     assert tier.get(key("b")) is None
 
 
+def test_a_tier_tells_how_much_it_holds(tier: Tier) -> None:
+    assert not tier.used_bytes
+    blob = tier.get_or_fill(key("a"), Filler(os.urandom(10_000)))
+    assert len(blob) <= (tier.used_bytes or 0) <= tier.limit
+
+
 def test_views_are_read_only(tier: Tier) -> None:
     filled = tier.get_or_fill(key("a"), Filler(b"bytes"))
     found = tier.get(key("a"))

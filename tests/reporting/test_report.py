@@ -25,7 +25,7 @@ from runs import BEGAN, SLOW_RANK, write_pass, write_run
 from dataload import ConfigError, World, fit, make_dataset, make_loader
 from dataload.cli import app
 from dataload.reporting import prometheus
-from dataload.reporting.aggregate import added, epochs, throughput
+from dataload.reporting.aggregate import epochs, over_ranks, throughput
 from dataload.reporting.html import html, summary, write
 from dataload.reporting.plots import picture, plots
 from dataload.telemetry import stats_log
@@ -66,7 +66,7 @@ def test_replaced_rows_of_all_ranks_are_counted_and_some_are_listed():
     ranks = [LoaderStats(0), LoaderStats(0), LoaderStats(0)]
     ranks[0].skip(range(80))
     ranks[2].skip(range(100, 190))
-    total = added(ranks)
+    total = over_ranks(ranks)
     assert (total.skipped_rows, total.skipped_row_ids) == (170, [*range(80), *range(100, 120)])
     assert len(total.skipped_row_ids) == MOST_ROW_IDS
     assert "170 rows that raised are skipped; " in str(total)
@@ -709,10 +709,16 @@ def test_metrics(tmp_path):
     for family in text_string_to_metric_families((tmp_path / "run.prom").read_text()):
         for sample in family.samples:
             assert sample.labels.pop("run") == "run"
+            if sample.name.endswith("_bucket"):
+                continue
             labels = [label for _, label in sorted(sample.labels.items())]
             values[sample.name.removeprefix("dataload_"), *labels] = sample.value
     expected = {
         "rows_total": (12_000, 6_000),
+        "batches_total": (8, 8),
+        "tokens_total": (0, 0),
+        "wait_seconds_count": (0, 0),
+        "wait_seconds_sum": (2, 3),
         "seconds_total": (8, 8),
         "origin_requests_total": (8, 0),
         "skipped_rows_total": (0, 0),
@@ -726,7 +732,7 @@ def test_metrics(tmp_path):
     assert values == {
         **{(name, str(rank)): value for name, of_ranks in expected.items() for rank, value in enumerate(of_ranks)},
         **{
-            ("wait_seconds_total", cause, str(rank)): waits.get(cause, (0, 0))[rank]
+            ("wait_cause_seconds_total", cause, str(rank)): waits.get(cause, (0, 0))[rank]
             for cause in CAUSES
             for rank in (0, 1)
         },
@@ -762,7 +768,7 @@ def test_ranks_of_an_earlier_start_keep_counters_only(tmp_path):
     for family in text_string_to_metric_families((tmp_path / "run.prom").read_text()):
         for sample in family.samples:
             ranks[family.type].add(sample.labels["rank"])
-    assert ranks == {"counter": {"0", "1"}, "gauge": {"0"}}
+    assert ranks == {"counter": {"0", "1"}, "histogram": {"0", "1"}, "gauge": {"0"}}
 
 
 def test_no_series_is_in_the_files_of_two_runs(tmp_path):
