@@ -30,11 +30,15 @@ class Epoch:
         number: Number of the epoch.
         restarts: How often the epoch was begun before.
         ranks: The pass of each rank.
+        pause: Seconds between the last sample of the epoch before and this epoch's start.
+        restarted: Whether other processes than those of the epoch before began it.
     """
 
     number: int
     restarts: int
     ranks: dict[int, Pass]
+    pause: float = 0.0
+    restarted: bool = False
 
     @property
     def name(self) -> str:
@@ -95,6 +99,13 @@ class Epoch:
         return lines
 
 
+def whole(found: Sequence[Epoch]) -> LoaderStats:
+    """Return the statistics of a run: those of all its epochs over all ranks, seconds included, summed."""
+    total = added([epoch.total for epoch in found])
+    total.memory_bytes = max(epoch.total.memory_bytes for epoch in found)
+    return total
+
+
 def over_ranks(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = added(stats)
@@ -116,7 +127,16 @@ def epochs(passes: Sequence[Pass]) -> list[Epoch]:
             latest[number] = Epoch(number, 0 if before is None else before.restarts + 1, {})
             found.append(latest[number])
         latest[number].ranks[record.rank] = record
-    return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
+    ordered = [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
+    return ordered[:1] + [_after(before, epoch) for before, epoch in pairwise(ordered)]
+
+
+def _after(before: Epoch, epoch: Epoch) -> Epoch:
+    """Return an epoch with what came between the one before and it."""
+    # A process that had a part in the epoch before had begun its first loop by then.
+    started = max(record.started for record in epoch.ranks.values())
+    restarted = started > before.until if started else epoch.restarts > 0
+    return replace(epoch, pause=max(0.0, epoch.began - before.until), restarted=restarted)
 
 
 def throughput(passes: Sequence[Pass]) -> tuple[Floats, dict[int, Floats]]:

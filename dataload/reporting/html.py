@@ -12,13 +12,14 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from dataload.reporting.aggregate import Epoch, epochs
-from dataload.runtime.text import counted, duration
-from dataload.telemetry.loader_stats import TIERS
+from dataload.reporting.aggregate import Epoch, epochs, whole
+from dataload.runtime.text import counted, duration, few, precise
+from dataload.telemetry.loader_stats import QUANTILES, TIERS, LoaderStats
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
 MOST_NAMED = 5  # stragglers or missing ranks in one text; the table marks all stragglers
+PAUSE = 60.0  # seconds without a batch that the table of epochs shows
 LONG = 3600.0  # seconds between two epochs that probably belong to two runs
 STYLE = """
 :root { color-scheme: light }
@@ -39,17 +40,21 @@ table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tab
 th, td { padding: 0.2rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee }
 th { font-weight: 600 }
 .late { background: #fdf3ec }
+.pause td { text-align: left; background: #f4f4f4 }
 small { color: #666 }
 """
 
 
 def summary(passes: Sequence[Pass]) -> dict[str, Any]:
-    """Return a JSON-able summary: notes on the run, and each epoch's statistics, stragglers and advice."""
+    """Return a JSON-able summary: notes on the run, its statistics, and each epoch's, with stragglers and advice."""
     found = epochs(passes)
     of_epochs = [
         {
             "epoch": epoch.number,
             "restarts": epoch.restarts,
+            "restarted": epoch.restarted,
+            "began": epoch.began,
+            "pause": epoch.pause,
             "ended": epoch.ended,
             "advice": str(epoch.total),
             "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
@@ -59,7 +64,19 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
         }
         for epoch in found
     ]
-    return {"notes": notes(passes, found), "epochs": of_epochs}
+    return {"notes": notes(passes, found), "run": whole(found).as_json(), "epochs": of_epochs}
+
+
+def lines(passes: Sequence[Pass]) -> list[str]:
+    """Return the whole run as lines of text: each epoch, pauses and restarts, and the run as a whole."""
+    found = epochs(passes)
+    shown = []
+    for epoch in found:
+        if text := _pause(epoch):
+            shown.append(f"-- {text}")
+        shown += [f"epoch {epoch.name}: {epoch.total.line()}{_end(epoch)}", *(f"   {line}" for line in epoch.late())]
+    total = whole(found)
+    return [*shown, f"{_extent(passes, found)}: {total.line()}", _waits(total), *notes(passes, found)]
 
 
 def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
@@ -91,10 +108,7 @@ def html(passes: Sequence[Pass], title: str) -> str:
     from dataload.reporting.plots import plots, svg
 
     found = epochs(passes)
-    ranks, numbers = len({record.rank for record in passes}), Counter(epoch.number for epoch in found)
-    again = sum(times > 1 for times in numbers.values())
-    number = counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
-    seconds = max(record.until for record in passes) - min(record.began for record in passes)
+    total = whole(found)
     figures = "".join(
         f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
         for plot in plots(passes, found)
@@ -111,14 +125,15 @@ def html(passes: Sequence[Pass], title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{number} on {counted(ranks, "rank")} in {duration(seconds)}. The last one:</p>
-<p class="advice">{escape(str(found[-1].total))}</p>
-{_late(found[-1])}
+<p>{_extent(passes, found)}:</p>
+<p class="advice">{escape(total.line())}. {escape(_waits(total))}</p>
 {"".join(f'<p class="advice">{escape(note)}</p>' for note in notes(passes, found))}
 <div class="plots">
 {figures}</div>
+{_overview(found)}
 {tables}
-<p><small>Totals sum rows and bytes over all ranks and average seconds. A rank is marked if its loop waited for data
+<p><small>Totals sum rows and bytes over all ranks and average seconds. Percentiles are of the waits for single batches,
+over all ranks, to within 26 %. A rank is marked if its loop waited for data
 longer than the median rank's, by more than a twentieth of the epoch: in synchronous training the others waited for it.
 </small></p>
 </body>
@@ -126,16 +141,83 @@ longer than the median rank's, by more than a twentieth of the epoch: in synchro
 """
 
 
+def _extent(passes: Sequence[Pass], found: Sequence[Epoch]) -> str:
+    """Return how long a run took, and on how many ranks: "2 epochs (1 begun again) on 4 ranks in 66 s, 1 restart"."""
+    numbers = Counter(epoch.number for epoch in found)
+    again = sum(times > 1 for times in numbers.values())
+    restarts = sum(epoch.restarted for epoch in found)
+    ranks, seconds = len({record.rank for record in passes}), max(record.until for record in passes) - found[0].began
+    text = counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
+    text += f" on {counted(ranks, 'rank')} in {duration(seconds)}"
+    return text + (f", {counted(restarts, 'restart')}" if restarts else "")
+
+
+def _waits(stats: LoaderStats) -> str:
+    """Return the quantiles of the waits for a batch."""
+    p50, p95, p99, longest = (precise(getattr(stats, name)) for name in QUANTILES)
+    return f"Waits for a batch: half up to {p50}, 95 % up to {p95}, 99 % up to {p99}, the longest {longest}"
+
+
+def _pause(epoch: Epoch) -> str:
+    """Return what came before an epoch, if it was a restart or a long time: "restarted after 3 min"."""
+    if epoch.restarted:
+        return f"restarted after {duration(epoch.pause)}"
+    return f"nothing for {duration(epoch.pause)}" if epoch.pause > PAUSE else ""
+
+
+def _end(epoch: Epoch) -> str:
+    """Return what is unusual about an epoch: that it was begun again, or has not ended."""
+    again = f", begun again ({epoch.restarts})" if epoch.restarts else ""
+    return again if epoch.ended else f"{again}, not ended"
+
+
+def _overview(found: Sequence[Epoch]) -> str:
+    """Return a table of all epochs, with pauses and restarts between them."""
+    headings = ["epoch", "after", "seconds", "rows", "rows/s", "waiting", "mostly on", "p50", "p95", "p99", "longest"]
+    headings += ["hits", "from origin", "stragglers"]
+    rows = ""
+    for epoch in found:
+        total, late = epoch.total, [str(rank) for rank in epoch.stragglers()]
+        if text := _pause(epoch):
+            rows += f'<tr class="pause"><td colspan="{len(headings)}">{text}</td></tr>\n'
+        cells = [
+            *(f"{epoch.name}{'' if epoch.ended else ', not ended'}", duration(epoch.began - found[0].began)),
+            *(f"{total.seconds:,.1f}", f"{total.rows:,}", f"{total.rows_per_second:,.0f}"),
+            *(
+                f"{total.stall_fraction:.1%}",
+                max(total.waits, key=total.waits.__getitem__) if any(total.waits.values()) else "",
+            ),
+            *(precise(getattr(total, name)) for name in QUANTILES),
+            *(_hits(total), decimal(int(total.bytes_origin)), few(late, MOST_NAMED)),
+        ]
+        rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+    return f"""<div class="wide"><table>
+<tr>{"".join(f"<th>{heading}</th>" for heading in headings)}</tr>
+{rows}</table></div>"""
+
+
+def _hits(stats: LoaderStats) -> str:
+    return f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "\N{EN DASH}"
+
+
 def _epoch(epoch: Epoch, *, opened: bool) -> str:
     late = epoch.stragglers()
     causes = [cause for cause in CAUSES if epoch.total.waits[cause]]
     rows = "".join(_row(record, causes, late=rank in late) for rank, record in epoch.ranks.items())
-    headings = ["rank", "host", "rows", "rows/s", "seconds", "waiting", *(f"on {cause}, s" for cause in causes)]
+    headings = [
+        "rank",
+        "host",
+        "rows",
+        "rows/s",
+        "seconds",
+        "waiting",
+        "p99",
+        "longest",
+        *(f"on {cause}, s" for cause in causes),
+    ]
     headings += ["hits", *(f"from {tier}" for tier in TIERS)]
-    again = f", begun again ({epoch.restarts})" if epoch.restarts else ""
-    cut = "" if epoch.ended else ", not ended"
     return f"""<details{" open" if opened else ""}>
-<summary>{escape(str(epoch.total))}{again}{cut}</summary>
+<summary>{escape(str(epoch.total))}{_end(epoch)}</summary>
 {_late(epoch)}
 <div class="wide"><table>
 <tr>{"".join(f"<th>{heading}</th>" for heading in headings)}</tr>
@@ -165,9 +247,9 @@ def _row(record: Pass, causes: Sequence[str], *, late: bool) -> str:
     stats = record.stats
     cells = [
         *(f"{record.rank}", record.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
-        f"{stats.stall_fraction:.1%}",
+        *(f"{stats.stall_fraction:.1%}", precise(stats.wait_p99), precise(stats.wait_max)),
         *(f"{stats.waits[cause]:,.1f}" for cause in causes),
-        f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "\N{EN DASH}",
+        _hits(stats),
         *(decimal(int(getattr(stats, f"bytes_{tier}"))) for tier in TIERS),
     ]
     marked = ' class="late"' if late else ""

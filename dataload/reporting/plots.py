@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.filesize import decimal
 
 from dataload.reporting import aggregate
 from dataload.reporting.aggregate import Epoch, throughput
+from dataload.runtime.text import precise
 from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
@@ -32,6 +33,7 @@ COLOURS = {
     "transfer": "#999999",
 }
 TIER_COLOURS = {"local": "#009e73", "cluster": "#cc79a7", "origin": "#d55e00"}
+QUANTILE_LABELS = {"wait_max": "longest", "wait_p99": "99 %", "wait_p95": "95 %", "wait_p50": "50 %"}
 SIZE = (4.4, 2.9)  # inches; about the width of a phone, so that text of 9 points stays legible
 FEW = 8  # most ranks that have a line each
 MANY = 40  # epochs from which on bars are too thin for gaps between them
@@ -56,7 +58,8 @@ def plots(passes: Sequence[Pass], epochs: Sequence[Epoch]) -> list[Plot]:
     """Return the plots of a report."""
     return [
         Plot("Waiting, by cause", lambda axes: _waiting(axes, epochs)),
-        Plot("Throughput", lambda axes: _throughput(axes, passes)),
+        Plot("Wait for a batch", lambda axes: _quantiles(axes, epochs)),
+        Plot("Throughput", lambda axes: _throughput(axes, passes, epochs)),
         Plot("Bytes, by tier", lambda axes: _bytes(axes, epochs)),
         Plot("Cache hits", lambda axes: _hits(axes, epochs)),
         Plot("Waiting, by rank", lambda axes: _ranks(axes, epochs)),
@@ -103,13 +106,30 @@ def _waiting(axes: Any, epochs: Sequence[Epoch]) -> None:
     _over_epochs(axes, epochs)
 
 
-def _throughput(axes: Any, passes: Sequence[Pass]) -> None:
+def _quantiles(axes: Any, epochs: Sequence[Epoch]) -> None:
+    for (name, label), shade in zip(QUANTILE_LABELS.items(), (1.0, 0.75, 0.5, 0.3), strict=True):
+        waits = [getattr(epoch.total, name) or float("nan") for epoch in epochs]
+        axes.plot(waits, "o-", color=COLOURS["decode"], alpha=shade, markersize=4, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda wait, _: precise(wait)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("waited up to")
+    _legend(axes)
+    _over_epochs(axes, epochs)
+
+
+def _throughput(axes: Any, passes: Sequence[Pass], epochs: Sequence[Epoch]) -> None:
     edges, of_ranks = throughput(passes)
     name, unit = next((name, unit) for least, name, unit in SPANS if edges[-1] >= least)
     axes.stairs(sum(of_ranks.values()), edges / unit, baseline=None, linewidth=1.6, color="#222222", label="all")
     if 1 < len(of_ranks) <= FEW:
         for rank, rates in of_ranks.items():
             axes.stairs(rates, edges / unit, baseline=None, linewidth=1, alpha=0.6, label=f"rank {rank}")
+    first = epochs[0].began
+    for epoch in epochs:
+        if epoch.restarted:  # grey where nothing ran
+            axes.axvspan((epoch.began - epoch.pause - first) / unit, (epoch.began - first) / unit, color="#e5e5e5")
+            axes.axvline((epoch.began - first) / unit, color="#d55e00", linewidth=1, linestyle=":")
     axes.set(xlabel=name, ylabel="rows/s", ylim=(0, None), xlim=(0, edges[-1] / unit or 1))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: _short(rate)))
     if len(of_ranks) > 1:
@@ -192,6 +212,9 @@ def _over_epochs(axes: Any, epochs: Sequence[Epoch]) -> None:
     margin = 0.5 + max(0.1, number / 50)
     axes.set(xlabel="epoch", xlim=(-margin, number - 1 + margin))
     _named(axes.xaxis, [epoch.name for epoch in epochs])
+    for place, epoch in enumerate(epochs):
+        if epoch.restarted:
+            axes.axvline(place - 0.5, color="#d55e00", linewidth=1, linestyle=":")
 
 
 def _named(axis: Any, names: Sequence[str]) -> None:

@@ -29,6 +29,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def precise(seconds: float) -> str:
+    """Format a time of any length in three digits: "3.16 µs", "40 ms", "1.5 s", "3 min"."""
+    if seconds >= 90:
+        return duration(seconds)
+    for unit, name in ((1, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} µs" if seconds else "0 s"
+
+
 def at_least(size: int) -> str:
     """Return `size` bytes, rounded up, as `cache_bytes` takes it: "1.3GB"."""
     power = min(max(1, (len(str(size)) - 1) // 3), 5)

@@ -231,13 +231,17 @@ class LoaderStats:
         return {**asdict(self), **quantiles, "wait_histogram": self.wait_histogram.as_json()}
 
     def __str__(self) -> str:
+        where = f"epoch {self.epoch}" + (f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else "")
+        return f"{where}: {self.line()}"
+
+    def line(self) -> str:
+        """Return rows, waits, advice and traffic as one line, which doesn't say of which epoch or rank they are."""
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
         skipped = f"{self.skipped_rows:,} rows that raised are skipped; " if self.skipped_rows else ""
-        where = f"epoch {self.epoch}" + (f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else "")
         tokens = f", {self.tokens_per_second:,.0f} tokens/s, {self.padding_share:.2%} padding" if self.tokens else ""
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
-            f"{where}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s{tokens}), "
+            f"{self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s{tokens}), "
             f"{self.stall_fraction:.0%} of it waiting{self._advice()}; {skipped}"
             f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin{self._sources()}"
         )

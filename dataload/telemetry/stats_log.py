@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from itertools import groupby, islice
 from operator import index
 from pathlib import Path
@@ -32,6 +33,13 @@ MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is d
 log = logging.getLogger(__name__)
 
 
+@cache
+def _started(process: int) -> float:
+    """Return when this process began its first loop, in seconds since 1970."""
+    del process  # A forked child has a time of its own.
+    return time()
+
+
 class Samples:
     """A context manager that writes samples of one process's epoch: once a second, and at the end.
 
@@ -54,7 +62,7 @@ class Samples:
         self._path = None if folder is None else folder / name
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         # `_key` knows the lines of a pass by their first value, and by "began" and what follows it.
-        self._origin["process"] = rank if process is None else process
+        self._origin |= {"process": rank if process is None else process, "started": _started(os.getpid())}
         self._owner = os.getpid()
         self._stats = stats
         self._next_due = EVERY
@@ -108,6 +116,7 @@ class Pass:
         process: Number of the process.
         host: Name of the process's host.
         began: Start of the pass, in seconds since 1970.
+        started: Start of the process's first pass, in seconds since 1970; 0 if unknown.
         ended: Whether the pass reached the end of the epoch.
         stats: Statistics of the whole pass.
         samples: Progress of the pass, in order of time.
@@ -118,6 +127,7 @@ class Pass:
     process: int
     host: str
     began: float
+    started: float
     ended: bool
     stats: LoaderStats
     samples: list[Sample]
@@ -231,7 +241,8 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process`, `settings`, tokens, the histogram and figures by source.
+    """Parse a line. Old lines lack `world_size`, `process`, `started`, `settings`, tokens, the histogram and figures by
+    source.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
@@ -246,12 +257,12 @@ def _pass(line: Any) -> Pass:
     host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
-    began, ended = _number(line["began"]), bool(line["ended"])
+    began, started, ended = _number(line["began"]), _number(line.get("started", 0)), bool(line["ended"])
     place = {"rank": rank, "world_size": world_size, "settings": [*map(str, line.get("settings", ()))]}
     histogram = WaitHistogram.from_json(line["wait_histogram"]) if "wait_histogram" in line else WaitHistogram()
     lists: dict[str, Any] = {"skipped_row_ids": row_ids, "waits": waits, "wait_histogram": histogram}
     stats = LoaderStats(**counts, **lists, **place, **by_source)
-    return Pass(rank, world_size, process, host, began, ended, stats, [])
+    return Pass(rank, world_size, process, host, began, started, ended, stats, [])
 
 
 def _number(value: Any) -> Any:

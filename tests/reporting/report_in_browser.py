@@ -38,7 +38,7 @@ def look(screen: Screen, report: str, shot: Path) -> None:
     plots = screen.page.evaluate(
         "[...document.images].map(i => ({done: i.complete, own: i.naturalWidth, shown: i.clientWidth}))"
     )
-    assert len(plots) == 6
+    assert len(plots) == 7
     points = 4 / 3  # a point of an SVG is so many pixels of its own width
     for plot in plots:
         assert plot["done"]

@@ -11,7 +11,7 @@ BEGAN = 1_700_000_000.0
 SLOW_RANK = 2
 
 
-def write_pass(folder, rank, epoch, began, samples, ended=True):
+def write_pass(folder, rank, epoch, began, samples, ended=True, started=BEGAN):
     """Write the statistics of one epoch of a rank.
 
     Args:
@@ -21,14 +21,16 @@ def write_pass(folder, rank, epoch, began, samples, ended=True):
         began: Start of the epoch as a POSIX time.
         samples: For each second, the increments of statistics by name. A wait is named by its cause.
         ended: Whether the rank writes its final line.
+        started: Start of the process's first pass as a POSIX time.
     """
     stats = LoaderStats(epoch)
     one = stats_log.Samples(folder, rank, stats)
-    one._origin["began"] = began
+    one._origin |= {"began": began, "started": started}
     with one:
         for number, sample in enumerate(samples, 1):
             stats.batches += 1
             stats.seconds += 1.0
+            stats.wait_histogram.add(sum(more for name, more in sample.items() if name in stats.waits))
             for name, more in sample.items():
                 if name in stats.waits:
                     stats.waits[name] += more

@@ -24,7 +24,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Report what a run waited for, by epoch and rank."""
-    from dataload.reporting.html import summary, write
+    from dataload.reporting.html import lines, summary, write
     from dataload.telemetry.stats_log import merged, read_peers
 
     if not (html or png or metrics or as_json):
@@ -44,11 +44,9 @@ def report(
             from dataload.reporting.prometheus import write as expose
 
             expose(merged(peers, steady=True), metrics)
-    found = summary(passes)
-    latest = found["epochs"][-1]
     written = [str(path) for path in (html, png, metrics) if path]
-    text = [latest["advice"], *latest["late"], *found["notes"], *written]
-    show({**found, "written": written}, "\n".join(text), as_json=as_json)
+    text = "" if as_json else "\n".join([*lines(passes), *written])
+    show({**summary(passes), "written": written}, text, as_json=as_json)
 
 
 @contextmanager
