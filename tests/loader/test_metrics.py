@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import urllib.request
+from collections import defaultdict
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,6 +31,7 @@ from dataload.loader import metrics_server
 from dataload.telemetry.wait_timeline import CAUSES
 
 ROWS = 60
+DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboards" / "dataload.json"
 
 
 @pytest.fixture
@@ -109,6 +114,40 @@ def test_promtool_finds_nothing_to_improve(folder, port):
     list(make_loader(folder, 10, metrics_port=port, cache=False))
     checked = subprocess.run([promtool, "check", "metrics"], input=scrape(port), capture_output=True, text=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def queries():
+    """Return the queries of the dashboard, with their legends."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    of_panels = [(each["expr"], each["legendFormat"]) for panel in dashboard["panels"] for each in panel["targets"]]
+    return of_panels + [
+        (each["query"]["query"], "") for each in dashboard["templating"]["list"] if each["type"] == "query"
+    ]
+
+
+def test_the_queries_of_the_dashboard_are_of_metrics_and_their_labels(folder, port, tmp_path):
+    loader = make_loader(folder, 10, metrics_port=port, cache_dir=str(tmp_path / "cache"), cache_bytes="1GB")
+    list(loader)
+    labels = defaultdict(set)
+    for family in text_string_to_metric_families(scrape(port)):
+        for sample in family.samples:
+            labels[sample.name] |= {*sample.labels, "job", "instance"}
+    assert len(queries()) > 10
+    for query, legend in queries():
+        names = re.findall(r"dataload_\w+", query)
+        used = re.findall(r"(\w+)=", query) + re.findall(r"by \((\w+)\)", query) + re.findall(r"{{(\w+)}}", legend)
+        assert {*names} <= labels.keys(), query
+        assert {*used} <= set().union(*(labels[name] for name in names)), query
+
+
+def test_promtool_takes_the_queries_of_the_dashboard(tmp_path):
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    whole = [query.replace("$__rate_interval", "1m") for query, _ in queries() if not query.startswith("label_values")]
+    rules = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(whole)]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
+    checked = subprocess.run([promtool, "check", "rules", tmp_path / "rules.yml"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_loaders_of_a_process_share_the_port(folder, port):
