@@ -83,7 +83,7 @@ class BudgetSteps(Steps):
         """Return 0: the last batches of the ranks may differ in size, so that nothing can be cut off them together."""
         return 0
 
-    def filled(self, rows: Int64) -> tuple[int, int]:
+    def tokens_of(self, rows: Int64) -> tuple[int, int]:
         """Return the tokens, and the places of padding beside them, of a batch of these rows."""
         budget = self.order.budget
         lengths = budget.lengths(rows)

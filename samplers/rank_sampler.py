@@ -131,12 +131,12 @@ class RankSampler(DistributedSampler[int]):
     @property
     def next_order(self) -> PositionOrder:
         """The order from the next epoch on."""
-        return self._order_of(self._next_options())
+        return self._order_of(self.next_options)
 
     @property
     def next_options(self) -> Mapping[str, Any]:
         """The options of the order from the next epoch on."""
-        return self._next_options()
+        return self._options_after(self.position.options)
 
     @property
     def handed_out_in_epoch(self) -> Position | None:
@@ -153,7 +153,7 @@ class RankSampler(DistributedSampler[int]):
     def use_file_order(self) -> None:
         """Begin the epoch in file order, without a shuffle."""
         self._given = {**self._given, "shuffle": False}
-        options = {**self._next_options(), "shuffle": False}
+        options = {**self.next_options, "shuffle": False}
         self._begin(self.epoch, 0, options, self._order_of(options))
         self.handed_out = None
 
@@ -253,7 +253,7 @@ class RankSampler(DistributedSampler[int]):
         """Begin with an epoch before the current one, as it began then."""
         begun = self._past.get(epoch)
         options = self.position.options if begun is None else begun.options
-        known = [self._next_options(), *(each.options for each in self._past.values())]
+        known = [self.next_options, *(each.options for each in self._past.values())]
         if epoch < self.since or (begun is None and any(each != options for each in known)):
             raise ConfigError(
                 f"epoch {epoch} came before those that this loader has had, perhaps in another order, because the "
@@ -292,8 +292,25 @@ class RankSampler(DistributedSampler[int]):
 
     def end_epoch(self) -> None:
         """Begin the next epoch, because an iteration has ended."""
-        options = self._next_options()
+        options = self.next_options
         self._begin(self.epoch + 1, 0, options, self._order_of(options))
+
+    def end_if_over(self) -> None:
+        """Begin the next epoch if the last batch of this one is handed out: its loop took exactly len(loader)."""
+        begun = self.handed_out_in_epoch
+        if begun is not None and self.finished_at(begun.cursor):
+            self.end_epoch()
+
+    def begin_loop(self) -> None:
+        """Begin a loop of batches that are handed out: a new epoch, or the rest of one."""
+        self.end_if_over()
+        if not self.cursor:
+            self.handed_out, self.entered = None, False  # The epoch begins, perhaps for a second time.
+
+    def hand_out(self, epoch: int, cursor: int) -> None:
+        """Note that the rows up to a cursor are handed out, unless the sampler is in another epoch by now."""
+        if self.epoch == epoch:
+            self.handed_out = self.position.at(cursor)
 
     def advance(self, batches: int = 1) -> None:
         """Mark the next `batches` global batches as consumed: of an epoch that is iterated, as long as it has any."""
@@ -310,7 +327,7 @@ class RankSampler(DistributedSampler[int]):
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
         number, rows = whole_number("epoch", epoch), whole_number("cursor", cursor)
-        options = self.position.options if number == self.epoch else self._next_options()
+        options = self.position.options if number == self.epoch else self.next_options
         order = self._order_of(options)
         restored = self.restored and number == self.epoch
         self._begin(number, min(max(rows, order.taken), order.n), options, order)
@@ -362,7 +379,7 @@ class RankSampler(DistributedSampler[int]):
             raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error
         order = order if rest is None else rest(order)
         self._check_start(order, position.epoch, cursor)
-        if (later := self._next_options(options)) is not options:
+        if (later := self._options_after(options)) is not options:
             self._order_of(later)  # raises before anything has changed
         streams = self._given["num_streams"]
         by_size = ("window", "windows") if rest is not None else ()  # Other data has another default.
@@ -421,9 +438,8 @@ class RankSampler(DistributedSampler[int]):
         versions = f" at version {few(each['tables'])}" if each.get("tables") else ""
         return f"dataset={each['dataset']!r}{versions}"
 
-    def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """Return the options of the epoch after one with these options; None: after the current one."""
-        options = self.position.options if options is None else options
+    def _options_after(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of the epoch after one with these options."""
         if EARLIER in options:
             options = {name: value for name, value in options.items() if name != EARLIER}
         return self._with_given(options)

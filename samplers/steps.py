@@ -133,7 +133,7 @@ class Steps:
         """Return the rows of the last step from a cursor on if some ranks' batches may have padding, else 0."""
         raise NotImplementedError
 
-    def filled(self, rows: Int64) -> tuple[int, int] | None:
+    def tokens_of(self, rows: Int64) -> tuple[int, int] | None:
         """Return the tokens, and the places of padding beside them, of a batch of these rows; None: unknown."""
         raise NotImplementedError
 
@@ -204,7 +204,7 @@ class EvenSteps(Steps):
         """Return the rows of the last step from a cursor on, if it is a partial one, else 0."""
         return 0 if self.share.drop_last else (self.order.n - cursor) % self.units
 
-    def filled(self, rows: Int64) -> None:  # noqa: ARG002
+    def tokens_of(self, rows: Int64) -> None:  # noqa: ARG002
         """Return None: the tokens of a batch are unknown."""
         return
 

@@ -186,7 +186,7 @@ class TokenOrder:
             yield from ends[first:].tolist()
             position = borders[window + 1]
 
-    def filled(self, epoch: int) -> tuple[int, int]:
+    def tokens_of_epoch(self, epoch: int) -> tuple[int, int]:
         """Return the tokens of an epoch and the places of padding beside them, for which all lengths are read."""
         tokens = places = 0
         for window in range(len(self.borders(epoch)) - 1):

@@ -13,7 +13,7 @@ from dataload.loader.requests import Answer
 from dataload.map_style import MapStyle
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
-from dataload.telemetry.row_group_ledger import Served
+from dataload.telemetry.row_group_accounts import Served
 from dataload.telemetry.stats_log import Samples
 from dataload.telemetry.wait_timeline import Timeline
 

@@ -287,11 +287,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler = self.rank_sampler
         newest = self.dataset.newest
         if newest is not self.dataset or newest.refreshes != self._refreshes:
-            begun = sampler.handed_out_in_epoch
-            if begun is not None and sampler.finished_at(begun.cursor):
-                sampler.end_epoch()  # The last loop took exactly len(loader) batches.
-                begun = None
-            if begun is None and not sampler.cursor:
+            sampler.end_if_over()
+            if sampler.handed_out_in_epoch is None and not sampler.cursor:
                 self._follow(newest)
         sampler.renew()
 
@@ -408,8 +405,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         owner = os.getpid()
         before, start = self.rank_sampler.handed_out, self._begin_epoch()
         self._tell_repeats(before, start)
-        self.rank_sampler.handed_out = start
         sampler, epoch, cursor = self.rank_sampler, start.epoch, start.cursor
+        sampler.hand_out(epoch, cursor)
         steps = sampler.steps  # those of this epoch, also when the sampler has moved on
         device = self.device or device or trainer_device()
         stats = _new_stats(self, epoch, device)
@@ -428,8 +425,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             ledger.start(lambda: {**record_of(self, start, ledger.keep), **counts})
             for answer in recorder.timed(answers):
                 used, last = answer.end, steps.is_over(epoch, answer.end)
-                if sampler.epoch == epoch:
-                    sampler.handed_out = sampler.position.at(used)
+                sampler.hand_out(epoch, used)
                 if last:
                     announce_last()
                 recorder.hand_out(answer, used, last=last)
@@ -466,10 +462,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if self.detected:
             check_data_parallel(sampler.rank, sampler.num_replicas, search=not self._checked)
             self._checked = True
-        if sampler.handed_out_in_epoch is not None and sampler.finished_at(sampler.handed_out_in_epoch.cursor):
-            sampler.end_epoch()  # The last loop took exactly len(loader) batches.
-        if not sampler.cursor:
-            sampler.handed_out, sampler.entered = None, False  # The epoch begins, perhaps for a second time.
+        sampler.begin_loop()
         self._renew()
         if self._agreement is not None:
             self._agreement.check(sampler.epoch)

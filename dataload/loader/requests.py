@@ -62,7 +62,7 @@ class Answer:
         rows: Rows of the batch.
         batch: The batch; packed, if a worker sends it.
         row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
-            `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
+            `Accounts`, or None if it was open already. Only the accounts of a worker have entries.
         by_source: The number of rows of each source of a mixture, by name.
         loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
         making: The activities of the worker, if one made the batch.
@@ -135,7 +135,7 @@ class Requests(Iterable[Request]):
                 begin = before + first * step
                 end = min(begin + len(batches) * step, most)
                 on_request(end)
-                how = stream, draw, steps.is_even, steps.filled(batches[0])
+                how = stream, draw, steps.is_even, steps.tokens_of(batches[0])
                 yield Request(batches.ravel(), batches.shape[1], begin, step, end, *how)
 
     def _runs(self, epoch: int, cursor: int) -> Iterable[tuple[Array, int, int]]:

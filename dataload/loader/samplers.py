@@ -47,17 +47,14 @@ class MixedSampler(TrainerEpochs, MixtureSampler):
         options = self.position.options
         if plain(self._mixture.weights) == (options["next_weights"] or options["weights"]):
             return
-        begun = self.handed_out_in_epoch
-        if begun is not None and self.finished_at(begun.cursor):
-            self.end_epoch()  # The last loop took exactly len(loader) batches.
-        elif begun is not None or self.cursor:
-            return
-        self.set_weights(self._mixture.weights)
+        self.end_if_over()
+        if self.handed_out_in_epoch is None and not self.cursor:
+            self.set_weights(self._mixture.weights)
 
     def load_state_dict(self, state: Mapping[str, Any], rest: Rest | None = None) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
         super().load_state_dict(state, rest)
-        self._mixture.weights = weights_of(self._next_options()["weights"])
+        self._mixture.weights = weights_of(self.next_options["weights"])
 
     def _known_weights(self) -> list[Weights]:
         return [*super()._known_weights(), *self._mixture.earlier_weights]

@@ -150,7 +150,7 @@ class Run:
         Raises:
             ConfigError: It came before the ledger.
         """
-        begun = [each for each in self.loops if self._before[each.number] < number]
+        begun = [loop for loop in self.loops if self._before[loop.number] < number]
         if not begun:
             first = min(self._before.values()) + 1
             raise ConfigError(
@@ -159,15 +159,15 @@ class Run:
             )
         *earlier, start = begun
         sampler, left = self.sampler(start), number - 1 - self._before[start.number]
-        place, each = sampler.here, _batches_of_a_step(start)
-        while left >= (steps := -(-place.left // each)):
+        place, per_step = sampler.here, _batches_of_a_step(start)
+        while left >= (steps := -(-place.left // per_step)):
             left -= steps
             place = sampler.at(place.epoch + 1, 0)
-        count = min(each, place.left - left * each)
-        batches = [_batch_at(place.later(left * each + number)) for number in range(count)]
-        again = [each for each in earlier if self._before[each.number] + self._steps_of(each) >= number]
+        count = min(per_step, place.left - left * per_step)
+        batches = [_batch_at(place.later(left * per_step + offset)) for offset in range(count)]
+        again = [loop for loop in earlier if self._before[loop.number] + self._steps_of(loop) >= number]
         reached = [self._before[start.number] + self._steps_of(start, start.reached or start.cursor)]
-        reached += [self._before[each.number] for each in self.loops if each.number > start.number]
+        reached += [self._before[loop.number] for loop in self.loops if loop.number > start.number]
         return Step(number, start, batches, again, number <= max(reached))
 
     def steps_of(self, row: int, epochs: int = 0) -> Iterator[Seen]:
@@ -189,14 +189,14 @@ class Run:
                 continue
             sampler, before = self.sampler(start), self._before[start.number]
             place = sampler.here
-            last = min((each for number, each in self._before.items() if number > start.number), default=None)
-            each = _batches_of_a_step(start)
-            yield from _times(place, number, before, each, last)
+            last = min((steps for loop, steps in self._before.items() if loop > start.number), default=None)
+            per_step = _batches_of_a_step(start)
+            yield from _times(place, number, before, per_step, last)
             if start is self.loops[-1]:
                 for _ in range(epochs):
-                    before += -(-place.left // each)
+                    before += -(-place.left // per_step)
                     place = sampler.at(place.epoch + 1, 0)
-                    yield from _times(place, number, before, each, None)
+                    yield from _times(place, number, before, per_step, None)
 
     def _rows(self, start: Start) -> int:
         """Return the rows of the data of a loop."""
@@ -315,11 +315,11 @@ def _batch_at(place: EpochPlace) -> Batch:
     return Batch(place.epoch, place.step, place.cursor, place.batches)
 
 
-def _times(place: EpochPlace, row: int, before: int, each: int, last: int | None) -> Iterator[Seen]:
+def _times(place: EpochPlace, row: int, before: int, per_step: int, last: int | None) -> Iterator[Seen]:
     """Yield when a row comes in the rest of an epoch, up to the step `last`; None: all."""
     batches = place.left
     for number in sorted({*place.steps_with(row), batches - 1}):  # The last one may have the row as padding.
-        step = before + number // each + 1
+        step = before + number // per_step + 1
         if 0 <= number < batches and (last is None or step <= last):
             rows = place.later(number).batches
             yield from (Seen(step, place.epoch, rank) for rank, own in enumerate(rows) if row in own)

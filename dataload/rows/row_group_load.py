@@ -45,7 +45,7 @@ class RowGroupLoad:
         group: The row group's number among all that the process loads.
         cache: The row groups of its dataset.
         number: Its number there.
-        account: Account that its cost is charged to, see `Ledger`.
+        account: Account that its cost is charged to, see `Accounts`.
         span: The bytes of each blob to look up; None: all of them. (0, 0) finds out whether they are cached.
 
     Attributes:

@@ -24,7 +24,7 @@ from dataload.runtime.counters import Counters
 from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.memory_budget import ReservationCancelled
-from dataload.telemetry.row_group_ledger import Ledger
+from dataload.telemetry.row_group_accounts import Accounts
 from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
 
@@ -108,7 +108,7 @@ class RowGroupScheduler:
         self._spent = Counters()  # seconds of loading, by cause
         self._started = False
         self.decoder: BackgroundDecoder | None = None
-        self.ledger = Ledger()
+        self.ledger = Accounts()
         self.sizes: dict[int, int] = {}
         self.is_cached = True
 

@@ -131,7 +131,7 @@ class MixtureSampler(RankSampler):
         order = self.order.with_options(weights=weights)
         if self.handed_out is not None:
             self.handed_out = with_next_weights(self.handed_out, order.weights)
-        if not (self.cursor or self.entered) and self._next_options() is self.position.options:
+        if not (self.cursor or self.entered) and self.next_options is self.position.options:
             self._begin(self.epoch, 0, self.position.options, order)
             return
         self.position = with_next_weights(self.position, order.weights)
@@ -149,7 +149,7 @@ class MixtureSampler(RankSampler):
         given = self._own_options(self.next_weights or plain(self.order.weights))
         super().load_state_dict(state, rest)
         if self.rank == 0:
-            _warn_of_kept(self._own_options(self._next_options()["weights"]), given)
+            _warn_of_kept(self._own_options(self.next_options["weights"]), given)
 
     def known_lists(self) -> dict[str, list[Sequence[Any]]]:
         """Return the lists that a digest in a state may stand for, as in `RankSampler`."""
@@ -166,8 +166,8 @@ class MixtureSampler(RankSampler):
             return options
         return {**options, "batch_rows": self.global_batch_size}  # No batch of the epoch has been taken.
 
-    def _next_options(self, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        options = super()._next_options(options)
+    def _options_after(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        options = super()._options_after(options)
         weights = options["next_weights"]
         return options if weights is None else {**options, "weights": weights, "next_weights": None}
 

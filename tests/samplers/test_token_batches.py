@@ -172,7 +172,7 @@ def test_plan_windows_of_a_mixture_are_sized_by_its_weights():
 
 def test_tokens_and_padding_of_an_epoch_are_those_of_its_batches():
     [sampler] = samplers_of(1, budget=budget_of(multiple=8))
-    tokens, padding = sampler.order.filled(1)
+    tokens, padding = sampler.order.tokens_of_epoch(1)
     assert tokens == LENGTHS.sum()
     assert tokens + padding == sum(padded(batch, 8) for batch in sampler.batches(1))
 

@@ -168,7 +168,7 @@ def _tokens(packed: Packed | None, batches: TokenOrder | None, ranks: int, *, fr
         return {"tokens": tokens, "padding_share": packed.padding_share, "reads_lengths": not from_footers}
     if batches is None:
         return {}
-    tokens, padding = batches.filled(0)
+    tokens, padding = batches.tokens_of_epoch(0)
     share = padding / max(1, tokens + padding)
     found = {"tokens": tokens, "padding_share": share, "reads_lengths": True}
     return {**found, "batches": -(-batches.batches(0) // ranks)}

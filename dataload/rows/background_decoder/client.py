@@ -126,7 +126,7 @@ class BackgroundDecoder(ForkAware):
         Args:
             group: The row group.
             demand: If a thread waits for row groups and this process has memory for one, return at once.
-            account: Account of the row group, see `Ledger`. The cost is added to it even if the result comes late.
+            account: Account of the row group, see `Accounts`. The cost is added to it even if the result comes late.
 
         Raises:
             OriginNotFound: The file does not exist.

@@ -33,7 +33,7 @@ class Done(NamedTuple):
         error: The error of the worker, or its text if it cannot be pickled.
         making: Timeline of the thread that made the blobs.
         spent: Seconds by cause that the thread has spent since its last result.
-        account: The entries to add to the row group's account, see `Ledger`.
+        account: The entries to add to the row group's account, see `Accounts`.
     """
 
     group: int

@@ -228,8 +228,8 @@ class _Job:
     def _fetch(self, blocks: Blocks) -> None:
         self.opened = self.stack.enter_context(self.cache.maker.open(self.number, blocks))
 
-    def is_to_be_fetched_again(self) -> bool:
-        """Return whether the bytes are damaged. If so, fetch them past the cache, once."""
+    def refetch_if_damaged(self) -> bool:
+        """Fetch damaged bytes again, past the cache, once. Return whether they were damaged."""
         if not isinstance(self.outcome, DamagedError) or self._is_second_try:
             return False
         self._is_second_try, self.outcome, self.columns, self.table = True, None, None, None
@@ -300,7 +300,7 @@ def _run(jobs: list[_Job], on_done: Callable[[_Job], None], stalled: Stalled) ->
             missing = [job for job in missing if job not in fetched]
 
             def settle(job: _Job, missing: list[_Job] = missing) -> None:
-                if job.is_to_be_fetched_again():
+                if job.refetch_if_damaged():
                     missing.append(job)
                 else:
                     on_done(job)

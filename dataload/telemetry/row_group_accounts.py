@@ -13,7 +13,7 @@ FETCHED = ("bytes_cluster", "bytes_origin", "requests_origin", "retries_origin",
 MISSED = ("ordered", "decoded", *FETCHED)  # any of these in a row group's account makes it a miss
 
 
-class Ledger:
+class Accounts:
     """The accounts of row groups. An account holds the cost of a row group's loads since an epoch last counted it.
 
     Its entries are `under_way` (loads that have not ended), `ordered` (requests that the background process has not
@@ -80,7 +80,7 @@ class Served:
     def __init__(
         self,
         stats: LoaderStats,
-        ledger: Ledger,
+        ledger: Accounts,
         size_of: Callable[[int], int],
         in_flight: int,
         source_of: Callable[[int], str | None],

@@ -20,7 +20,7 @@ from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.rows import scheduler
 from dataload.runtime.counters import Counters, charge, charged_to
 from dataload.telemetry.loader_stats import LoaderStats
-from dataload.telemetry.row_group_ledger import Ledger, Served
+from dataload.telemetry.row_group_accounts import Accounts, Served
 from dataload.telemetry.stats_log import Samples, read
 
 GROUPS = 40
@@ -192,7 +192,7 @@ def test_a_rank_counts_no_row_group_that_it_neither_used_nor_fetched(dataset: An
 
 
 def test_a_row_group_of_another_rank_counts_only_if_this_one_fetched_it() -> None:
-    ledger = Ledger()
+    ledger = Accounts()
     stats, served = served_by(ledger)
     ledger.begin(1).add(decoded=1, bytes_origin=50, under_way=-1)  # fetched
     ledger.begin(2).add(under_way=-1)  # cancelled, or found in the cache
@@ -215,7 +215,7 @@ def test_the_log_of_the_epochs_has_the_same_counts(dataset: Any, tmp_path: Path)
 
 
 def test_the_log_has_the_counts_settled_after_a_loop_left_at_its_last_batch(tmp_path: Path) -> None:
-    ledger = Ledger()
+    ledger = Accounts()
     stats, served = served_by(ledger)
     account = ledger.begin(3)
     with pytest.raises(GeneratorExit), Samples(tmp_path, 0, stats) as samples, closing(served):
@@ -263,13 +263,13 @@ def test_the_reads_of_another_loop_are_not_charged_to_this_one(dataset: Any) -> 
 # Accounts
 
 
-def served_by(ledger: Ledger, in_flight: int = 0) -> tuple[LoaderStats, Served]:
+def served_by(ledger: Accounts, in_flight: int = 0) -> tuple[LoaderStats, Served]:
     stats = LoaderStats()
     return stats, Served(stats, ledger, lambda _: 100, in_flight, lambda _: None)
 
 
 def test_a_row_group_is_counted_when_its_load_has_ended() -> None:
-    ledger = Ledger()
+    ledger = Accounts()
     stats, served = served_by(ledger)
     account = ledger.begin(3)
     served.use({3: {}})
@@ -281,7 +281,7 @@ def test_a_row_group_is_counted_when_its_load_has_ended() -> None:
 
 
 def test_a_loop_that_ends_before_a_load_counts_by_the_entries_so_far() -> None:
-    ledger = Ledger()
+    ledger = Accounts()
     stats, served = served_by(ledger)
     ledger.begin(3)
     ledger.begin(4).add(ordered=1)
@@ -291,7 +291,7 @@ def test_a_loop_that_ends_before_a_load_counts_by_the_entries_so_far() -> None:
 
 
 def test_a_hit_of_a_worker_waits_for_the_answers_that_may_turn_it_into_a_miss() -> None:
-    stats, served = served_by(Ledger(), in_flight=2)
+    stats, served = served_by(Accounts(), in_flight=2)
     served.use({3: {}, 4: {}})
     served.use({3: {"decoded": 1, "bytes_origin": 50}})
     assert (stats.hits, stats.misses, stats.bytes_local) == (0, 1, 0)
@@ -304,7 +304,7 @@ def test_a_hit_of_a_worker_waits_for_the_answers_that_may_turn_it_into_a_miss() 
 
 def test_counts_never_fall_when_a_row_group_is_fetched_after_its_hit() -> None:
     """A small cache evicted the row group between two batches that use it."""
-    stats, served = served_by(Ledger())
+    stats, served = served_by(Accounts())
     served.use({3: {}})
     assert (stats.hits, stats.misses, stats.bytes_local) == (1, 0, 100)
     served.use({3: {"decoded": 1, "bytes_origin": 50}})
