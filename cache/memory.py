@@ -95,6 +95,9 @@ class MemoryTier(ForkAware, Tier):
     def used_bytes(self) -> int:
         return self._used
 
+    def holder(self, key: BlobKey) -> int | None:  # noqa: ARG002 (no other process has a part in it)
+        return None
+
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()
 

@@ -182,6 +182,9 @@ class Tier(Protocol):
     def used_bytes(self) -> int | None:
         """The bytes of the cached blobs; None while the cache cannot tell."""
 
+    def holder(self, key: BlobKey) -> int | None:
+        """Return the other process of this host that holds the lock of a key; None: none is known."""
+
     @property
     def location(self) -> str:
         """Identifies the cache in this process: tiers of one location share their blobs."""

@@ -22,7 +22,7 @@ OF_DATASETS = (
 OF_LOADERS = (
     "shuffle=True, seed=0, drop_last=False, window=None, num_streams=None, num_workers=0, num_threads=None, "
     "group=None, ragged='list', transform=None, collate_fn=None, device=None, pin_memory=None, prefetch=None, "
-    "row_ids=False, on_error='raise', stats_dir=None, metrics_port=None, world=None, mesh=None"
+    "row_ids=False, on_error='raise', stats_dir=None, metrics_port=None, stall_warning=60.0, world=None, mesh=None"
 )
 OF_SAMPLERS = (
     "shuffle='block', seed=0, drop_last=False, window=None, batch_size=1, num_streams=1, num_nodes=None, "

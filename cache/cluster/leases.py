@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from dataload.cache.cluster.client import Client, ClusterUnavailable
-from dataload.cache.renewals import Renewals
 from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS
+from dataload.runtime.renewals import Renewals
 from dataload.telemetry.wait_timeline import doing
 
 LEASE_SECONDS = 3.0  # time to live; other hosts wait this long for a dead host

@@ -58,6 +58,9 @@ class ClusterTier(Tier):
     def used_bytes(self) -> int | None:
         return self.local.used_bytes
 
+    def holder(self, key: BlobKey) -> int | None:
+        return self.local.holder(key)
+
     @property
     def limiting_disk(self) -> Path | None:
         return self.local.limiting_disk

@@ -11,9 +11,10 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
-from dataload.cache.renewals import Renewals
 from dataload.runtime.forks import ForkAware, close_copies
+from dataload.runtime.renewals import Renewals
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.02  # seconds between attempts to lock
 EVICTION_SECONDS = 2.0
@@ -124,6 +125,19 @@ class KeyLocks(ForkAware):
             yield
         finally:
             self._heartbeats.release(byte)
+
+    def holder(self, digest: bytes) -> int | None:
+        """Return another process that holds the lock of `digest`; None: none does, or this one may not see which.
+
+        The kernel knows no process of such a lock, but lists the locks of each process's open files.
+        """
+        lock = f":{Path(self._path).stat().st_ino} {_byte_of(digest)} "
+        for process in Path("/proc").glob("[1-9]*"):
+            with suppress(OSError):  # It is another user's, or has ended.
+                for file in (process / "fdinfo").iterdir():
+                    if lock in file.read_text() and int(process.name) != os.getpid():
+                        return int(process.name)
+        return None
 
     def is_running(self, digest: bytes) -> bool:
         """Return whether the holder of a lock runs, or has released it. If it was stopped: after `SILENCE_SECONDS`."""

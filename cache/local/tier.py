@@ -203,6 +203,12 @@ class LocalTier(ForkAware, Tier):
                         stack.enter_context(folder.locks.beating(key.digest))
             yield None if held else partial(wait_for_holder, self, key)
 
+    def holder(self, key: BlobKey) -> int | None:
+        with suppress(OSError):  # It is for a message.
+            if (folder := self._folder) is not None and not folder.closed:
+                return folder.locks.holder(key.digest)
+        return None
+
     def stored_bytes(self, key: BlobKey) -> int:
         if not self.health.writes.tripped and (folder := self.opened()) is not None:
             with self.fallback("looking up a blob", self.health.writes, folder):

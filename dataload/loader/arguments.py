@@ -59,6 +59,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     ):
         if arguments[name] is not None or name == "seed":
             whole_number(name, arguments[name], least)
+    stall = arguments["stall_warning"]
+    if not isinstance(stall, (int, float)) or not stall > 0:
+        raise ConfigError(f"stall_warning={stall!r} must be seconds above 0; math.inf logs no line")
     _check_batches(arguments)
     for name, allowed in (("ragged", ("list", "flat")), ("on_error", ("raise", "skip")), ("shuffle", tuple(SHUFFLES))):
         if arguments[name] not in allowed:

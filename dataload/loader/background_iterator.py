@@ -149,6 +149,7 @@ class _Work(Generic[T]):
         self.made: queue.SimpleQueue[tuple[int, _Made[T]]] = queue.SimpleQueue()
         self._calls = calls
         self._stop = stop
+        self.timelines: list[Timeline] = []  # of the threads
         self._turn = threading.Lock()  # held by the thread that takes the next call
         self._taken = 0
         self._ended = False
@@ -156,6 +157,7 @@ class _Work(Generic[T]):
     def run(self, begin: Callable[[], object]) -> None:
         """Call `begin`. Then make items until there are no more, one raises, or the iterator stops."""
         making = Timeline(usually="collate")
+        self.timelines.append(making)
         with making.here():
             try:
                 begin()
@@ -204,6 +206,7 @@ def _run_here(calls: Iterable[Callable[[], T]], waiting: Timeline) -> Generator[
 
 def _in_order(work: _Work[T], waiting: Timeline, timeout: float) -> Generator[T, None, None]:
     early: dict[int, _Made[T]] = {}
+    waiting.helpers = work.timelines
     number = 0
     while True:
         since = perf_counter()

@@ -10,10 +10,12 @@ from time import perf_counter
 from dataload.loader.lookahead import RecordedNeeds
 from dataload.loader.ranks import process_among
 from dataload.loader.requests import Answer
+from dataload.loader.stall import awaited_by
 from dataload.map_style import MapStyle
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_accounts import Served
+from dataload.telemetry.stalls import LoopWait, watched
 from dataload.telemetry.stats_log import Samples
 from dataload.telemetry.wait_timeline import Timeline
 
@@ -30,10 +32,18 @@ class EpochRecorder:
 
     Attributes:
         waiting: Timeline of the thread that takes the batches.
+        wait: Its present wait.
     """
 
     def __init__(
-        self, stats: LoaderStats, served: Served, samples: Samples, needs: RecordedNeeds, usual_cause: Callable[[], str]
+        self,
+        stats: LoaderStats,
+        served: Served,
+        samples: Samples,
+        needs: RecordedNeeds,
+        usual_cause: Callable[[], str],
+        waiting: Timeline,
+        wait: LoopWait,
     ) -> None:
         self._stats = stats
         self._served = served
@@ -41,15 +51,17 @@ class EpochRecorder:
         self._needs = needs
         self._usual_cause = usual_cause
         self._started = perf_counter()
-        self.waiting = Timeline()
+        self.waiting = waiting
+        self.wait = wait
 
     def timed(self, answers: Iterator[Answer]) -> Generator[Answer, None, None]:
         """Yield the answers, and charge the waits for them and for the end."""
-        stats = self._stats
+        stats, wait = self._stats, self.wait
         while True:
-            requested = perf_counter()
+            requested = wait.since = perf_counter()
             answer = next(answers, None)
             now = perf_counter()
+            wait.since = 0.0
             loading = stats.waited(self.waiting.take(requested, now), self._usual_cause)
             stats.seconds = now - self._started
             if answer is None:
@@ -80,6 +92,8 @@ def recorded(
     needs: RecordedNeeds,
     in_flight: int,
     folder: Path | None,
+    stall_warning: float,
+    num_workers: int,
 ) -> Iterator[EpochRecorder]:
     """Record an epoch for the duration of the block. The last sample in the log has the final counts.
 
@@ -90,9 +104,22 @@ def recorded(
         needs: As for `EpochRecorder`.
         in_flight: Batches that worker processes make at the same time, at most.
         folder: Folder of the log; None for no log.
+        stall_warning: Seconds from which on a wait is logged.
+        num_workers: Processes that make the batches; 0: threads of this process do.
     """
     scheduler = dataset.rowstore.scheduler
     served = Served(stats, scheduler.ledger, dataset.rowstore.size_of, in_flight, dataset.source_of)
     process = None if folder is None else process_among(sampler.num_replicas)
-    with Samples(folder, sampler.rank, stats, sampler.num_replicas, process) as samples, closing(served):
-        yield EpochRecorder(stats, served, samples, needs, scheduler.usual_cause)
+    waiting, rank = Timeline(), f"rank {sampler.rank} of {sampler.num_replicas}"
+
+    def describe(seconds: float) -> str:
+        what = awaited_by(waiting, scheduler, num_workers)
+        return f"{rank} has waited {seconds:.0f} s for its next batch, on {what}"
+
+    wait = LoopWait(stall_warning, describe)
+    with (
+        Samples(folder, sampler.rank, stats, sampler.num_replicas, process) as samples,
+        closing(served),
+        watched(wait),
+    ):
+        yield EpochRecorder(stats, served, samples, needs, scheduler.usual_cause, waiting, wait)

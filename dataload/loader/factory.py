@@ -22,7 +22,7 @@ from dataload.extras import required
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerEpochs
-from dataload.loader.loader import BATCHES_AHEAD, Loader
+from dataload.loader.loader import BATCHES_AHEAD, STALL_SECONDS, Loader
 from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.loader.run_record import given_of
@@ -81,6 +81,7 @@ def make_loader(
     partitioning: Partitioning = "hive",
     stats_dir: str | os.PathLike[str] | None = None,
     metrics_port: int | None = None,
+    stall_warning: float = STALL_SECONDS,
     world: World | None = None,
     mesh: DeviceMesh | None = None,
     **dataloader_kwargs: Unpack[LoaderOptions],
@@ -146,6 +147,8 @@ def make_loader(
             needs its own folder. Write errors are logged, not raised.
         metrics_port: Serve these statistics to Prometheus, on this port plus the local rank, on all interfaces, until
             the process ends. The loaders of a process share the port. It needs `dataload[metrics]`.
+        stall_warning: Seconds of waiting for one batch after which a line in the log names the rank, and what it waits
+            for: the cause, the file, the requests in flight, and another process that makes the rows. `math.inf`: none.
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
         mesh: Instead of `world`, a torch DeviceMesh of the data-parallel dimensions only; see `World.from_mesh`. Ranks
             with equal coordinates get equal batches.
@@ -225,6 +228,7 @@ def make_loader(
         local_world_size=ranks_of_host(here),
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
+        stall_warning=stall_warning,
         metrics=None if metrics_port is None else _metrics_of(dataset, here, metrics_port),
         given=given_of(
             transform,

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from dataload.loader.metrics_server import LoaderMetrics
 
 BATCHES_AHEAD = 8
+STALL_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         local_world_size: int = 1,
         mesh: DeviceMesh | None = None,
         stats_dir: Path | None = None,
+        stall_warning: float = STALL_SECONDS,
         metrics: LoaderMetrics | None = None,
         given: Mapping[str, Any] | None = None,
         **dataloader_kwargs: Any,
@@ -144,6 +146,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._agreement = Agreement(dataset, rank_sampler) if detected and rank_sampler.num_replicas > 1 else None
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
+        self.stall_warning = stall_warning
         self.given = given
         self._start: Position | None = None  # of the last loop
         self._repeats = 0  # loops that began there again
@@ -417,7 +420,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         ledger = self._ledger(log_dir or ledger_dir)
         with (
             ledger,
-            recorded(self.dataset, sampler, stats, needs, in_flight, log_dir) as recorder,
+            recorded(
+                *(self.dataset, sampler, stats, needs, in_flight, log_dir),
+                stall_warning=self.stall_warning,
+                num_workers=0 if self._worker_arguments is None else self.num_workers,
+            ) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
             accelerate_iteration(partial(steps.remainder, cursor)) as announce_last,
         ):

@@ -149,8 +149,14 @@ class RowGroupCache:
 
     def describe(self, number: int) -> str:
         """Name a row group and count the requests in flight, for the log."""
-        name, limiter = redacted(self.manifest.row_groups[number].name), self.blocks.origin.limiter
+        group, limiter = self.manifest.row_groups[number], self.blocks.origin.limiter
+        name = f"{redacted(self.blocks.origin.url_of(group.file.path))} row group {group.number}"
         return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
+
+    def holder(self, number: int) -> int | None:
+        """Return the other process of this host that makes or fetches a row group; None: none is known."""
+        keys = self.key(number), self.key(number, "fetch row group")
+        return next(filter(None, map(self.tier.holder, keys)), None)
 
     # Memory to make row groups
 

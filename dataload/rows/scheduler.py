@@ -25,6 +25,7 @@ from dataload.runtime.executor import LOOK_SECONDS, DaemonExecutor
 from dataload.runtime.filemap import is_file_map
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.row_group_accounts import Accounts
+from dataload.telemetry.stalls import is_watching
 from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
 
@@ -105,6 +106,7 @@ class RowGroupScheduler:
         self._queue = LoadQueue(self._threads, row_groups.memory)
         self._mutex = threading.Lock()  # guards the memory of uncached row groups
         self._demand = DemandSignal()
+        self._awaited: list[RowGroupLoad] = []  # Threads wait for these now.
         self._spent = Counters()  # seconds of loading, by cause
         self._started = False
         self.decoder: BackgroundDecoder | None = None
@@ -176,16 +178,26 @@ class RowGroupScheduler:
             log_at = since + LOG_SECONDS
             # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
             first: list[Future[Any]] = [contents, load.cancelled] if stop is None else [contents, load.cancelled, stop]
-            with self._demand.waiting():
-                # The wait is cut into short ones, so that Ctrl-C interrupts it.
-                while not wait(first, LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
-                    if (now := perf_counter()) >= log_at:
-                        _log_wait(load.cache.describe(load.number), load.state, now - since)
-                        log_at = now + LOG_SECONDS
+            self._awaited.append(load)
+            try:
+                with self._demand.waiting():
+                    # The wait is cut into short ones, so that Ctrl-C interrupts it.
+                    while not wait(first, LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
+                        if (now := perf_counter()) >= log_at and not is_watching():
+                            _log_wait(load.cache.describe(load.number), load.state, now - since)
+                            log_at = now + LOG_SECONDS
+            finally:
+                self._awaited.remove(load)
             waited(since, load.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
         return contents.result() if contents.done() and not contents.cancelled() else None
+
+    @property
+    def awaited_load(self) -> RowGroupLoad | None:
+        """A load that a thread waits for now; otherwise the oldest one that is not done; None: all are."""
+        loads = [*self._awaited, *self._loads.copy().values()]
+        return next((load for load in loads if not load.contents.done()), None)
 
     def usual_cause(self) -> str:
         """Return the cause of most of the loading time."""

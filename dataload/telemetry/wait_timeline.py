@@ -38,6 +38,13 @@ class Timeline:
         self._clock = clock
         self._changes = [(clock(), usually)]  # (time, the cause from then on)
         self._reported_until = self._changes[0][0]
+        self.helpers: list[Timeline] = []  # of the threads whose work this one waits for
+
+    @property
+    def present(self) -> str:
+        """The cause that time is charged to now; while the thread waits, a cause of those that it waits for."""
+        busy = [each.present for each in self.helpers]
+        return self._cause or next((cause for cause in busy if cause not in (IDLE, "collate")), max(busy, default=IDLE))
 
     @contextmanager
     def here(self) -> Iterator[Timeline]:

@@ -67,6 +67,8 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"world": 3}, "world=3 must be a World"),
         ({"mesh": "dp"}, "mesh='dp' must be a DeviceMesh"),
         ({"stats_dir": 3}, "stats_dir=3 must be a path"),
+        ({"stall_warning": 0}, "stall_warning=0 must be seconds above 0"),
+        ({"stall_warning": "60"}, "stall_warning='60' must be seconds above 0"),
         ({"group": ["a", "b"]}, r"group=\['a', 'b'\] must map names to lists of columns"),
         ({"group": {"x": "a"}}, "must map names to lists of columns"),
         ({"group": {"x": iter(["a"])}}, "must map names to lists of columns"),
