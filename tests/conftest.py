@@ -22,13 +22,27 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs
 import torch.distributed as dist
+import typer.main
+from aiobotocore.httpsession import AIOHTTPSession
 from moto_server import S3Server
-from ranks import PARENTS, forked_ranks  # noqa: F401 (a fixture)
+from ranks import forked_ranks  # noqa: F401 (a fixture)
 
 from dataload.cache.config import CacheConfig
 
 # Else each client of boto3 and s3fs parses the description of S3's API again, and keeps 30,000 objects of it.
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+# Else each run of the command line in this process builds all commands again: 12 ms.
+typer.main.get_command = functools.cache(typer.main.get_command)
+
+
+def read_authorities_once() -> None:
+    """Read each bundle of certificates once. Else each client of s3fs reads it, also without TLS: 25 ms."""
+    build = AIOHTTPSession._build_verify_context
+    once = functools.cache(lambda verify: build(AIOHTTPSession(verify)))
+    AIOHTTPSession._build_verify_context = lambda session: once(session._verify)
+
+
+read_authorities_once()
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
@@ -164,11 +178,11 @@ def what_is_imported_stays() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Check that no thread and no child process of a test outlives it."""
-    before = set(threading.enumerate())
+    before, of_fixtures = set(threading.enumerate()), children(os.getpid())
     yield
     s3fs.S3FileSystem.clear_instance_cache()  # Their clients have credentials and settings of this test.
     end_threads_of_pyiceberg()
-    if left_threads(before) or processes():
+    if left_threads(before) or processes(of_fixtures):
         gc.collect()  # Cycles may hold them.
     ours = left_threads(before)
     until = time.monotonic() + 200
@@ -176,7 +190,7 @@ def nothing_left_behind() -> Iterator[None]:
         thread.join(max(0.0, until - time.monotonic()))
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
     until = time.monotonic() + 60
-    while (left := processes()) and time.monotonic() < until:
+    while (left := processes(of_fixtures)) and time.monotonic() < until:
         time.sleep(0.05)  # Some have been told to end.
     assert not left, f"processes left behind: {left}"
     assert not dist.is_initialized()
@@ -195,17 +209,23 @@ def end_threads_of_pyiceberg() -> None:
         module.ExecutorFactory._instance = None
 
 
-def processes() -> list[bytes]:
-    """Return the commands of child processes, without helpers of multiprocessing, which may outlive a test."""
-    found, parents = [], [os.getpid()]
-    for parent in parents:  # It grows.
-        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            if int(child) in PARENTS:
-                parents.append(int(child))
-                continue
+def processes(of_fixtures: set[int]) -> list[bytes]:
+    """Return the commands of child processes, and of children of `of_fixtures`, which serve several tests.
+
+    Helpers of multiprocessing may outlive a test, too.
+    """
+    found = []
+    for parent in (os.getpid(), *of_fixtures):
+        for child in children(parent) - of_fixtures:
             with suppress(FileNotFoundError):
                 found.append(Path(f"/proc/{child}/cmdline").read_bytes())
     return [command for command in found if b"resource_tracker" not in command and b"forkserver" not in command]
+
+
+def children(process: int) -> set[int]:
+    with suppress(FileNotFoundError):  # It has ended.
+        return set(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    return set()
 
 
 def lives_on(thread: threading.Thread) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from http_servers import serving
 
 from dataload import DataError, make_dataset
 from dataload.cache.filesystem import TierCacheFileSystem
@@ -34,15 +34,9 @@ class _Files(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def url_of(tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Return the URL of a file in the temporary folder, with credentials as user, password and signature."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(tmp_path))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            host = f"127.0.0.1:{server.server_address[1]}"
-            yield lambda name: f"http://{SECRET}:{SECRET}@{host}/{name}?signature={SECRET}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(partial(_Files, directory=str(tmp_path))) as url:
+        host = url.removeprefix("http://")
+        yield lambda name: f"http://{SECRET}:{SECRET}@{host}/{name}?signature={SECRET}"
 
 
 def _fail(_: Any) -> Any:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from email.utils import parsedate_to_datetime
+from functools import cache
 from pathlib import Path
 from typing import Self
 from urllib.error import HTTPError
@@ -58,15 +61,24 @@ ODD_KEYS = [
 BIG = 3 * (1 << 20) + 17
 
 
+@cache
 def body_of(key: str, size: int = 5000) -> bytes:
     return random.Random(key).randbytes(size)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
+    with Origin(tmp_path_factory.mktemp("origin")) as running:
+        yield running
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with bucket "b", which has unusual keys, "empty" and "big", and the empty bucket "other"."""
-    root = tmp_path / "origin"
-    (root / "other").mkdir(parents=True)
+def folder(server: Origin) -> Path:
+    """The folder of the server, with bucket "b", which has unusual keys, "empty" and "big", and an empty "other"."""
+    root = server.folder
+    for left in root.iterdir():
+        left.unlink() if left.is_symlink() or left.is_file() else shutil.rmtree(left)
+    (root / "other").mkdir()
     for key in [*ODD_KEYS, "empty", "big"]:
         path = root / "b" / key
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,9 +87,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def origin(folder: Path) -> Iterator[Origin]:
-    with Origin(folder) as running:
-        yield running
+def origin(server: Origin, folder: Path) -> Origin:
+    """The server as it starts: without latency, faults and counts."""
+    server.behave(**asdict(Behaviour()))
+    server.reset()
+    return server
 
 
 class Raw:

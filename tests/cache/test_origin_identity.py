@@ -6,8 +6,7 @@ import base64
 import pickle
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -122,53 +121,41 @@ LISTING = """<?xml version="1.0" encoding="utf-8"?>
 <Content-Length>{}</Content-Length></Properties></Blob></Blobs><NextMarker/></EnumerationResults>"""
 
 
-class Accounts(ThreadingHTTPServer):
+class Accounts(BaseHTTPRequestHandler):
     """A minimal Azure blob storage: each account has one blob, whose content is the account's name."""
 
-    daemon_threads = True
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        content = url.path.split("/")[1].encode()
+        lists = "comp=list" in url.query
+        if lists:
+            content = LISTING.format(len(content)).encode()
+        self.send_response(206 if self.command == "GET" and not lists else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Range", f"bytes 0-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Type", "application/xml" if lists else "application/octet-stream")
+        self.send_header("ETag", '"the same"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("x-ms-blob-type", "BlockBlob")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            content = url.path.split("/")[1].encode()
-            lists = "comp=list" in url.query
-            if lists:
-                content = LISTING.format(len(content)).encode()
-            self.send_response(206 if self.command == "GET" and not lists else 200)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Content-Range", f"bytes 0-{len(content) - 1}/{len(content)}")
-            self.send_header("Content-Type", "application/xml" if lists else "application/octet-stream")
-            self.send_header("ETag", '"the same"')
-            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-            self.send_header("x-ms-blob-type", "BlockBlob")
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+    do_HEAD = do_GET  # noqa: N815
 
-        do_HEAD = do_GET  # noqa: N815
-
-        def log_message(self, *_: Any) -> None:
-            pass
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 @pytest.mark.usefixtures("adlfs")
 @pytest.mark.parametrize("consistency", ["immutable", "generation"])
 def test_an_azure_account_is_not_served_the_bytes_of_another(tmp_path: Path, consistency: str) -> None:
-    with Accounts(("127.0.0.1", 0), Accounts.Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            for account in ("uno", "due", "uno"):
-                endpoint = f"http://127.0.0.1:{server.server_port}/{account}"
-                below = {"connection_string": connection_string(account, BlobEndpoint=endpoint)}
-                options = {
-                    "cache_dir": str(tmp_path / "cache"),
-                    "consistency": consistency,
-                    "skip_instance_cache": True,
-                }
-                fs = fsspec.filesystem("tiercache", target_protocol="abfs", target_options=below, **options)
-                assert fs.cat_file("container/blob") == account.encode()
-        finally:
-            server.shutdown()
+    with serving(Accounts) as url:
+        for account in ("uno", "due", "uno"):
+            below = {"connection_string": connection_string(account, BlobEndpoint=f"{url}/{account}")}
+            options = {"cache_dir": str(tmp_path / "cache"), "consistency": consistency, "skip_instance_cache": True}
+            fs = fsspec.filesystem("tiercache", target_protocol="abfs", target_options=below, **options)
+            assert fs.cat_file("container/blob") == account.encode()
     assert fs.stats()["bytes_origin"] == 0, "the third time it is there"
 
 
@@ -176,7 +163,7 @@ def test_an_azure_account_is_not_served_the_bytes_of_another(tmp_path: Path, con
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in dirfs"])
 def test_a_blob_of_azure_is_listed_by_its_own_name(tmp_path: Path, wrapped: bool) -> None:
     """The filesystem of Azure finds it without its info."""
-    with serving(Accounts.Handler) as url:
+    with serving(Accounts) as url:
         below = connection_string("uno", BlobEndpoint=f"{url}/uno")
         azure = fsspec.filesystem("abfs", connection_string=below, skip_instance_cache=True)
         store, folder = (DirFileSystem("container", azure), "") if wrapped else (azure, "container")

@@ -100,9 +100,10 @@ def test_a_reader_keeps_footers_by_the_size_of_what_they_describe(
 
 
 def test_one_file_more_or_less_changes_one_run() -> None:
-    many = objects(10_000)
+    many = objects(1000)
     before = {tuple(run) for run in _runs(many)}
-    for number in range(0, 10_000, 97):
+    assert len(before) > 10
+    for number in range(0, 1000, 7):
         after = {tuple(run) for run in _runs(many[:number] + many[number + 1 :])}
         assert len(after - before) <= 1
 

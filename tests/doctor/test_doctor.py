@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from time import time
@@ -31,6 +31,7 @@ import s3fs
 import typer
 from attempts import fail_at_once
 from clusters import Server, ServerCluster
+from http_servers import serving
 from rich.filesize import decimal
 
 from dataload import CacheConfig, make_loader
@@ -525,13 +526,8 @@ def answers() -> Answers:
 
 @pytest.fixture
 def address(answers: Answers) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Of", (Handler,), {"answers": answers}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(type("Of", (Handler,), {"answers": answers})) as url:
+        yield url
 
 
 def s3(address: str, **options: Any) -> Store:

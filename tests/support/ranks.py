@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 SPAWN = multiprocessing.get_context("spawn")
-PARENTS = set()  # the processes that ranks fork from, which outlive a test
 DEADLINE = 120  # seconds for all ranks together; only a hang takes that long
 
 
@@ -37,7 +36,6 @@ def forked_ranks():
     pipe, theirs = SPAWN.Pipe()
     nursery = SPAWN.Process(target=_nurse, args=(theirs,))
     nursery.start()
-    PARENTS.add(nursery.pid)
     theirs.close()
     assert pipe.recv() == "ready"  # The deadlines of ranks count from here.
 

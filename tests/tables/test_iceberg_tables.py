@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import traceback
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 pytest.importorskip("pyiceberg")
 
+from http_servers import serving
 from iceberg_histories import DELETE_SCHEMA, add_deletes, catalog_in, puffin
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
@@ -342,13 +342,11 @@ class Catalog(BaseHTTPRequestHandler):
 
 
 def test_an_answer_that_cannot_be_read_shows_no_credentials(monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Catalog) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("PYICEBERG_CATALOG__VENDING__URI", f"http://127.0.0.1:{server.server_port}")
+    with serving(Catalog) as url:
+        monkeypatch.setenv("PYICEBERG_CATALOG__VENDING__URI", url)
         monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
         with pytest.raises(OriginError, match=r"iceberg://vending/space.table: .* \(ValidationError\)") as found:
             make_dataset("iceberg://vending/space.table", cache=False)
-        server.shutdown()
     assert VENDED["s3.secret-access-key"] not in "".join(traceback.format_exception(found.value))
 
 
