@@ -18,6 +18,7 @@ from dataload.cli.commands.head import head
 from dataload.cli.commands.plan import plan
 from dataload.cli.commands.replay import replay, rows
 from dataload.cli.commands.report import report
+from dataload.cli.commands.top import top
 from dataload.cli.commands.warm import warm
 from dataload.cli.console import FOUND_A_PROBLEM, WRONG_USE, show_help
 from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
@@ -53,7 +54,7 @@ def common(
         show_help(context)
 
 
-for command in (head, plan, warm, doctor, report, rows, replay, demo, bench):
+for command in (head, plan, warm, doctor, report, top, rows, replay, demo, bench):
     app.command()(command)
 app.add_typer(group, name="cache")
 

@@ -412,7 +412,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler.hand_out(epoch, cursor)
         steps = sampler.steps  # those of this epoch, also when the sampler has moved on
         device = self.device or device or trainer_device()
-        stats = _new_stats(self, epoch, device)
+        stats = _new_stats(self, epoch, device, steps.left(epoch, cursor))
         self._latest.begin(stats, partial(steps.padding, epoch, cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
@@ -605,7 +605,7 @@ def _from_workers(
         raise error.with_traceback(None)  # noqa: B904
 
 
-def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> LoaderStats:
+def _new_stats(loader: Loader, epoch: int, device: torch.device | None, total_batches: int) -> LoaderStats:
     stages = [stage for each in loader.dataset.datasets for stage in each.stages]
     in_use = {
         "no_cache": not loader.dataset.rowstore.row_groups.shared,
@@ -622,6 +622,7 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
         memory_bytes=loader.dataset.rowstore.row_groups.memory.limit,
         rank=loader.rank_sampler.rank,
         world_size=loader.rank_sampler.num_replicas,
+        total_batches=total_batches,
         settings=[name for name, is_used in in_use.items() if is_used],
     )
 

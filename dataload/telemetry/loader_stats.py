@@ -19,7 +19,7 @@ TRAFFIC = (
 )
 BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
 NO_NUMBERS = ("waits", "wait_histogram", "skipped_row_ids")
-PLACE = ("rank", "world_size", "settings")  # where the figures are from
+PLACE = ("rank", "world_size", "total_batches", "settings")  # of which loop the figures are
 LOADING = ("origin", "cluster", "disk", "decode", "map")  # causes of waits for row groups
 QUANTILES = ("wait_p50", "wait_p95", "wait_p99", "wait_max")
 MOST_SOURCES = 4  # named in one line
@@ -95,6 +95,7 @@ class LoaderStats:
         wait_histogram: How long the loop waited for each batch. `WaitHistogram.merged` adds up those of several ranks.
         rank: The data-parallel rank.
         world_size: Number of data-parallel ranks; 0 if unknown, and for the sum of several ranks.
+        total_batches: Batches of the whole loop, the rest of an epoch that was resumed; 0 if unknown.
         settings: Names that the advice depends on: no_cache, part (the cache holds a part of the rows), collate_fn,
             num_workers, num_threads, map, processes, pin_memory.
     """
@@ -124,6 +125,7 @@ class LoaderStats:
     wait_histogram: WaitHistogram = field(default_factory=WaitHistogram)
     rank: int = 0
     world_size: int = 0
+    total_batches: int = 0
     settings: list[str] = field(default_factory=list)
 
     def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> float:

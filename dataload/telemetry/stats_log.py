@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import groupby, islice
@@ -28,6 +29,8 @@ FINENESS = 1000
 CLOCKS = 2.0  # most seconds of skew between hosts' clocks
 TOKENS = ("tokens", "padding_tokens")
 COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows", *TOKENS)  # of each peer, not of all together
+MOST_HOST = 253  # characters of its name
+TAILS = 1 << 16, 1 << 20, 1 << 24  # bytes at the end of a file that hold its last lines
 MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
 
 log = logging.getLogger(__name__)
@@ -177,16 +180,49 @@ def read_peers(folder: Path, *, samples: bool = True) -> list[list[Pass]]:
                 passes[key] = replace(latest, samples=progress)
         except OSError as error:
             log.warning("skipping %s, which cannot be read: %s", path, error.strerror)
+    return _peers(folder, passes.values())
+
+
+def read_latest(folder: Path) -> dict[int, Pass]:
+    """Return the latest pass of each rank, from the last lines of its file.
+
+    Of its progress, it has two samples: the last one, and the first of the pass among these lines.
+
+    Raises:
+        ConfigError: The folder has no statistics.
+    """
+    passes = (_latest(path) for path in sorted(folder.glob("rank-*.jsonl")))
+    groups = _peers(folder, [each for each in passes if each is not None])
+    return {each.rank: each for each in merged(groups)}
+
+
+def _latest(path: Path) -> Pass | None:
+    """Return the state of a file's last pass; None if it has no intact line, or cannot be read."""
+    with suppress(OSError):
+        if not path.is_file():  # A pipe would block.
+            return None
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for tail in TAILS:
+                file.seek(max(0, size - tail))
+                lines = file.read(tail).split(b"\n")
+                if (latest := next(_intact(reversed(lines)), None)) is not None:
+                    first = next((each for each in _intact(lines) if each.began == latest.began), latest)
+                    samples = [Sample(each.stats.seconds, each.stats.rows) for each in (first, latest)]
+                    return replace(latest, samples=samples)
+                if tail >= size:
+                    break
+    return None
+
+
+def _peers(folder: Path, passes: Iterable[Pass]) -> list[list[Pass]]:
+    """Return the passes of a folder in groups: those of processes that read the same rows at the same time."""
+    passes = sorted(passes, key=lambda each: (each.began, each.rank))
     if not passes:
         raise ConfigError(
             f"{folder} holds no statistics of a run: pass the folder that make_loader got as stats_dir, or fit as "
             "log_dir"
         )
-    return _peers(sorted(passes.values(), key=lambda each: (each.began, each.rank)))
-
-
-def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
-    """Return the passes in groups: those of processes that read the same rows at the same time."""
     groups: list[list[Pass]] = []
     latest: dict[tuple[int, int, int], list[Pass]] = {}
     for each in passes:
@@ -241,8 +277,8 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process`, `started`, `settings`, tokens, the histogram and figures by
-    source.
+    """Parse a line. Old lines lack `world_size`, `process`, `started`, `total_batches`, `settings`, tokens, the
+    histogram and figures by source.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
@@ -254,15 +290,23 @@ def _pass(line: Any) -> Pass:
     by_source: dict[str, Any] = {
         name: {str(source): _number(value) for source, value in dict(line.get(name, {})).items()} for name in BY_SOURCE
     }
-    host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
+    # It is shown in terminals. JSON may also hold lone surrogates, which no file can.
+    host = "".join(each if each.isprintable() else "?" for each in _text(line["host"])[:MOST_HOST])
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, started, ended = _number(line["began"]), _number(line.get("started", 0)), bool(line["ended"])
-    place = {"rank": rank, "world_size": world_size, "settings": [*map(str, line.get("settings", ()))]}
+    place = {"rank": rank, "world_size": world_size, "total_batches": _number(index(line.get("total_batches", 0)))}
+    settings = [*map(str, line.get("settings", ()))]
     histogram = WaitHistogram.from_json(line["wait_histogram"]) if "wait_histogram" in line else WaitHistogram()
     lists: dict[str, Any] = {"skipped_row_ids": row_ids, "waits": waits, "wait_histogram": histogram}
-    stats = LoaderStats(**counts, **lists, **place, **by_source)
+    stats = LoaderStats(**counts, **lists, **place, **by_source, settings=settings)
     return Pass(rank, world_size, process, host, began, started, ended, stats, [])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value
 
 
 def _number(value: Any) -> Any:

@@ -485,7 +485,7 @@ def test_debug_of_a_wrong_option(run: Run) -> None:
     assert "no such option: --none" in done.stderr.lower()
 
 
-COMMANDS = ["head", "plan", "warm", "doctor", "report", "demo", "bench", "cache"]
+COMMANDS = ["head", "plan", "warm", "doctor", "report", "top", "demo", "bench", "cache"]
 CACHE_COMMANDS = ["stats", "verify", "evict"]
 
 
@@ -947,6 +947,7 @@ def test_commands_import_no_torch(tmp_path: Path) -> None:
         ["cache", "evict", "--all", *cache],
         ["report", str(stats)],
         ["report", str(stats), "--metrics", str(tmp_path / "metrics.prom")],
+        ["top", str(stats)],
     ]
     program = WITHOUT_TORCH.format(commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
