@@ -282,6 +282,26 @@ class Averaged:
         self.average = state["average"]
 
 
+def gathered():
+    """Return whether parameters that two dimensions of a mesh divide are whole again, as scores and averages need."""
+
+    def run():
+        torch.manual_seed(0)
+        model = Network()
+        before = [each.detach().clone() for each in model.parameters()]
+        whole, dp = mesh_of((2, 2), DP)
+        parallelize_module(model, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(model, mesh=dp)
+        return all(map(torch.equal, before, map(full_tensor, model.parameters())))
+
+    return group_ended(run)
+
+
+@NEEDS_FSDP
+def test_parameters_that_two_dimensions_divide_are_whole_again(ranks):
+    assert ranks(4, gathered) == [True] * 4
+
+
 def train(folder, shape=None, names=DP, *, batch=4, accumulate=1, epochs=1, checkpoints=None, dies=None):
     """Train a network. Return the epochs, the loss of each step, the rows and the whole parameters.
 

@@ -147,8 +147,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     placements = list(tensor.placements)
     for dim in reversed(range(len(placements))):  # One at a time: torch warns of two reductions in one call.
-        placements[dim] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
+        if placements[dim].is_partial():
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
