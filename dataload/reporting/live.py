@@ -32,7 +32,7 @@ def figures(passes: Mapping[int, Pass], now: float) -> Figures:
     """
     newest = max(passes.values(), key=lambda each: each.began)
     # Ranks that the world has no longer are of an earlier start.
-    present = {rank: each for rank, each in passes.items() if rank < (newest.world_size or rank + 1)}
+    present = {rank: each for rank, each in passes.items() if each is newest or rank < (newest.world_size or rank + 1)}
     of_ranks = {rank: _of_rank(each, now) for rank, each in sorted(present.items())}
     states = {each["state"] for each in of_ranks.values()}
     running = [each for each in of_ranks.values() if each["state"] == "running"]

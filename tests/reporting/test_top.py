@@ -196,6 +196,13 @@ def test_planted_files_reach_no_terminal_and_crash_nothing(tmp_path, width):
     assert {*figures(read_latest(tmp_path), NOW)["ranks"]} == {"0", "1", "2", "7", "13"}
 
 
+def test_a_rank_that_its_world_does_not_have_is_shown(tmp_path):
+    write_pass(tmp_path, 3, 0, BEGAN, [{"rows": 10}] * 5)
+    text = (tmp_path / "rank-3.jsonl").read_text()
+    (tmp_path / "rank-3.jsonl").write_text(text.replace('"world_size": 0', '"world_size": 2'))
+    assert [*figures(read_latest(tmp_path), NOW)["ranks"]] == ["3"]
+
+
 class Terminal:
     """A program in a terminal of its own."""
 
