@@ -6,6 +6,7 @@ import dis
 import importlib.util
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -19,7 +20,7 @@ def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str]
     """
     found, statement, package, level, is_import = dict[str, set[str]](), list[str](), "", 0, False
     is_from = False
-    for step in dis.get_instructions(code):
+    for step in _steps(code):
         if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")):
             level, is_from = (step.argval, is_from) if isinstance(step.argval, int) else (level, bool(step.argval))
         elif step.opname == "IMPORT_NAME":
@@ -45,6 +46,11 @@ def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str]
     return [(variables, name) for name, variables in found.items()] + inner
 
 
+@lru_cache(maxsize=256)  # Each function of this module reads them, and of functions inside others more than once.
+def _steps(code: CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
+
+
 def _absolute(name: str, level: int, scope: Mapping[str, Any]) -> str:
     """Return the whole name of a module; "" if its import raises, because the function is not in such a package."""
     with suppress(ImportError):
@@ -56,7 +62,7 @@ def passed_on_in(code: CodeType) -> set[str]:
     """Return the names of variables, and of attributes, that a function uses for more than their attributes."""
     inner = (passed_on_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     found, loaded = set[str](), ""
-    for step in dis.get_instructions(code):
+    for step in _steps(code):
         if step.opname == "EXTENDED_ARG":
             continue
         is_attribute = step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
@@ -81,7 +87,7 @@ def _last(argument: Any) -> str:
 def globals_in(code: CodeType) -> set[str]:
     """Return the names of globals that a function and the functions in it use: those that cloudpickle sends."""
     inner = (globals_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    own = {step.argval for step in _steps(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return own.union(*inner)
 
 

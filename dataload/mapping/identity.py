@@ -221,10 +221,10 @@ class _Walk:
 
     def _references(self, code: CodeType, cells: Mapping[str, Any], scope: Mapping[str, Any], where: str) -> list[Any]:
         """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
-        names, passed_on = frozenset(names_in(code)), frozenset(passed_on_in(code))
-        self._check_reads(names, globals_in(code) - scope.keys(), where)
+        names, passed_on, read = frozenset(names_in(code)), frozenset(passed_on_in(code)), globals_in(code)
+        self._check_reads(names, read - scope.keys(), where)
         values = [({name}, name, value) for name, value in sorted(cells.items())]
-        values += [({name}, name, scope[name]) for name in sorted(globals_in(code) & scope.keys())]
+        values += [({name}, name, scope[name]) for name in sorted(read & scope.keys())]
         described: list[Any] = []
         for variables, name in imported_in(code, scope):
             if (package := package_of(name)) is not None:  # Its import might take long, or fail.

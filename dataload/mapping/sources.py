@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache, reduce
 from operator import or_
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataload.errors import ConfigError
 from dataload.mapping.bytecode import names_in
@@ -26,6 +26,20 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BEGINNINGS = ("__init__", "__new__", "__post_init__", "__setstate__")
 _FILLING = ("add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 _Place = tuple[int, int]
+
+
+class _File(NamedTuple):
+    """A parsed file.
+
+    Attributes:
+        tree: Its syntax tree.
+        compiled: The code objects in it; none if the source cannot change.
+        definitions: Its functions and lambdas by their first lines.
+    """
+
+    tree: ast.Module
+    compiled: set[CodeType]
+    definitions: dict[int, list[ast.AST]]
 
 
 class Sources:
@@ -49,7 +63,7 @@ class Sources:
     def __init__(
         self, functions: Mapping[tuple[str, CodeType], str] | None = None, classes: Iterable[tuple[type, str]] = ()
     ) -> None:
-        self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
+        self._files: dict[tuple[str, int], _File] = {}
         self._functions = dict(functions or {})
         self._sent = {code: text for (_, code), text in self._functions.items()}  # under whatever file it arrived
         self._classes = {id(kind): (kind, text) for kind, text in classes}  # by id: a metaclass may define another hash
@@ -102,14 +116,14 @@ class Sources:
         known = self._functions.get((code.co_filename, code)) or self._sent.get(code)
         if known is not None:
             return known
-        tree, compiled = self._parsed(code)
+        parsed = self._parsed(code)
         rewritten = any(_PYTEST in each.co_names for each in (code, *_nested(code)))
-        if compiled and code not in compiled and not rewritten:
+        if parsed.compiled and code not in parsed.compiled and not rewritten:
             raise ConfigError(f"{code.co_filename} has changed since {code.co_qualname} was imported")
-        node = _node_of(tree, code)
+        node = _node_of(parsed.definitions, code)
         if node is None:
             raise ConfigError(f"{code.co_qualname} is not found in {code.co_filename}")
-        self._keep(code, tree, node)
+        self._keep(code, parsed.tree, node)
         found = self._functions[code.co_filename, code] = _normal(node)
         return found
 
@@ -127,7 +141,7 @@ class Sources:
         code = next((code for member in members if (code := _code_of(member, kind)) is not None), None)
         if code is None:
             return _normal(ast.parse(textwrap.dedent(inspect.getsource(kind))))
-        tree, _ = self._parsed(code)
+        tree = self._parsed(code).tree
         found = _class_of(tree, kind.__qualname__.replace(".<locals>", "").split("."))
         if found is None:
             return ""
@@ -138,7 +152,7 @@ class Sources:
         """Note the statement around a node, if it is in a cell of a notebook."""
         if os.path.exists(code.co_filename):  # noqa: PTH110
             return
-        lines, _ = inspect.findsource(code)
+        lines = _lines_of(code)
         kept = self.cells.get(code.co_filename, "\n" * len(lines)).splitlines(keepends=True)
         for statement in tree.body:
             first, last = _first_line(statement), statement.end_lineno or 0
@@ -146,11 +160,10 @@ class Sources:
                 kept[first - 1 : last] = lines[first - 1 : last]
         self.cells[code.co_filename] = "".join(kept)
 
-    def _parsed(self, code: CodeType) -> tuple[ast.Module, set[CodeType]]:
-        """Return the syntax tree of a file, and the code objects in it; none if the source cannot change."""
+    def _parsed(self, code: CodeType) -> _File:
+        """Return the file of a code object."""
         try:
-            lines, _ = inspect.findsource(code)
-            text = "".join(lines)
+            text = "".join(_lines_of(code))
             key = code.co_filename, hash(text)
             parsed = self._files.get(key)
             if parsed is None:
@@ -162,9 +175,19 @@ class Sources:
 
 
 @lru_cache(maxsize=2)  # The functions of a chain of maps are of one script, or of it and one module.
-def _parse(text: str, file: str, flags: int) -> tuple[ast.Module, set[CodeType]]:
+def _parse(text: str, file: str, flags: int) -> _File:
     module = compile(text, file, "exec", flags=flags, dont_inherit=True)
-    return ast.parse(text), set(_nested(module))
+    tree, definitions = ast.parse(text), dict[int, list[ast.AST]]()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Lambda, *_FUNCTIONS)):
+            definitions.setdefault(_first_line(node), []).append(node)
+    return _File(tree, set(_nested(module)), definitions)
+
+
+def _lines_of(code: CodeType) -> list[str]:
+    """Return the lines of the file of a code object. `inspect` would first look at each imported module."""
+    linecache.checkcache(code.co_filename)
+    return linecache.getlines(code.co_filename) or inspect.findsource(code)[0]
 
 
 def add_cells(cells: Mapping[str, str]) -> None:
@@ -180,20 +203,19 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _node_of(tree: ast.Module, code: CodeType) -> ast.AST | None:
+def _node_of(definitions: Mapping[int, list[ast.AST]], code: CodeType) -> ast.AST | None:
     """Return the definition of a function, or the lambda that has all places of the code."""
+    there = definitions.get(code.co_firstlineno, [])
     if code.co_name != "<lambda>":
-        found = (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.name == code.co_name)
-        return next((node for node in found if _first_line(node) == code.co_firstlineno), None)
+        return next((node for node in there if isinstance(node, _FUNCTIONS) and node.name == code.co_name), None)
     starts, ends = _extent(code)
     # A lambda whose body is another one only has places of that.
-    inner = [_node_of(tree, each) for each in code.co_consts if isinstance(each, CodeType)]
+    inner = [_node_of(definitions, each) for each in code.co_consts if isinstance(each, CodeType)]
     around = [
         node
-        for node in ast.walk(tree)
+        for node in there
         if isinstance(node, ast.Lambda)
         and node not in inner
-        and node.lineno == code.co_firstlineno
         and (node.lineno, node.col_offset) <= starts
         and ends <= (node.end_lineno or node.lineno, node.end_col_offset or 0)
     ]
