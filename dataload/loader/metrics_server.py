@@ -5,6 +5,7 @@ They are read from the statistics of the loops when Prometheus asks for them, so
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -63,9 +64,13 @@ class LoaderMetrics:
     def begin(self, loop: LatestLoop, stats: LoaderStats) -> None:
         """Begin a loop over a loader. loop: the latest one over it, which has these statistics from here on."""
         earlier, latest = self._state
-        over = [each for owner, each in latest if owner() in (None, loop)]
-        going_on = [(owner, each) for owner, each in latest if owner() not in (None, loop)]
-        self._state = added([earlier, *over]), [*going_on, (ref(loop), stats)]
+        over, going_on = [earlier], []
+        for owner, each in latest:
+            if owner() in (None, loop):
+                over.append(each)
+            else:
+                going_on.append((owner, each))
+        self._state = added(over), [*going_on, (ref(loop), stats)]
 
     def series(self) -> Series:
         """Return what the metrics say now."""
@@ -92,7 +97,7 @@ class MetricsServer(ForkAware, Collector):
         registry = CollectorRegistry()
         registry.register(self)
         self._server, _ = start_http_server(port, ALL_INTERFACES, registry)
-        self._loaders: dict[str, list[LoaderMetrics]] = {}  # by the name of the dataset
+        self._loaders: dict[str, LoaderMetrics] = {}  # by their labels
         super().__init__()
 
     def after_fork_in_child(self) -> None:
@@ -103,19 +108,19 @@ class MetricsServer(ForkAware, Collector):
     def loader(self, dataset: MapStyle, rank: int) -> LoaderMetrics:
         """Return the metrics of a loader of a dataset: those of an earlier one, if this one is made in its place."""
         name = _name_of(dataset)
-        known = self._loaders.setdefault(name, [])
-        same = (each for each in known if each.fingerprint == dataset.fingerprint)
-        if (found := next(same, None) or next((each for each in known if each.is_over), None)) is None:
-            found = LoaderMetrics(name if not known else f"{name}-{len(known) + 1}", rank)
-            known.append(found)
+        labels = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        known = list(itertools.takewhile(self._loaders.__contains__, labels))
+        of_name = [self._loaders[label] for label in known]
+        same = (each for each in of_name if each.fingerprint == dataset.fingerprint)
+        if (found := next(same, None) or next((each for each in of_name if each.is_over), None)) is None:
+            label = f"{name}-{len(known) + 1}" if known else name
+            found = self._loaders[label] = LoaderMetrics(label, rank)
         found.read(dataset)
         return found
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of all loaders."""
-        yield from families(
-            ["loader", "rank"], [each.series() for of_name in [*self._loaders.values()] for each in of_name]
-        )
+        yield from families(["loader", "rank"], [each.series() for each in [*self._loaders.values()]])
 
 
 _servers: dict[int, MetricsServer] = {}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dataload.reporting.aggregate import over_ranks
 from dataload.runtime.text import counted, duration, precise
-from dataload.telemetry.loader_stats import QUANTILES, TIERS, LoaderStats
+from dataload.telemetry.loader_stats import MIN_STALL, QUANTILES, TIERS, LoaderStats
 from dataload.telemetry.stats_log import FINENESS, Pass
 
 SILENT = 30.0  # seconds without a line, from which on a rank is called silent; later in an epoch, lines come less often
@@ -82,7 +82,7 @@ def _of_stats(stats: LoaderStats) -> Figures:
 
 def _advice(record: Pass) -> str:
     cause = max(record.stats.waits, key=record.stats.waits.__getitem__)
-    return f"mostly on {cause}: {record.stats.advice(cause)}" if record.stats.waits[cause] else ""
+    return f"mostly on {cause}: {record.stats.advice(cause)}" if record.stats.stall_fraction >= MIN_STALL else ""
 
 
 def _state(rank: Figures) -> str:
@@ -107,30 +107,22 @@ def _hits(of: Figures) -> str:
     return f"{of['hit_rate']:.0%}" if of["hits"] + of["misses"] else "\N{EN DASH}"
 
 
-Columns = dict[str, Callable[[Figures], str]]
-
-NARROW: Columns = {
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "host": lambda rank: rank["host"],
+    "epoch": lambda rank: str(rank["epoch"]),
     "batches": _state,
     "rows/s": lambda rank: f"{rank['rows_per_second']:,.0f}",
     "waits": lambda rank: f"{rank['stall_fraction']:.0%}",
+    "on": _waits,
     "most on": lambda rank: _waits(rank, 1),
+    "p50": lambda rank: precise(rank["wait_p50"]),
+    "p95": lambda rank: precise(rank["wait_p95"]),
     "p99": lambda rank: precise(rank["wait_p99"]),
     "hits": _hits,
     "origin": lambda rank: decimal(int(rank["bytes_origin"])),
 }
-WIDE: Columns = {
-    "host": lambda rank: rank["host"],
-    "epoch": lambda rank: str(rank["epoch"]),
-    "batches": _state,
-    "rows/s": NARROW["rows/s"],
-    "waits": NARROW["waits"],
-    "on": _waits,
-    "p50": lambda rank: precise(rank["wait_p50"]),
-    "p95": lambda rank: precise(rank["wait_p95"]),
-    "p99": NARROW["p99"],
-    "hits": _hits,
-    "origin": NARROW["origin"],
-}
+NARROW = ("batches", "rows/s", "waits", "most on", "p99", "hits", "origin")
+WIDE = ("host", "epoch", "batches", "rows/s", "waits", "on", "p50", "p95", "p99", "hits", "origin")
 LEFT = ("host", "on", "most on")
 
 
@@ -150,7 +142,7 @@ def view(of: Figures, width: int, height: int | None = None) -> Group:
     for name in ("rank", *columns):
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
     for rank, each in shown:
-        table.add_row(Text(rank), *(Text(text(each)) for text in columns.values()))
+        table.add_row(Text(rank), *(Text(COLUMNS[name](each)) for name in columns))
     more = [Text(f"and {counted(len(ranks) - len(shown), 'more rank')}")] if len(ranks) > len(shown) else []
     return Group(*map(Text, lines), table, *more)
 
@@ -168,13 +160,11 @@ def _summary(of: Figures) -> list[str]:
     waits = f"{of['stall_fraction']:.0%} of the time" + (f": {text}" if (text := _waits(of)) else "")
     quantiles = ", ".join(f"{name} {precise(of[f'wait_{name}'])}" for name in ("p50", "p95", "p99"))
     slowest = of["ranks"][str(of["slowest"])]
-    lines = [
+    advice = f", {of['advice']}" if of["advice"] else ""
+    return [
         f"epoch {of['epoch']}: {now[of['state']]}",
         f"{counted(len(of['ranks']), 'rank')}{missing}: {of['rows_per_second']:,.0f} rows/s",
         f"waits {waits}; for a batch {quantiles}",
         f"cache hits {_hits(of)}{shared}, {decimal(int(of['bytes_origin']))} from the origin",
+        f"slowest: rank {of['slowest']} ({slowest['host']}) waits {slowest['stall_fraction']:.0%} of the time{advice}",
     ]
-    if of["advice"]:
-        waits = f"waits {slowest['stall_fraction']:.0%} of the time"
-        lines.append(f"slowest: rank {of['slowest']} ({slowest['host']}) {waits}, {of['advice']}")
-    return lines

@@ -160,6 +160,17 @@ def test_loaders_of_a_process_share_the_port(folder, port):
     assert values["rows_total", "train-2"] == len(test)
 
 
+def test_no_two_loaders_have_one_label(folder, port):
+    other = folder.with_name("train-2")
+    shutil.copytree(folder, other)
+    parts = make_dataset(folder, cache=False).split([0.5, 0.5])
+    loaders = [make_loader(each, 10, metrics_port=port) for each in (*parts, make_dataset(other, cache=False))]
+    for loader in loaders:
+        list(loader)
+    rows = {tuple(labels): value for (name, *labels), value in values_of(port).items() if name == "rows_total"}
+    assert rows == {("train",): ROWS / 2, ("train-2",): ROWS / 2, ("train-2-2",): ROWS}
+
+
 def test_a_loader_that_is_made_again_goes_on_counting(folder, port):
     loader = make_loader(folder, 10, metrics_port=port, cache=False)
     list(loader)

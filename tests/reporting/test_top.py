@@ -102,6 +102,13 @@ def test_the_table_fits_the_terminal(tmp_path):
     assert "slowest: rank 1 (" in wide
 
 
+def test_a_rank_that_hardly_waits_gets_no_advice(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10, "collate": 0.01}] * 9, ended=False)
+    lines = " ".join(shown(tmp_path, BEGAN + 10, width=140).splitlines())
+    assert "waits 1% of the time " in lines
+    assert "is the limit" not in lines
+
+
 def test_of_many_ranks_the_slowest_are_shown(tmp_path):
     for rank in range(30):
         write_pass(tmp_path, rank, 0, BEGAN, [{"rows": 10, "disk": rank / 100}] * 50, ended=False)
