@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
@@ -17,10 +17,10 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.errors import is_passing, is_transient, is_unsupported
+from dataload.cache.origin.errors import is_passing, is_transient, is_unsupported, status
 from dataload.cache.origin.identity import address_of, is_s3
 from dataload.cache.origin.listings import LocalNames
-from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
+from dataload.cache.origin.obstore import UPLOAD_PART_BYTES, Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.version import (
@@ -91,6 +91,21 @@ class Engine(Protocol):
 
     def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
         """Fetch the same bytes as a stream of bytes-like parts, to save a copy."""
+        ...
+
+    def put(self, path: str, data: bytes, *, only_new: bool) -> bool:
+        """Write an object. Return False, and write nothing, if there is one and it has to be new."""
+        ...
+
+    def writer(self, path: str) -> AbstractContextManager[Any]:
+        """Open an object to write it in parts, which the client sends side by side, each again after an error.
+
+        It is there once the block has ended without an exception.
+        """
+        ...
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove objects, as far as they are there."""
         ...
 
 
@@ -218,6 +233,26 @@ class Fsspec:
 
     def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
         yield self.get(path, start, stop, version, seconds)
+
+    def put(self, path: str, data: bytes, *, only_new: bool) -> bool:
+        with self.lock:
+            try:
+                self._filesystem.pipe_file(path, data, mode="create" if only_new else "overwrite")
+            except Exception as error:
+                if only_new and (isinstance(error, FileExistsError) or status(error) == HTTPStatus.PRECONDITION_FAILED):
+                    return False
+                raise
+        return True
+
+    def writer(self, path: str) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES)
+        return found
+
+    def remove(self, paths: Sequence[str]) -> None:
+        with self.lock:
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    self._filesystem.rm_file(path)
 
     def _check_version(self, path: str, version: str) -> None:
         """Raise ObjectChanged if the object has another version now. Without If-Match, no check is better."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,10 @@ PART_BYTES = 96 << 10
 # A proxy for all hosts but that of the store, so that obstore follows no redirect to others: it would send the token of
 # a session there. Nothing can listen on port 0. Subdomains of the store's host are exempt, too: no exclusion is exact.
 NOWHERE = "127.0.0.1:0"
+# Uploads send so many parts of so many bytes side by side. S3 allows 10,000 parts.
+UPLOAD_PART_BYTES, UPLOAD_PARTS = 32 << 20, 8
+UPLOAD_SECONDS = 120  # that a part may take
+UPLOAD_RETRIES = {"max_retries": 10, "retry_timeout": timedelta(seconds=300)}  # of a part, by obstore itself
 NOT_PARTIAL = "non-partial response"
 NO_CERTIFICATES = "No CA certificates were loaded"
 
@@ -122,8 +126,8 @@ class Obstore(ForkAware):
         self._versions = Comparison()
         self._sends_conditions = True
         self._making = threading.Lock()
-        # By number of the credentials, which obstore keeps, bucket and the time that a request may take.
-        self._stores: dict[tuple[int, str, float], Any] = {}
+        # By number of the credentials, which obstore keeps, bucket, the time that a request may take, and its purpose.
+        self._stores: dict[tuple[int, str, float, bool], Any] = {}
         self._settings = {} if resolved is None else dict(resolved.settings)
         self._known = known
         received = None if resolved is None else resolved.credentials
@@ -188,6 +192,43 @@ class Obstore(ForkAware):
         self._sends_conditions = passes
         return found
 
+    def put(self, path: str, data: bytes, *, only_new: bool) -> bool:
+        import obstore
+
+        bucket, key = self._plain(path)
+        try:
+            obstore.put(self._store(bucket), key, data, mode="create" if only_new else "overwrite", use_multipart=False)
+        except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+            return False
+        return True
+
+    def writer(self, path: str) -> AbstractContextManager[Any]:
+        import obstore
+
+        bucket, key = self._plain(path)
+        store = self._store(bucket, UPLOAD_SECONDS, uploads=True)
+        found: AbstractContextManager[Any] = obstore.open_writer(
+            store, key, buffer_size=UPLOAD_PART_BYTES, max_concurrency=UPLOAD_PARTS
+        )
+        return found
+
+    def remove(self, paths: Sequence[str]) -> None:
+        import obstore
+
+        by_bucket: dict[str, list[str]] = {}
+        for bucket, key in map(self._plain, paths):
+            by_bucket.setdefault(bucket, []).append(key)
+        for bucket, keys in by_bucket.items():
+            with suppress(FileNotFoundError):
+                obstore.delete(self._store(bucket), keys)
+
+    def _plain(self, path: str) -> tuple[str, str]:
+        """Return bucket and key of an object to write. Raise UnsuitableError if obstore would change its name."""
+        bucket, key, _ = self._split(path)
+        if not _is_plain(key):
+            raise UnsuitableError("obstore changes the names of such objects", whole_store=False)
+        return bucket, key
+
     def _split(self, path: str) -> tuple[str, str, str | None]:
         """Return bucket, key and version of a path."""
         bucket, _, key = path.partition("/")
@@ -196,15 +237,15 @@ class Obstore(ForkAware):
         found: tuple[str, str, str | None] = self._filesystem().split_path(path)
         return found
 
-    def _store(self, bucket: str, seconds: float = LEAST_SECONDS) -> Any:
+    def _store(self, bucket: str, seconds: float = LEAST_SECONDS, *, uploads: bool = False) -> Any:
         with self._making:
             number = self.credentials.number
-            key = number, bucket, seconds
+            key = number, bucket, seconds, uploads
             if key not in self._stores:
                 if bucket not in self._settings:
                     self._settings[bucket] = self._known_settings(bucket) or _settings_of(self._filesystem(), bucket)
                 current = {key: store for key, store in self._stores.items() if key[0] == number}
-                self._stores = {**current, key: _store_of(self._settings[bucket], self.credentials, seconds)}
+                self._stores = {**current, key: _store_of(self._settings[bucket], self.credentials, seconds, uploads)}
             return self._stores[key]
 
     def _known_settings(self, bucket: str) -> dict[str, Any] | None:
@@ -231,7 +272,7 @@ def _got(store: Any, key: str, options: dict[str, Any]) -> GetResult:
         raise
 
 
-def _store_of(settings: dict[str, Any], credentials: Credentials, seconds: float) -> Any:
+def _store_of(settings: dict[str, Any], credentials: Credentials, seconds: float, uploads: bool) -> Any:
     import obstore
     from obstore.store import S3Store
 
@@ -242,8 +283,11 @@ def _store_of(settings: dict[str, Any], credentials: Credentials, seconds: float
         **settings["client_options"],
         "timeout": f"{round(1000 * seconds)}ms",
     }  # of a request with its whole body
+    repeated: dict[str, Any] = {}
+    if uploads:  # No byte comes back before the whole part is sent.
+        options["read_timeout"], repeated = options["timeout"], {"retry_config": UPLOAD_RETRIES}
     try:
-        return S3Store(**{**settings, "client_options": options}, credential_provider=provider)
+        return S3Store(**{**settings, "client_options": options, **repeated}, credential_provider=provider)
     except obstore.exceptions.GenericError as error:  # also if no connection needs a certificate
         if NO_CERTIFICATES not in str(error):
             raise

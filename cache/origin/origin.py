@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from multiprocessing.reduction import ForkingPickler
 from time import perf_counter
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import fsspec
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, fallback, received_engine, shared_engine
-from dataload.cache.origin.errors import UnsuitableError, is_refusal, status
+from dataload.cache.origin.errors import UnsuitableError, is_passing, is_refusal, is_unsupported, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
 from dataload.cache.origin.guarded import guarded
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
@@ -28,7 +29,7 @@ from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
 from dataload.cache.origin.s3_names import MAGIC, check_version
-from dataload.cache.origin.version import fresh_listing
+from dataload.cache.origin.version import fresh_listing, version_of
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
@@ -214,6 +215,48 @@ class Origin(ForkAware):
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", version=version), doing("origin"):
             self._fetched(receive, len(buffer))
 
+    def content(self, path: str) -> bytes:
+        """Fetch a small object as it is now. Raise the errors of `info` and `read`."""
+        info = self.info(path)
+        return bytes(self.read(path, 0, info["size"], version_of(info))) if info["size"] else b""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a small object unless there is one, by a conditional request where the store has those.
+
+        Returns:
+            Whether the object has these bytes now.
+
+        Raises:
+            OriginError: All retries failed.
+        """
+
+        def put(engine: Engine) -> bool:
+            try:
+                return engine.put(path, data, only_new=True)
+            except Exception as error:
+                if not is_unsupported(error) or is_passing(error):
+                    raise
+            return not engine.names.exists(path) and engine.put(path, data, only_new=False)
+
+        with self.map_errors(path):
+            created = self._retried(lambda: self._admitted(lambda: self._suited(put)))
+        return created or self.content(path) == data  # The answer to an earlier attempt may have been lost.
+
+    def upload(self, path: str) -> Upload:
+        """Write an object in parts, by a `with` block. It is there once the block has ended without an exception.
+
+        Raises:
+            OriginError: All retries of a part failed.
+        """
+        with self.map_errors(path):
+            return Upload(self, path, self._suited(lambda engine: engine.writer(path)))
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove objects, as far as they are there. Raises OriginError."""
+        if paths:
+            with self.map_errors(paths[0]):
+                self._retried(lambda: self._admitted(lambda: self._suited(lambda engine: engine.remove(paths))))
+
     def _fetched(self, call: Callable[[Engine, float], T], num_bytes: int) -> T:
         """Make a request for bytes, and repeat it. The call gets the seconds that an attempt may take."""
         attempts = itertools.count()
@@ -341,6 +384,37 @@ class Origin(ForkAware):
                 raise error from cause_of(raised)
             finally:
                 del error  # Its traceback refers to this frame, which would make a reference cycle.
+
+
+class Upload:
+    """A stream that writes an object in parts. Its arguments are those of `Origin.upload`, and that of an engine."""
+
+    def __init__(self, origin: Origin, path: str, stream: AbstractContextManager[Any]) -> None:
+        self._origin, self._path, self._stream = origin, path, stream
+
+    def __enter__(self) -> Self:
+        with self._origin.map_errors(self._path):
+            self._opened = self._stream.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # An error of the end would hide the one that is raised.
+        with suppress(Exception) if error is not None else self._origin.map_errors(self._path):
+            self._stream.__exit__(kind, error, trace)
+
+    def write(self, data: Any) -> int:
+        """Write bytes, which may change afterwards. Raises OriginError."""
+        with self._origin.map_errors(self._path):
+            self._opened.write(copy := bytes(data))  # obstore sends the very memory that it is given, later.
+        return len(copy)
+
+    def flush(self) -> None:
+        """Do nothing: a part is sent when it is full."""
+
+    def close(self) -> None:
+        """Do nothing: the end of the block completes the object."""
 
 
 def dump_resolved(value: Any) -> memoryview:

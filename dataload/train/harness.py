@@ -123,8 +123,8 @@ def fit(
             another order may change the last bits of the metrics. If `evaluate` has state_dict and load_state_dict, as
             an object with the moving average of the weights may, checkpoints have its state, which is the same on all
             ranks.
-        checkpoint_dir: A mounted folder that all ranks see, not a URL. It gets a checkpoint at the end of each epoch,
-            before `evaluate`.
+        checkpoint_dir: A folder that all ranks see, or a URL such as "s3://bucket/run", whose store is opened with the
+            credentials of the environment. It gets a checkpoint at the end of each epoch, before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch, as long as all ranks have further
             batches. The loader needs a state_dict. Random numbers that are drawn while it makes a batch must come from
             this state.
@@ -240,10 +240,11 @@ def fit(
                 weigh=None if loss_weight is None else partial(weight_of, loss_weight),
                 on_change=on_change,
             )
-            if log_dir is not None and not loop.replay and isinstance(loader, Loader) and is_first():
+            if (log_dir or checkpoint_dir) and not loop.replay and isinstance(loader, Loader) and is_first():
                 log.warning(
-                    "log_dir is a URL, so the run keeps no ledger, and dataload rows cannot tell what its steps saw: "
-                    "pass checkpoint_dir, or stats_dir to make_loader"
+                    "%s is a URL, so the run keeps no ledger, and dataload rows cannot tell what its steps saw: pass "
+                    "stats_dir to make_loader, or a folder as log_dir",
+                    "log_dir" if log_dir else "checkpoint_dir",
                 )
             resumed = loop.resume(checkpoints.find(resume))
             with _recorded(loop, log_dir, log_every, device, traces):

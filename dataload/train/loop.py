@@ -25,6 +25,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.samplers.position import CHOICE, Position
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
+from dataload.train.checkpoint.places import AnyPath
 from dataload.train.checkpoint.progress import Progress
 from dataload.train.checkpoint.state import all_equal, check_plain, map_leaves, rng_state, set_rng_state, to_meta
 from dataload.train.ending import Ending
@@ -143,7 +144,7 @@ class TrainingLoop:
         self._stateful = hasattr(self.loader, "load_state_dict")
         self._generators = [] if self._stateful else _generators_of(self.loader)
 
-    def resume(self, path: Path | None) -> Resumed:
+    def resume(self, path: AnyPath | None) -> Resumed:
         """Resume from the checkpoint at `path`, of which each rank may have a copy. Do nothing if it is None.
 
         Raises:
@@ -172,7 +173,7 @@ class TrainingLoop:
             return Resumed(metrics)
         return Resumed()
 
-    def _resume_loader(self, path: Path, states: list[Any]) -> None:
+    def _resume_loader(self, path: AnyPath, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
             raise ConfigError(
                 f"{path} does not match this call of fit: only one of the two has the state of a loader; pass such a "
@@ -204,7 +205,7 @@ class TrainingLoop:
             return
         self.loader.load_state_dict(own)
 
-    def _of_other_data(self, path: Path, state: Any) -> Position | None:
+    def _of_other_data(self, path: AnyPath, state: Any) -> Position | None:
         """Return the position of a state of this package's loader if it is of another dataset than the loader."""
         if not isinstance(self.loader, Loader):
             return None
@@ -334,7 +335,7 @@ class TrainingLoop:
         self._waited -= tally.counts["wait_seconds"]  # those before the resume
         self.steps.optimizer.zero_grad()
         progress = {"step": self.step, "accumulate": self.steps.accumulate}
-        batches = batches_on(self.loader, self.steps.device, self.stats_dir, self.checkpoints.folder, progress)
+        batches = batches_on(self.loader, self.steps.device, self.stats_dir, self.checkpoints.ledger_folder, progress)
         replay = self.replay
         begin = partial(self._begin, resumed, number)
         for fed in feed(batches, tally.counts, self.world, self._even, self._state, begin, self.mesh, self.weigh):
@@ -372,7 +373,7 @@ class TrainingLoop:
         """The folder of the run's ledger, for a command; "": there is none."""
         if not isinstance(self.loader, Loader):
             return ""
-        folder = self.loader.stats_dir or self.stats_dir or self.checkpoints.folder
+        folder = self.loader.stats_dir or self.stats_dir or self.checkpoints.ledger_folder
         return "" if folder is None else shlex.quote(str(folder))
 
     def _begin(self, resumed: Resumed, number: int) -> None:

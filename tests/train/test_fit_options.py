@@ -527,12 +527,12 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("argument", ["checkpoint_dir", "profile"])
-def test_a_url_is_no_folder(argument, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("argument", "url"), [("checkpoint_dir", "file://x"), ("profile", "s3://bucket/x")])
+def test_a_url_is_no_folder(argument, url, tmp_path, monkeypatch):
     """It would be a folder of that name in the working directory, and lost with the machine."""
     monkeypatch.chdir(tmp_path)
     model, batches = nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ConfigError, match=f"{argument}='s3://bucket/x' is a URL: name a folder"):
-        fit(model, optimizer, batches, squared_error, epochs=1, progress=False, **{argument: "s3://bucket/x"})
+    with pytest.raises(ConfigError, match=f"{argument}='{url}' is a URL: name a folder"):
+        fit(model, optimizer, batches, squared_error, epochs=1, progress=False, **{argument: url})
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import torch
 from regression import build, in_order, squared_error, train_in_order
 
 from dataload.errors import ConfigError
-from dataload.train.checkpoint import checkpoints, run_lock, shared_folder
+from dataload.train.checkpoint import checkpoints, manifest, places, run_lock, shared_folder
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.harness import fit
 from dataload.world import World
@@ -198,7 +198,7 @@ def fit_with_trouble_on_rank_0(folder, name, error):
         raise error
 
     if World.detect().rank == 0:
-        setattr(getattr(checkpoints, owner) if owner else checkpoints, attribute, fail)
+        setattr({"manifest": manifest, "places": places}.get(owner, checkpoints), attribute, fail)
     train_in_order(4, checkpoint_dir=folder)
 
 
@@ -206,19 +206,19 @@ def fit_with_trouble_on_rank_0(folder, name, error):
     ("name", "error", "kind"),
     [
         ("manifest.write", PermissionError(errno.EACCES, "on purpose"), PermissionError),
-        ("sync_folder", OSError(errno.EIO, "on purpose"), OSError),
+        ("places.sync_folder", OSError(errno.EIO, "on purpose"), OSError),
         ("to_json", ConfigError("on purpose"), ConfigError),
     ],
 )
 def test_what_fails_on_rank_0_alone_is_raised_on_all_ranks(ranks, tmp_path, name, error, kind):
-    (tmp_path / f"{checkpoints.UNFINISHED}000001").mkdir()
+    (tmp_path / f"{places.UNFINISHED}000001").mkdir()
     for raised in ranks(2, fit_with_trouble_on_rank_0, tmp_path, name, error):
         assert isinstance(raised, kind)
         assert "on purpose" in str(raised)
 
 
 def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
-    (tmp_path / f"{checkpoints.UNFINISHED}probe-0123").mkdir()
+    (tmp_path / f"{places.UNFINISHED}probe-0123").mkdir()
     assert ranks(2, fit_with_folder, (tmp_path, tmp_path)) == [None, None]
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
 
@@ -230,7 +230,7 @@ def fit_with_probes_swept(folder):
     def look_then_sweep(objection):
         objections = found(objection)
         if World.detect().rank == 0:
-            for probe in folder.glob(f"{checkpoints.UNFINISHED}probe-*"):
+            for probe in folder.glob(f"{places.UNFINISHED}probe-*"):
                 probe.rmdir()
         return objections
 

@@ -1080,7 +1080,7 @@ def test_the_scale_of_sixteen_bit_losses_is_resumed(tmp_path):
 
 def test_a_second_run_in_a_live_folder_is_refused(tmp_path, monkeypatch):
     """It neither removes the draft of the first one nor takes the number of its next checkpoint."""
-    monkeypatch.setattr(checkpoints, "SECONDS", 0)
+    monkeypatch.setattr(run_lock, "SECONDS", 0)
     model, optimizer = build()
     steps, refused = count(), []
 
@@ -1109,7 +1109,7 @@ def hold(folder, host, pipe):
     signal.pause()
 
 
-@pytest.mark.parametrize(("host", "seconds"), [(socket.gethostname(), checkpoints.SECONDS), ("elsewhere", 0)])
+@pytest.mark.parametrize(("host", "seconds"), [(socket.gethostname(), run_lock.SECONDS), ("elsewhere", 0)])
 def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, monkeypatch, caplog, host, seconds):
     """It waits longer for one on another host: on NFS, the lock of a dead node ends with its lease."""
     ours, theirs = multiprocessing.Pipe()
@@ -1123,7 +1123,7 @@ def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, 
         holder.kill()
         holder.join()
 
-    monkeypatch.setattr(checkpoints, "SECONDS", seconds)
+    monkeypatch.setattr(run_lock, "SECONDS", seconds)
     monkeypatch.setattr(checkpoints, "sleep", end)
     train_with_noise(tmp_path, 1)
     assert len(waits) == 1

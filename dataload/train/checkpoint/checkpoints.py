@@ -13,42 +13,48 @@ import errno
 import json
 import logging
 import os
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dataload.arguments import local_folder
 from dataload.errors import ConfigError
-from dataload.runtime.durable_file import sync_folder
 from dataload.train.checkpoint import manifest, tensor_layout
+from dataload.train.checkpoint.lease import Lease
+from dataload.train.checkpoint.places import (
+    NAME,
+    STATE,
+    TENSORS,
+    AnyPath,
+    Place,
+    StoreFileSystem,
+    has_parts,
+    has_tensors,
+    name_of,
+    path_of,
+    place_of,
+    sizes_in,
+)
 from dataload.train.checkpoint.run_lock import RunLock
-from dataload.train.checkpoint.shared_folder import last_objections, require_shared
+from dataload.train.checkpoint.shared_folder import last_objections
 from dataload.train.checkpoint.state import from_json, map_leaves, tensors, to_json, to_meta
+from dataload.train.checkpoint.store_path import DamagedFile, StorePath
 from dataload.train.ranks.collectives import agree, is_first, on_all, on_each, on_first, process_count, process_number
 from dataload.train.ranks.sharded import allocator
 
-STATE = "state.json"
-TENSORS = ".metadata"  # which DCP writes for other readers of the tensors
-NAME = re.compile(r"checkpoint-(\d{6,})")
-SECONDS = 10.0  # how long a run that is about to end may hold the folder
-LEASE_SECONDS = 120.0  # the same of a run on another host: NFS ends a dead node's lock with its lease, usually of 90 s
-PAUSE = 0.1  # between two tries
-UNFINISHED = ".checkpoint-"  # prefix of folders that a killed process may have left half written or half removed
+PAUSE, REQUEST_PAUSE = 0.1, 1.0  # between two tries; the latter if each takes requests to a store
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
 
 T = TypeVar("T")
@@ -74,10 +80,12 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
         if keep < 1:
             raise ConfigError(f"keep={keep}: at least 1 checkpoint is kept")
-        self.folder = on_all(lambda: None if folder is None else local_folder("checkpoint_dir", folder))
+        self.folder = on_all(lambda: None if folder is None else path_of("checkpoint_dir", folder))
+        self._place = None if self.folder is None else place_of(self.folder)
         self._keep = keep
         agree("whether there is a checkpoint_dir", self.enabled)
-        self._lock: RunLock | None = None
+        agree("whether checkpoint_dir is a URL", isinstance(self.folder, StorePath))
+        self._lock: RunLock | Lease | None = None
         try:
             self._open()
         except BaseException:
@@ -85,26 +93,26 @@ class Checkpoints:
             raise
 
     def _open(self) -> None:
-        if self.folder is not None:
-            require_shared(self.folder, f"{UNFINISHED}probe-")
-            self._acquire(self.folder)
-        numbers = _numbers(self.folder)
+        if self._place is not None:
+            self._place.open()
+            self._acquire(self._place)
+        numbers = on_all(lambda: [] if self._place is None else self._place.numbers())
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
         self._earlier = self._latest  # the last checkpoint of other runs, whose checkpoints stay
         self._run: str = on_first(lambda: uuid4().hex)  # names the drafts of this run
-        on_first(partial(self._remove, f"{UNFINISHED}*"))
+        on_first(lambda: None if self._place is None else self._place.sweep())
 
-    def _acquire(self, folder: Path) -> None:
-        """Acquire the lock of the folder on rank 0. A run that is about to end, as before a requeue, has some time."""
-        lock, began, told = RunLock(folder), monotonic(), False
+    def _acquire(self, place: Place) -> None:
+        """Acquire the lock of the place on rank 0. A run that is about to end, as before a requeue, has some time."""
+        folder, lock, began, told = place.path, place.lock(), monotonic(), False
         self._lock = lock
 
         def attempt() -> tuple[str, bool] | None:
             """Return None, or the holder and whether it has had its time."""
             if (holder := lock.acquire()) is None:
                 return None
-            return str(holder), monotonic() >= began + (SECONDS if holder.is_here else LEASE_SECONDS)
+            return str(holder), monotonic() >= began + lock.patience(holder)
 
         while (held := on_first(attempt)) is not None:
             holder, late = held
@@ -116,7 +124,7 @@ class Checkpoints:
             if is_first() and not told:
                 log.warning("%s is that of another run, %s: waiting for its end", folder, holder)
             told = True
-            sleep(PAUSE)
+            sleep(PAUSE if isinstance(folder, Path) else REQUEST_PAUSE)
 
     def close(self) -> None:
         """Let another run save into the folder."""
@@ -128,7 +136,12 @@ class Checkpoints:
         """Whether the run saves checkpoints."""
         return self.folder is not None
 
-    def find(self, resume: str | os.PathLike[str] | None) -> Path | None:
+    @property
+    def ledger_folder(self) -> Path | None:
+        """Where a run that has no other folder keeps its ledger; None: a store has no files that grow."""
+        return self.folder if isinstance(self.folder, Path) else None
+
+    def find(self, resume: str | os.PathLike[str] | None) -> AnyPath | None:
         """Return the checkpoint to resume from; None if there is none.
 
         A run that resumes from the latest checkpoint in its own folder continues that run. Any other run is a new one.
@@ -148,17 +161,17 @@ class Checkpoints:
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
         if found is not None:
             _require_whole(found)
-        if found is not None and own is not None and found.samefile(own):
+        if found is not None and own is not None and _is_same(found, own):
             self._earlier = _state_of(found)[1]
         elif self._latest:
-            log.info("%s has checkpoints of earlier runs, up to %s: they stay", self.folder, _name(self._latest))
+            log.info("%s has checkpoints of earlier runs, up to %s: they stay", self.folder, name_of(self._latest))
         return found
 
-    def _search(self, resume: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None, str | None]:
+    def _search(self, resume: str | os.PathLike[str] | None) -> tuple[AnyPath | None, AnyPath | None, str | None]:
         """Return the latest checkpoint in the folder, the one to resume from, and a name that only its copies have."""
         found = own = _latest_in(self.folder)
         if resume != "auto":
-            found = None if resume is None else _checkpoint_at(local_folder("resume", resume))
+            found = None if resume is None else _checkpoint_at(path_of("resume", resume))
         if found is None:
             return own, None, None
         if not (found / manifest.MANIFEST).is_file():
@@ -178,56 +191,42 @@ class Checkpoints:
             ConfigError: Another run has saved a checkpoint of the same number.
             OSError: A rank cannot write or rename a file. As all errors of this method, every rank raises it.
         """
-        assert self.folder is not None
-        self._latest += 1
-        unfinished = self.folder / f".{_name(self._latest)}-{self._run}"
+        assert self._place is not None
+        place, run = self._place, self._run
+        self._latest = on_first(lambda: self._claim(place))
+        draft = place.draft(self._latest, run)
         try:
-            writer = _Writer(unfinished)
+            writer = _Writer(draft, place.filesystem())
             with _dcp_errors():
                 metadata = dcp_save(tensors(states), storage_writer=writer)
             needed = tensor_layout.files_of(metadata)
             written = {k: v for each in on_each(lambda: writer.written) for k, v in each.items()}
             files = {name: written[name] for name in needed}
-            if problem := last_objections(lambda: on_first(lambda: _incomplete(unfinished, needed, files)))[0]:
+            if problem := last_objections(lambda: on_first(lambda: _incomplete(draft, needed, files)))[0]:
                 raise ConfigError(problem)
             content = {"parts": map_leaves(states, to_meta), "earlier": self._earlier, **rest}
-            on_first(lambda: self._publish(unfinished, content, tensor_layout.to_json(metadata), files))
+            on_first(lambda: self._publish(place, content, tensor_layout.to_json(metadata), files))
         except OSError as error:
-            on_first(partial(self._remove, unfinished.name))  # which may make room for what the user does next
+            on_first(lambda: place.abandon(self._latest, run))
             what = f"{error.strerror or error} while a checkpoint was saved"
             raise OSError(error.errno or errno.EIO, what, str(self.folder)) from error
 
-    def _publish(self, unfinished: Path, content: Any, layout: Any, files: dict[str, manifest.Entry]) -> None:
-        """Complete the folder and rename it into place. Remove the checkpoints that are no longer kept."""
-        assert self.folder is not None
-        manifest.write_json(unfinished / STATE, {"state": to_json(content), "tensors": layout})
-        manifest.write(unfinished, {**files, **manifest.entries(unfinished, (TENSORS, STATE))})
-        sync_folder(unfinished)
-        published = self.folder / _name(self._latest)
-        try:
-            unfinished.rename(published)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise ConfigError(
-                f"{published} is the checkpoint of another run: end that run, or give each a checkpoint_dir of its own"
-            ) from None
-        sync_folder(self.folder)
-        own = [number for number in _numbers(self.folder) if number > self._earlier]
-        for number in own[: -self._keep]:
-            (self.folder / _name(number)).rename(self.folder / f"{UNFINISHED}{number}-leaving")
-        self._remove(f"{UNFINISHED}*-leaving")
+    def _claim(self, place: Place) -> int:
+        """Return the number of the next checkpoint. Raise ConfigError if another run has taken the place over."""
+        assert self._lock is not None
+        self._lock.check()
+        return place.claim(self._latest + 1, self._run)
 
-    def _remove(self, pattern: str) -> None:
-        """Remove folders that hold no checkpoint of the run. On NFS, files that are open elsewhere stay until later."""
-        for folder in self.folder.glob(pattern) if self.folder else ():
-            try:
-                shutil.rmtree(folder)
-            except OSError as error:
-                log.info("%s cannot be removed yet: %s", folder, error)
+    def _publish(self, place: Place, content: Any, layout: Any, files: dict[str, manifest.Entry]) -> None:
+        """Complete the checkpoint, unless another run has taken the place over. Remove those that are not kept."""
+        assert self._lock is not None
+        self._lock.check()
+        place.publish(self._latest, self._run, {"state": to_json(content), "tensors": layout}, files)
+        own = [number for number in place.numbers() if number > self._earlier]
+        place.remove(own[: -self._keep])
 
 
-def load(path: Path, parts: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+def load(path: AnyPath, parts: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
     """Load the state of each part from the checkpoint at `path`, which `find` has verified; return read(the rest).
 
     Raises:
@@ -247,9 +246,13 @@ def load(path: Path, parts: dict[str, Any], read: Callable[[dict[str, Any]], T])
     live = tensors({name: part.state_dict() for name, part in parts.items()})
     states = map_leaves(states, allocator(live, parts.get("optimizer")))
     with _reading(path):
-        metadata = tensor_layout.from_json(layout, manifest.read(path))
-    with _dcp_errors():
-        dcp_load(tensors(states), storage_reader=_Reader(path, metadata))
+        files = manifest.read(path)
+        metadata = tensor_layout.from_json(layout, files)
+    try:
+        with _dcp_errors():
+            dcp_load(tensors(states), storage_reader=_Reader(path, metadata, files))
+    except DamagedFile as error:
+        raise _refusal(path, str(error)) from error
     for name, state in states.items():
         try:
             _load_optimizer(path, parts[name], state) if name == "optimizer" else parts[name].load_state_dict(state)
@@ -263,7 +266,7 @@ def load(path: Path, parts: dict[str, Any], read: Callable[[dict[str, Any]], T])
     return found
 
 
-def _load_optimizer(path: Path, optimizer: Any, state: dict[str, Any]) -> None:
+def _load_optimizer(path: AnyPath, optimizer: Any, state: dict[str, Any]) -> None:
     """Load the state of the optimizer. Log learning rates of this call of fit that the checkpoint replaces."""
     given = _learning_rates(optimizer)
     optimizer.load_state_dict(state)
@@ -282,14 +285,14 @@ def _learning_rates(optimizer: Any) -> list[float]:
 class _Writer(FileSystemWriter):
     """A DCP writer that raises the error of the filesystem, in whose place torch.save raises one of its own format.
 
-    Attributes:
-        written: The files that it has written, by name: hashed on their way, so that none is read back.
+    Args:
+        path: Where the files are written.
+        filesystem: That of a `Place`. It hashes files on their way, so that none is read back.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.fs = _HashingFileSystem()
-        self.written = self.fs.written
+    def __init__(self, path: AnyPath, filesystem: Any) -> None:
+        super().__init__("", sync_files=isinstance(path, Path))
+        self.fs, self.path, self.written = filesystem, cast(Path, path), filesystem.written
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -301,34 +304,31 @@ class _Writer(FileSystemWriter):
             raise cause or error from None
 
 
-class _HashingFileSystem(FileSystem):
-    def __init__(self) -> None:
-        self.written: dict[str, manifest.Entry] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashed = manifest.HashedStream(stream)
-            yield hashed
-        self.written[Path(path).name] = hashed.entry
-
-
 class _Reader(FileSystemReader):
     """A DCP reader of tensors that are known, which names the checkpoint if it cannot read one."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
+    def __init__(self, path: AnyPath, metadata: Metadata, files: dict[str, manifest.Entry]) -> None:
+        super().__init__("")
+        self.path = self._source = cast(Path, path)
         self._metadata = metadata
+        if isinstance(path, StorePath):
+            self.fs = cast(FileSystem, StoreFileSystem(files))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
 
-    def read_data(self, *args: Any, **kwargs: Any) -> Any:
-        with _reading(Path(self.path)):
-            return super().read_data(*args, **kwargs)
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        filesystem: Any = self.fs
+        if isinstance(filesystem, StoreFileSystem):
+            for item in plan.items:
+                stored = self.storage_data[item.storage_index]
+                span = stored.offset, stored.offset + stored.length
+                filesystem.wanted.setdefault(stored.relative_path, []).append(span)
+        with _reading(self._source):
+            return super().read_data(plan, planner)
 
 
-def _state_of(path: Path) -> tuple[dict[str, Any], int, dict[str, Any], Any]:
+def _state_of(path: AnyPath) -> tuple[dict[str, Any], int, dict[str, Any], Any]:
     """Return the state of each part, the number of the last checkpoint of earlier runs, the rest, and the layout."""
     with _reading(path):
         content = json.loads((path / STATE).read_bytes())
@@ -337,11 +337,13 @@ def _state_of(path: Path) -> tuple[dict[str, Any], int, dict[str, Any], Any]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: AnyPath) -> Iterator[None]:
     """Raise the error of a file that makes no sense as a ConfigError. An OSError stays one: a disk may recover."""
     try:
         yield
     except (torch.OutOfMemoryError, ACCELERATOR_ERROR, MemoryError):
+        raise
+    except DamagedFile:
         raise
     except OSError as error:
         error.add_note(f"while {path} was read")
@@ -353,31 +355,42 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _require_whole(path: Path) -> None:
-    """Raise ConfigError on every rank if a file of the checkpoint is damaged."""
-    problem = _damage(path)
-    if problem is None:
-        return
+def _require_whole(path: AnyPath) -> None:
+    """Raise ConfigError on every rank if a file of the checkpoint is damaged.
+
+    In a store, the tensors are verified when they are loaded: that spares to fetch them twice.
+    """
+    if problem := _damage(path, blocks=isinstance(path, Path)):
+        raise _refusal(path, problem)
+
+
+def _refusal(path: AnyPath, problem: str) -> ConfigError:
+    """Return the error about a damaged checkpoint, which names the latest earlier one that is whole."""
     match = NAME.fullmatch(path.name)
-    numbers = on_first(lambda: _numbers(path.parent))  # Another rank may have others.
-    earlier = [path.with_name(_name(each)) for each in numbers if not match or each < int(match[1])]
+    numbers = on_first(lambda: place_of(path.parent).numbers())  # Another rank may have others.
+    earlier = [path.with_name(name_of(each)) for each in numbers if not match or each < int(match[1])]
     whole = next((each for each in reversed(earlier) if each != path and _damage(each) is None), None)
     way_out = "no earlier checkpoint beside it is whole: pass resume=None to start again"
     if whole is not None:
         way_out = f"{whole.name} is whole: to resume from it, remove {path.name}, or pass resume={str(whole)!r}"
-    raise ConfigError(f"{path} is damaged: {problem}; {way_out}")
+    return ConfigError(f"{path} is damaged: {problem}; {way_out}")
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: AnyPath, *, blocks: bool = True) -> str | None:
     """Return what is wrong with a checkpoint, of which each rank verifies a part; None if it is whole."""
-    found = on_each(lambda: manifest.damage(path, (STATE, TENSORS), process_number(), process_count()))
+    part, parts, needed = process_number(), process_count(), (STATE, TENSORS)
+    found = on_each(lambda: manifest.damage(path, needed, part, parts, blocks=blocks))
     return next((each for each in found if each is not None), None)
 
 
-def _incomplete(folder: Path, needed: dict[str, int], files: dict[str, manifest.Entry]) -> str | None:
+def _is_same(path: AnyPath, other: AnyPath) -> bool:
+    return path == other if isinstance(path, StorePath) else isinstance(other, Path) and path.samefile(other)
+
+
+def _incomplete(folder: AnyPath, needed: dict[str, int], files: dict[str, manifest.Entry]) -> str | None:
     """Return a message that names the tensor files that rank 0 does not see in full; None if it sees all."""
     try:
-        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+        sizes = sizes_in(folder)
     except OSError as error:  # A file that NFS has cached may be old.
         return f"{folder} cannot be checked and is not published: {error}"
     missing = sorted(name for name, least in needed.items() if not least <= files[name].size == sizes.get(name))
@@ -409,33 +422,16 @@ def _dcp_errors() -> Iterator[None]:
             raise OSError(str(error)) from error
 
 
-def _name(number: int) -> str:
-    return f"checkpoint-{number:06d}"
-
-
-def _latest_in(folder: Path | None) -> Path | None:
+def _latest_in(folder: AnyPath | None) -> AnyPath | None:
     """Return the latest checkpoint in `folder`; None if there is none."""
-    return folder / _name(numbers[-1]) if folder is not None and (numbers := _numbers(folder)) else None
+    numbers = [] if folder is None else place_of(folder).numbers()
+    return folder / name_of(numbers[-1]) if folder is not None and numbers else None
 
 
-def _checkpoint_at(path: Path) -> Path | None:
+def _checkpoint_at(path: AnyPath) -> AnyPath | None:
     """Return the latest checkpoint in `path`, else `path` if it is one, perhaps renamed; None if there is none."""
     if (latest := _latest_in(path)) is not None:
         return latest
-    named = NAME.fullmatch(path.name) and _has_parts(path)
+    named = NAME.fullmatch(path.name) and has_parts(path)
     both = all((path / name).is_file() for name in (manifest.MANIFEST, STATE))
-    return path if named or both or any(path.glob("__*.distcp")) else None
-
-
-def _has_parts(folder: Path) -> bool:
-    """Return whether a folder has any file of a checkpoint, which may have lost the others."""
-    known = any((folder / name).is_file() for name in (manifest.MANIFEST, STATE, TENSORS))
-    return known or any(folder.glob("__*.distcp"))
-
-
-def _numbers(folder: Path | None) -> list[int]:
-    """Return the numbers of the checkpoints in `folder`, oldest first. Other programs use such names, too."""
-    if folder is None or not folder.is_dir():
-        return []
-    matches = ((path, NAME.fullmatch(path.name)) for path in folder.iterdir())
-    return sorted(int(match[1]) for path, match in matches if match and _has_parts(path))
+    return path if named or both or has_tensors(path) else None

@@ -17,6 +17,8 @@ from dataload.runtime.forks import ForkAware, close_copies
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+SECONDS = 10.0  # how long a run that is about to end may hold the folder
+LEASE_SECONDS = 120.0  # the same of a run on another host: NFS ends a dead node's lock with its lease, usually of 90 s
 
 
 class Holder(NamedTuple):
@@ -70,6 +72,13 @@ class RunLock(ForkAware):
         os.truncate(descriptor, 0)
         os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         return None
+
+    def patience(self, holder: Holder) -> float:
+        """Return for how many seconds to wait for the end of the holder."""
+        return SECONDS if holder.is_here else LEASE_SECONDS
+
+    def check(self) -> None:
+        """Do nothing: the lock lasts as long as this process."""
 
     def release(self) -> None:
         """Release the lock, if this process holds it."""

@@ -1,0 +1,462 @@
+"""Checkpoints in an object store: what a run saves there, and that no other bytes and no other run are trusted."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from itertools import count
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from faulty_proxy import faulty_proxy
+from ranks import LostError
+from s3fs import S3FileSystem
+from torch import nn
+
+from dataload.dataset import make_dataset
+from dataload.errors import ConfigError
+from dataload.loader import make_loader
+from dataload.train.checkpoint import checkpoints, lease, manifest, places
+from dataload.train.checkpoint.checkpoints import Checkpoints, load
+from dataload.train.checkpoint.store_path import BLOCK_BYTES, StorePath
+from dataload.train.harness import fit
+from dataload.world import World
+
+N, BATCH, EPOCHS, EVERY = 151, 8, 2, 3  # rows; of a rank's batch; epochs; steps between checkpoints
+SECRET = "a-secret-that-is-nowhere"
+
+
+def environment(endpoint):
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+@pytest.fixture(autouse=True)
+def _environment(server, monkeypatch):
+    for name, value in environment(server.endpoint_url).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def run_url(bucket):
+    return f"s3://{bucket.name}/runs/one"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    x = np.random.default_rng(0).normal(size=(N, 3))
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 3)
+    pq.write_table(pa.table({"x": lists, "y": x.sum(1) ** 2}), path / "a.parquet", row_group_size=40)
+    return str(path)
+
+
+def train(data, folder, environ, *, max_steps=None, width=8, victim=None):
+    """Train. Return the model's state as one vector, and the losses of the epochs.
+
+    Args:
+        data: The dataset.
+        folder: The checkpoint_dir.
+        environ: The environment of the store.
+        max_steps: As for `fit`.
+        width: Of the model, which is saved.
+        victim: A rank that kills itself in its fifth step.
+    """
+    os.environ.update(environ)
+    world = World.detect()
+    loader = make_loader(make_dataset(data, cache=False), BATCH)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1)).double()
+    torch.manual_seed(100 + world.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    steps = count()
+
+    def loss(model, batch):
+        if next(steps) == 4 and world.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ((model(batch["x"]).squeeze(1) - batch["y"]) ** 2).mean() * (1 + 0.1 * torch.rand(()))
+
+    options = {"epochs": EPOCHS, "precision": "fp32", "timeout": 60, "progress": False, "max_steps": max_steps}
+    history = fit(model, optimizer, loader, loss, checkpoint_dir=folder, checkpoint_every=folder and EVERY, **options)
+    state = torch.cat([value.double().ravel() for value in model.state_dict().values()])
+    return state, [record["loss"] for record in history]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_run_resumes_from_a_store_bit_by_bit(ranks, data, server, run_url, number):
+    environ = environment(server.endpoint_url)
+    expected = ranks(number, train, data, None, environ)
+    ranks(number, train, data, run_url, environ, max_steps=2)
+    killed = ranks(number, train, data, run_url, environ, victim=number - 1)
+    assert isinstance(killed[-1], LostError)
+    for (state, losses), (wanted, figures) in zip(ranks(number, train, data, run_url, environ), expected, strict=True):
+        assert torch.equal(state, wanted)
+        assert losses == figures
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 4)])
+def test_other_numbers_of_ranks_resume_from_a_store(ranks, data, server, run_url, first, second):
+    environ = environment(server.endpoint_url)
+    ranks(first, train, data, run_url, environ, max_steps=5)
+    states = [state for state, _ in ranks(second, train, data, run_url, environ)]
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def keys(bucket, folder="runs/one/"):
+    listed = bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=folder).get("Contents", ())
+    return sorted(each["Key"].removeprefix(folder) for each in listed)
+
+
+def checkpoints_in(bucket):
+    return sorted({key.partition("/")[0] for key in keys(bucket) if key.startswith("checkpoint-")})
+
+
+def save(run, value, size=3):
+    run.save({"model": {"x": torch.full((size,), float(value))}}, {"value": value})
+
+
+def loaded(path, size=3):
+    model = nn.Module()
+    model.register_buffer("x", torch.zeros(size))
+    rest = load(path, {"model": model}, dict)
+    assert torch.equal(model.x, torch.full((size,), float(rest["value"])))
+    return rest["value"]
+
+
+def test_the_latest_checkpoints_are_kept(bucket, run_url):
+    with_two = Checkpoints(run_url, 2)
+    for value in range(4):
+        save(with_two, value)
+    assert checkpoints_in(bucket) == ["checkpoint-000003", "checkpoint-000004"]
+    assert loaded(with_two.find("auto")) == 3
+    with_two.close()
+    new_run = Checkpoints(run_url, 1)
+    for value in range(2):
+        save(new_run, value)
+    new_run.close()
+    assert checkpoints_in(bucket) == ["checkpoint-000003", "checkpoint-000004", "checkpoint-000006"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_checkpoint_has_the_files_of_one_on_disk_which_dcp_reads(bucket, run_url, tmp_path):
+    run = Checkpoints(run_url, 1)
+    save(run, 7)
+    run.close()
+    folder = tmp_path / "checkpoint-000001"
+    folder.mkdir()
+    for key in keys(bucket, "runs/one/checkpoint-000001/"):
+        bucket.client.download_file(bucket.name, f"runs/one/checkpoint-000001/{key}", str(folder / key))
+    assert {file.name for file in folder.iterdir()} == {
+        *(".metadata", "__0_0.distcp", "manifest.json", "owner.json", "state.json")
+    }
+    assert loaded(folder) == 7
+    found = {"model": {"x": torch.zeros(3)}}
+    torch.distributed.checkpoint.load(found, checkpoint_id=folder)
+    assert found["model"]["x"].tolist() == [7, 7, 7]
+
+
+def test_a_checkpoint_of_a_disk_can_be_copied_to_a_store(bucket, tmp_path):
+    run = Checkpoints(tmp_path, 1)
+    save(run, 4)
+    run.close()
+    for file in (tmp_path / "checkpoint-000001").iterdir():
+        bucket.client.upload_file(str(file), bucket.name, f"copy/checkpoint-000001/{file.name}")
+    other = Checkpoints(None, 1)
+    assert loaded(other.find(f"s3://{bucket.name}/copy")) == 4
+    assert loaded(other.find(f"s3://{bucket.name}/copy/checkpoint-000001")) == 4
+    corrupt(bucket, "copy/checkpoint-000001/__0_0.distcp", 700)
+    with pytest.raises(ConfigError, match=r"checkpoint-000001 is damaged: __0_0.distcp does not match its checksum"):
+        other.find(f"s3://{bucket.name}/copy")
+
+
+def corrupt(bucket, key, at):
+    body = bytearray(bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read())
+    body[at] ^= 1
+    bucket.client.put_object(Bucket=bucket.name, Key=key, Body=bytes(body))
+
+
+def test_a_rank_fetches_only_the_blocks_that_it_needs_and_once(bucket, run_url):
+    run = Checkpoints(run_url, 1)
+    size = BLOCK_BYTES  # of each of 6 tensors, of 4 blocks each
+    run.save({"model": {str(number): torch.full((size,), float(number)) for number in range(6)}}, {"value": 0})
+    run.close()
+    model = nn.Module()
+    for number in range(6):
+        model.register_buffer(str(number), torch.zeros(size))
+    path = run.find("auto")
+    bucket.server.reset()
+    load(path, {"model": model}, dict)
+    assert all(torch.equal(model.get_buffer(str(number)), torch.full((size,), float(number))) for number in range(6))
+    asked = [sent.range for sent in bucket.server.requests if sent.path.endswith(".distcp") and sent.method == "GET"]
+    assert len(asked) == len(set(asked)) == 25
+
+
+@pytest.mark.parametrize("file", ["state.json", ".metadata", "owner.json", "__0_0.distcp", "manifest.json"])
+def test_a_damaged_file_is_named_and_the_checkpoint_that_is_whole(bucket, run_url, file):
+    run = Checkpoints(run_url, 3)
+    for value in range(3):
+        save(run, value)
+    corrupt(bucket, f"runs/one/checkpoint-000003/{file}", 20 if file != "manifest.json" else 0)
+    if file != "manifest.json":
+        bucket.client.delete_object(Bucket=bucket.name, Key=f"runs/one/checkpoint-000002/{file}")
+    whole = "checkpoint-000002" if file == "manifest.json" else "checkpoint-000001"
+    with pytest.raises(ConfigError, match=rf"checkpoint-000003 is damaged: {file} .*; {whole} is whole: .*s3://"):
+        loaded(run.find("auto"))
+    assert loaded(run.find(f"{run_url}/{whole}")) == int(whole[-1]) - 1
+    run.close()
+
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["PLANTED"],)
+
+
+def test_a_planted_pickle_is_never_loaded(bucket, run_url, tmp_path, monkeypatch):
+    """It may come with a manifest that fits."""
+    monkeypatch.setenv("PLANTED", str(tmp_path / "executed"))
+    run = Checkpoints(run_url, 1)
+    save(run, 1)
+    run.close()
+    base = "runs/one/checkpoint-000001"
+    bad = io.BytesIO()
+    torch.save(Planted(), bad)
+    size = bucket.client.head_object(Bucket=bucket.name, Key=f"{base}/__0_0.distcp")["ContentLength"]
+    planted = {".metadata": pickle.dumps(Planted()), "__0_0.distcp": bad.getvalue()[:size].ljust(size, b"\0")}
+    path = StorePath(f"{run_url}/checkpoint-000001")
+    files = manifest.read(path)
+    for name, body in planted.items():
+        bucket.client.put_object(Bucket=bucket.name, Key=f"{base}/{name}", Body=body)
+        files[name] = manifest.entries(path, [name])[name]
+    bucket.client.put_object(
+        Bucket=bucket.name, Key=f"{base}/manifest.json", Body=json.dumps(manifest.to_json(files)).encode()
+    )
+    with pytest.raises(ConfigError, match="another program wrote it"):
+        loaded(run.find("auto"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_without_a_manifest_is_none_and_is_swept(bucket, run_url):
+    run = Checkpoints(run_url, 3)
+    for value in range(2):
+        save(run, value)
+    run.close()
+    bucket.client.delete_object(Bucket=bucket.name, Key="runs/one/checkpoint-000002/manifest.json")
+    with pytest.raises(ConfigError, match=r"checkpoint-000002 is damaged: manifest.json is missing"):
+        Checkpoints(None, 1).find(f"{run_url}/checkpoint-000002")
+    again = Checkpoints(run_url, 3)
+    assert loaded(again.find("auto")) == 0
+    assert keys(bucket, "runs/one/checkpoint-000002/") == ["owner.json"]  # who may only stand still
+    save(again, 2)
+    again.close()
+    Checkpoints(run_url, 3).close()
+    assert checkpoints_in(bucket) == ["checkpoint-000001", "checkpoint-000003"]
+
+
+def test_two_runs_never_save_into_one_folder(bucket, run_url, monkeypatch):
+    monkeypatch.setattr(lease, "RENEWED", 0.02)
+    monkeypatch.setattr(lease, "SEEN", 0)
+    monkeypatch.setattr(checkpoints, "REQUEST_PAUSE", 0.05)
+    first = Checkpoints(run_url, 1)
+    with pytest.raises(ConfigError, match=f"that of another run, process {os.getpid()} on host {socket.gethostname()}"):
+        Checkpoints(run_url, 1)
+    save(first, 1)
+    first.close()
+    Checkpoints(run_url, 1).close()
+    assert [key for key in keys(bucket) if key.startswith((".lease", ".probe"))] == keys(bucket)[:1]
+
+
+HOLDER = """
+import sys, signal
+from dataload.train.checkpoint.checkpoints import Checkpoints
+run = Checkpoints(sys.argv[1], 1)
+print("held", flush=True)
+signal.pause()
+"""
+
+
+def holder(run_url):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, run_url], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_lease_of_a_killed_process_of_this_host_is_taken_over_at_once(run_url):
+    with holder(run_url) as process:
+        process.kill()
+    run = Checkpoints(run_url, 1)
+    save(run, 1)
+    run.close()
+
+
+def test_the_lease_of_another_host_expires_and_a_holder_that_stood_still_saves_no_more(run_url, monkeypatch):
+    monkeypatch.setattr(lease, "_has_ended", lambda life: False)  # as of a process of another host
+    monkeypatch.setattr(checkpoints, "REQUEST_PAUSE", 0.05)
+    monkeypatch.setattr(lease, "EXPIRED", 0.5)
+    first = Checkpoints(run_url, 2)
+    save(first, 1)
+    first._lock._ended.set()  # Its thread stands still.
+    second = Checkpoints(run_url, 2)
+    assert loaded(second.find("auto")) == 1
+    with pytest.raises(ConfigError, match="has been taken over by another run"):
+        save(first, 2)
+    first.close()
+    save(second, 3)
+    assert loaded(second.find("auto")) == 3
+    second.close()
+
+
+def test_a_run_that_stood_still_in_the_midst_of_saving_changes_no_checkpoint_of_its_successor(run_url, monkeypatch):
+    """Its files are in a folder of their own, which the next run does not take."""
+    first = Checkpoints(run_url, 3)
+    save(first, 1)
+    published, successor = places.Store.publish, []
+
+    def publish(self, number, run, state, files):
+        if not successor:
+            first._lock._ended.set()  # Its thread stands still.
+            with monkeypatch.context() as patch:
+                patch.setattr(lease, "_has_ended", lambda life: False)
+                patch.setattr(lease, "EXPIRED", 0)
+                successor.append(Checkpoints(run_url, 3))
+            assert loaded(successor[0].find("auto")) == 1
+            save(successor[0], 2)
+        published(self, number, run, state, files)
+
+    monkeypatch.setattr(places.Store, "publish", publish)
+    with pytest.raises((ConfigError, OSError)):
+        save(first, 3)
+    assert loaded(successor[0].find("auto")) == 2
+    successor[0].close()
+    first.close()
+
+
+def test_an_owner_of_a_number_is_never_displaced(run_url):
+    store = places.place_of(StorePath(run_url))
+    assert store.claim(1, "one") == 1
+    assert store.claim(1, "one") == 1  # whose answer was lost
+    assert store.claim(1, "two") == 2
+
+
+@pytest.mark.parametrize("kind", ["no bucket", "no keys", "no server"])
+def test_what_keeps_a_run_from_saving_is_told_before_it_trains(bucket, run_url, monkeypatch, kind, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\nfrom dataload import fit\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "def loss(model, batch): sys.exit('it trains')\n"
+        "try: fit(model, torch.optim.SGD(model.parameters(), 0.1), [{'x': torch.ones(4, 2)}], loss, epochs=1,"
+        " checkpoint_dir=sys.argv[1], progress=False)\n"
+        "except Exception as error: print(f'{type(error).__name__}: {error}')\n"
+    )
+    environ = dict(os.environ)
+    if kind == "no bucket":
+        run_url, says = (
+            "s3://no-such-bucket/run",
+            "OriginNotFound: s3://no-such-bucket/run.* check the name of the bucket",
+        )
+    elif kind == "no keys":
+        environ = {name: value for name, value in environ.items() if "AWS_" not in name or "ENDPOINT" in name}
+        environ |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+        says = "no credentials were found.* set other ones by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    else:
+        environ |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+        says = "cannot be reached .*set AWS_ENDPOINT_URL"
+    told = subprocess.run(
+        [sys.executable, script, run_url], env=environ, capture_output=True, text=True, timeout=100, check=True
+    ).stdout.strip()
+    assert "\n" not in told
+
+    assert re.search(says, told), told
+
+
+def test_credentials_are_in_no_object_and_no_log(bucket, run_url, caplog):
+    caplog.set_level(logging.DEBUG, "dataload")
+    run = Checkpoints(run_url, 1)
+    save(run, 1)
+    assert SECRET not in repr(run.find("auto")) + repr(run.folder)
+    run.close()
+    for key in keys(bucket):
+        body = bucket.client.get_object(Bucket=bucket.name, Key=f"runs/one/{key}")["Body"].read()
+        assert SECRET.encode() not in body
+    assert SECRET not in caplog.text
+
+
+def test_any_filesystem_of_fsspec_holds_checkpoints():
+    run = Checkpoints("memory://checkpoints/run", 1)
+    save(run, 5, size=100_000)
+    run.close()
+    assert loaded(run.find("auto"), size=100_000) == 5
+
+
+def save_until_killed(url, environ, report, calls):
+    """Save one checkpoint after the other, and be killed after so many function calls in between."""
+    os.environ.update(environ)
+    run = Checkpoints(url, 2)
+    found = run.find("auto")
+    first, left = (loaded(found, size=300_000) + 1 if found else 0), count(calls, -1)
+    sys.setprofile(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(left) <= 0 else None)
+    for value in count(first):
+        save(run, value, size=300_000)
+        report.write_text(str(value))
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_whatever_a_kill_interrupts_the_newest_complete_checkpoint_loads(ranks, server, run_url, tmp_path, kills):
+    draw, saved, report = random.Random(7), -1, tmp_path / "saved"
+    for _ in range(kills):
+        calls = int(10 ** draw.uniform(2, 4.5))
+        [end] = ranks(1, save_until_killed, run_url, environment(server.endpoint_url), report, calls)
+        assert str(end) == str(-signal.SIGKILL)
+        known = int(report.read_text()) if report.exists() else -1
+        run = Checkpoints(run_url, 2)
+        found = run.find("auto")
+        latest = loaded(found, size=300_000) if found else -1
+        run.close()
+        assert max(saved, known) <= latest <= known + 1 + (known < saved)
+        saved = latest
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_faults_of_the_store_are_survived(data, server, run_url, monkeypatch, rounds):
+    """5 % of the requests get 503, and as many answers are cut or lost."""
+    steps = 8 if rounds == 1 else None
+    expected = train(data, None, {}, width=400, max_steps=steps)
+    for seed in range(rounds):
+        url = f"{run_url}/{seed}"
+        S3FileSystem.clear_instance_cache()  # They have the endpoint of an earlier round.
+        with faulty_proxy(server.endpoint_url, 0.05, seed) as (endpoint, counts):
+            train(data, url, environment(endpoint), width=400, max_steps=5)
+            state, losses = train(data, url, environment(endpoint), width=400, max_steps=steps)
+        assert torch.equal(state, expected[0])
+        assert losses == expected[1]
+        assert min(counts["slow down"], counts["lost"] + counts["cut"]) > 0
+
+
+def test_ranks_that_do_not_see_one_store_are_told(ranks, data):
+    """Each process has a memory of its own."""
+    for error in ranks(2, train, data, "memory://checkpoints/run", {}):
+        assert isinstance(error, ConfigError)
+        assert "rank 1 does not see what rank 0 writes there" in str(error)
+
+
+def test_a_run_in_a_store_without_another_folder_keeps_no_ledger_and_says_so(data, run_url, caplog):
+    train(data, run_url, {}, max_steps=1)
+    assert "keeps no ledger" in caplog.text
