@@ -15,9 +15,9 @@ import numpy.typing as npt
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.loader_stats import LoaderStats, added
 from dataload.telemetry.stats_log import CLOCKS, Pass
+from dataload.telemetry.stragglers import LATE, excess
 
 THROUGHPUT_SPANS = 240  # of time, in the throughput of a run
-LATE = 0.05  # of an epoch: a rank that waits this much longer than the median is a straggler
 
 Floats = npt.NDArray[np.float64]
 
@@ -78,21 +78,45 @@ class Epoch:
         return over_ranks([record.stats for record in self.ranks.values()])
 
     def stragglers(self) -> dict[int, float]:
-        """Return the ranks that delayed the others, and how many seconds longer than the median rank each waited.
+        """Return the ranks that held the others up, and how many seconds longer than the median rank each took.
 
-        Notes: ranks that train together finish an epoch together. A rank that waits for data delays the others in the
-        optimizer step, where their own loaders do not see it.
+        Notes: ranks that train together finish an epoch together. A rank that waits for data, or computes longer, holds
+        the others up in the optimizer step, where their own loaders do not see it. `fit` measures how long they wait
+        there: the rank that waits least is the straggler. In other loops, a rank that computes longer shows only if it
+        does not wait for the others in each step.
         """
-        median = median_low(record.stats.wait_seconds for record in self.ranks.values())
-        threshold = LATE * self.total.seconds
-        excess = {rank: record.stats.wait_seconds - median for rank, record in self.ranks.items()}
-        return {rank: seconds for rank, seconds in excess.items() if seconds > threshold}
+        waited, alone = self._waited(), self._alone()
+        late = {rank: max(waited[rank], alone[rank]) for rank in self.ranks}
+        return {rank: seconds for rank, seconds in late.items() if seconds > LATE * self.total.seconds}
+
+    def _waited(self) -> dict[int, float]:
+        """Return how many seconds longer than the median rank each waited for data."""
+        return excess({rank: record.stats.wait_seconds for rank, record in self.ranks.items()})
+
+    def _alone(self) -> dict[int, float]:
+        """Return how many seconds longer than the median rank each took where it waits for no other."""
+        every = {rank: record.stats for rank, record in self.ranks.items()}
+        batches = median_low(stats.batches for stats in every.values())  # Samples are of different times.
+        scale = {rank: batches / max(1, stats.batches) for rank, stats in every.items()}
+        seconds = {rank: scale[rank] * (stats.seconds - stats.sync_seconds) for rank, stats in every.items()}
+        longer = excess(seconds)
+        if all(stats.sync_seconds for stats in every.values()):
+            return longer
+        # One that began earlier may have waited for the others in its first step.
+        later = excess({rank: record.began + seconds[rank] for rank, record in self.ranks.items()})
+        return {rank: min(longer[rank], later[rank]) for rank in every}
 
     def late(self) -> list[str]:
         """Return a line for each straggler, the slowest first: its rank, host, delay, cause and the remedy."""
-        lines = []
+        lines, waited = [], self._waited()
         for rank, seconds in sorted(self.stragglers().items(), key=itemgetter(1), reverse=True):
             record = self.ranks[rank]
+            if waited[rank] < seconds / 2:
+                lines.append(
+                    f"rank {rank} ({record.host}) took {seconds:.1f} s longer than the median rank in its own steps, "
+                    "not for data: compare its processor or GPU, what else runs there, and what this rank does alone"
+                )
+                continue
             cause = max(record.stats.waits, key=record.stats.waits.__getitem__)
             delay = f"rank {rank} ({record.host}) waited {seconds:.1f} s longer for data than the median rank"
             lines.append(f"{delay}, mostly on {cause}: {record.stats.advice(cause)}")
@@ -109,7 +133,7 @@ def whole(found: Sequence[Epoch]) -> LoaderStats:
 def over_ranks(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = added(stats)
-    for name in ("seconds", "wait_seconds"):
+    for name in ("seconds", "wait_seconds", "sync_seconds"):
         setattr(total, name, getattr(total, name) / len(stats))
     for name in ("waits", "waits_by_source"):
         setattr(total, name, {key: value / len(stats) for key, value in getattr(total, name).items()})

@@ -133,8 +133,9 @@ def html(passes: Sequence[Pass], title: str) -> str:
 {_overview(found)}
 {tables}
 <p><small>Totals sum rows and bytes over all ranks and average seconds. Percentiles are of the waits for single batches,
-over all ranks, to within 26 %. A rank is marked if its loop waited for data
-longer than the median rank's, by more than a twentieth of the epoch: in synchronous training the others waited for it.
+over all ranks, to within 26 %. A rank is marked if it waited for data or
+computed longer than the median rank, by more than a twentieth of the epoch: in synchronous training the others waited
+for it.
 </small></p>
 </body>
 </html>

@@ -74,6 +74,7 @@ class LoaderStats:
         batches: Batches handed to the training loop.
         seconds: Time from the request of the first batch to the last batch, or to the end of the loop.
         wait_seconds: Part of `seconds` in which the training loop waited for batches.
+        sync_seconds: Part of `seconds` that `fit` spent where ranks wait for each other; 0 in other loops.
         hits: Row groups whose rows this host had, in memory or in the cache.
         misses: Row groups that were fetched from the cluster or the origin and decoded.
         bytes_local: Bytes of the rows of all hits.
@@ -105,6 +106,7 @@ class LoaderStats:
     batches: int = 0
     seconds: float = 0.0
     wait_seconds: float = 0.0
+    sync_seconds: float = 0.0
     hits: int = 0
     misses: int = 0
     bytes_local: int = 0

@@ -27,8 +27,8 @@ from dataload.telemetry.wait_timeline import CAUSES
 EVERY = 1.0
 FINENESS = 1000
 CLOCKS = 2.0  # most seconds of skew between hosts' clocks
-TOKENS = ("tokens", "padding_tokens")
-COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows", *TOKENS)  # of each peer, not of all together
+NEWER = ("tokens", "padding_tokens", "sync_seconds")  # numbers that old lines lack
+COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows", *NEWER)  # of each peer, not of all together
 MOST_HOST = 253  # characters of its name
 TAILS = 1 << 16, 1 << 20, 1 << 24  # bytes at the end of a file that hold its last lines
 MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
@@ -277,14 +277,14 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process`, `started`, `total_batches`, `settings`, tokens, the
-    histogram and figures by source.
+    """Parse a line. Old lines lack `world_size`, `process`, `started`, `total_batches`, `settings`, the histogram,
+    figures by source and those of `NEWER`.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
     names = {field.name for field in fields(LoaderStats)} - {*NO_NUMBERS, *PLACE, *BY_SOURCE}
-    counts = {name: _number(line.get(name, 0) if name in TOKENS else line[name]) for name in names}
+    counts = {name: _number(line.get(name, 0) if name in NEWER else line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
     by_source: dict[str, Any] = {

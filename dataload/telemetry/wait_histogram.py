@@ -38,7 +38,8 @@ class WaitHistogram:
     def add(self, seconds: float) -> None:
         """Count a wait."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.longest = max(self.longest, seconds)
+        if seconds > self.longest:  # noqa: PLR1730 (max() takes as long as the rest)
+            self.longest = seconds
 
     @classmethod
     def merged(cls, histograms: Iterable[WaitHistogram]) -> WaitHistogram:

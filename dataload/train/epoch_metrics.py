@@ -16,12 +16,13 @@ from rich.progress import Progress
 
 from dataload.errors import ConfigError
 from dataload.telemetry.loader_stats import PLACE, summed
+from dataload.telemetry.stragglers import behind
 from dataload.train.ranks.collectives import gather
 
 T = TypeVar("T")
 
 # Fields of a loader's stats() that are measured here, too. The other fields are summed over ranks.
-MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
+MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds", "sync_seconds"}
 
 # Counts that are averaged over processes: each makes every step. The other counts are summed.
 AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
@@ -32,7 +33,8 @@ OF_SECONDS = {"waits", "waits_by_source"}
 # Fields of counts of rows: processes with the same rank count the same rows.
 OF_ROWS = {"skipped_rows", "rows_by_source", "tokens", "padding_tokens"}
 
-FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # fields of each epoch's dict
+STRAGGLER = ("straggler", "straggler_seconds")
+FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction", *STRAGGLER)  # of an epoch's dict
 
 
 class EpochMetrics:
@@ -53,7 +55,9 @@ class EpochMetrics:
         self.sums: defaultdict[str, Any] = defaultdict(float, sums)
         self.rows: defaultdict[str, float] = defaultdict(float, rows)
         self.counts: defaultdict[str, float] = defaultdict(float, counts)
-        self._started = perf_counter() - self.counts["seconds"]
+        self._began = perf_counter()
+        self._started = self._began - self.counts["seconds"]
+        self._synchronised = self.counts["sync_seconds"]  # before the resume
 
     def add(self, scalars: Mapping[str, Any], rows: int, weight: float | None = None) -> None:
         """Add the scalars of a batch, each a mean over its `rows` rows, or over what `weight` counts.
@@ -88,7 +92,9 @@ class EpochMetrics:
         Raises:
             ConfigError: No rank had a row (on every rank).
         """
-        everyone = gather((rank, {**self.state(), "traffic": _loader_counts(loader)}))
+        alone = perf_counter() - self._began - (self.counts["sync_seconds"] - self._synchronised)
+        own = {**self.state(), "traffic": _loader_counts(loader), "alone": {"seconds": alone}}
+        everyone = gather((rank, own))
         total, every = sum_ranks(first_of_each(everyone)), sum_ranks([state for _, state in everyone])
         rows = int(total["counts"].get("rows", 0))  # After a resume with more ranks, rank 0 may have all of them.
         if not rows:
@@ -105,9 +111,24 @@ class EpochMetrics:
             **mean,
             "rows_per_second": rows / mean["seconds"],
             "stall_fraction": mean["wait_seconds"] / mean["seconds"],
+            **_straggler({rank: each["alone"]["seconds"] for rank, each in everyone}, mean["seconds"]),
             **{name: _mean_if_seconds(name, n, len(everyone)) for name, n in every["traffic"].items()},
             **{name: rows for name, rows in total["traffic"].items() if name.partition(".")[0] in OF_ROWS},
         }
+
+
+def _straggler(alone: Mapping[int, float], whole: float) -> dict[str, float]:
+    """Return the rank that held the others up, and for how many seconds; {} if none did.
+
+    Args:
+        alone: The seconds of each rank in which it waited for no other.
+        whole: Seconds of the epoch.
+    """
+    late = behind(alone, whole)
+    if not late:
+        return {}
+    slowest = max(late, key=late.__getitem__)
+    return dict(zip(STRAGGLER, (slowest, late[slowest]), strict=True))
 
 
 def first_of_each(everyone: Iterable[tuple[int, T]]) -> list[T]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import length_hint
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -334,17 +335,22 @@ class TrainingLoop:
         tally = EpochMetrics(**resumed.metrics)
         self._waited -= tally.counts["wait_seconds"]  # those before the resume
         self.steps.optimizer.zero_grad()
+        before = tally.counts["sync_seconds"]
         progress = {"step": self.step, "accumulate": self.steps.accumulate}
         batches = batches_on(self.loader, self.steps.device, self.stats_dir, self.checkpoints.ledger_folder, progress)
         replay = self.replay
         begin = partial(self._begin, resumed, number)
         for fed in feed(batches, tally.counts, self.world, self._even, self._state, begin, self.mesh, self.weigh):
             self._take(fed, tally, Where(number, self.step + 1, replay))
+            if isinstance(self.loader, Loader):
+                self.loader.stats().sync_seconds = tally.counts["sync_seconds"] - before
             advance()
             if self.steps.pending or fed.last:
                 continue
             is_due = self.checkpoint_every is not None and self.step % self.checkpoint_every == 0
-            ends = self.ending.is_due(self.step)
+            started = perf_counter()
+            ends = self.ending.is_due(self.step)  # where ranks may wait for each other
+            tally.counts["sync_seconds"] += perf_counter() - started
             if not (is_due or ends):
                 continue
             self._check_finite(number)
@@ -390,7 +396,9 @@ class TrainingLoop:
     def _take(self, fed: RankBatch, tally: EpochMetrics, where: Where) -> None:
         with stage("copy to device"):
             batch = on_device(fed.batch, self.steps.device)
+        before = self.steps.sync_seconds
         loss, scalars = self.steps.add(batch, fed.weight, fed.all_weight, last=fed.last)
+        tally.counts["sync_seconds"] += self.steps.sync_seconds - before
         self._check_names(scalars)
         if fed.weight:  # The mean over nothing is NaN.
             self.losses.add(loss, where)

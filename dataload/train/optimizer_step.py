@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class OptimizerStep:
     Attributes:
         pending: Batches added since the last step.
         skipped: Whether the last step was skipped because of an overflow in fp16.
+        sync_seconds: Seconds so far in the passes in which ranks wait for each other.
         usual_weight: In fp16, what a batch of all ranks weighed on average in the last step; 0 before the first. Of a
             step that begins with a light batch, the sum of gradients would overflow if they were divided by that one's.
 
@@ -105,6 +107,7 @@ class OptimizerStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.pending = 0
         self.skipped = False
+        self.sync_seconds = 0.0
         self._total = 0.0  # weight of all batches in the pending step, on all ranks
         self._nominal = 0.0  # about what that will be, known at the first batch
         self.usual_weight = 0.0
@@ -165,11 +168,15 @@ class OptimizerStep:
 
     def _backward(self, batch: Any, factor: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
+        waits_in_forward, started = self.exchange.waits_in_forward, perf_counter()
         with self.exchange.during(last=full):
             with stage("forward"), self.autocast():
                 loss, scalars = _loss_and_scalars(self.loss_fn(self.exchange.model, batch))  # type: ignore[arg-type]
+            started = started if waits_in_forward else perf_counter()
             with stage("backward"):
                 torch.autograd.backward(self.scaler.scale(loss * factor))
+        if full or waits_in_forward:
+            self.sync_seconds += perf_counter() - started
         return full_tensor(loss), scalars
 
     def _step(self) -> None:

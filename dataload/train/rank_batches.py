@@ -64,7 +64,8 @@ def feed(
 
     Args:
         loader: This rank's batches.
-        counts: Seconds that this rank waits for batches are added to counts["wait_seconds"].
+        counts: Seconds that this rank waits for batches are added to counts["wait_seconds"], and those that it waits
+            for other ranks to counts["sync_seconds"].
         world: This rank, and the number of ranks.
         even: Whether all ranks have equally many batches of equal sizes. Otherwise they exchange the size of each.
         state_of: Returns the state of the loader.
@@ -84,8 +85,12 @@ def feed(
             batch = next(batches, end)
         counts["wait_seconds"] += perf_counter() - started
         rows = 0 if batch is end else num_rows(batch)
+        weight = weigh(batch) if rows and weigh is not None else 0.0
+        started = perf_counter()
         all_rows = [rows] * world.world_size if even else gather_count(rows, mesh)
-        return batch, all_rows, all_rows if weigh is None else gather_count(weigh(batch) if rows else 0.0, mesh)
+        weights = all_rows if weigh is None else gather_count(weight, mesh)
+        counts["sync_seconds"] += perf_counter() - started
+        return batch, all_rows, weights
 
     batch, rows, weights = take()
     if any(rows) and not all(rows):

@@ -25,9 +25,11 @@ class Exchange:
 
     Attributes:
         ignored: Names of the buffers that stay those of each rank.
+        waits_in_forward: Whether ranks wait for each other in each forward, too, and not only in the last backward.
     """
 
     ignored: Collection[str] = ()
+    waits_in_forward = False
 
     def __init__(self, model: Callable[..., Any], ranks: int = 1) -> None:
         self.model = model
@@ -65,6 +67,8 @@ class Replicated(Exchange):
 
 class Sharded(Exchange):
     """A model that the caller has sharded by FSDP2."""
+
+    waits_in_forward = True
 
     def during(self, *, last: bool) -> AbstractContextManager[None]:
         exchange_gradients(self._uncompiled, last)
