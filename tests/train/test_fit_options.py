@@ -175,8 +175,9 @@ def test_a_checkpointed_graph_may_be_differentiated_twice():
 
 
 @pytest.mark.slow
-def test_compiled_modules_count_each_batch_once():
+def test_compiled_modules_count_each_batch_once(monkeypatch):
     """AOTAutograd sees to it."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch's bar would leave a thread of tqdm behind
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     inner = model[0]
