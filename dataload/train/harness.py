@@ -176,10 +176,10 @@ def fit(
         the rows of all ranks, or by `loss_weight` (the loss is NaN if all batches weigh 0); "rows" of all ranks;
         "seconds" and "wait_seconds" (waiting for batches), averaged over processes; "straggler" (a rank) and
         "straggler_seconds", if one held the others up; "skipped_steps" (overflows in fp16); "rows_per_second";
-        "stall_fraction"; the counts in the loader's stats, summed over processes, tensor-parallel peers included, and its waits by cause,
-        averaged over them, both only since the last resume; and the scalars of `evaluate` on this rank (before a
-        resume: on rank 0), named `evaluate.name` if the name is taken. A run that ends within an epoch has a last dict
-        of its part of this epoch, with "unfinished": True.
+        "stall_fraction"; the counts in the loader's stats, summed over processes, tensor-parallel peers included, and
+        its waits by cause, averaged over them, both only since the last resume; and the scalars of `evaluate` on this
+        rank (before a resume: on rank 0), named `evaluate.name` if the name is taken. A run that ends within an epoch
+        has a last dict of its part of this epoch, with "unfinished": True.
 
     Raises:
         ConfigError: An argument is invalid, ranks see different data or checkpoints, the checkpoint to resume from is
