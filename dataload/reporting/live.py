@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from dataload.reporting.aggregate import over_ranks
+from dataload.reporting.aggregate import Epoch, over_ranks
 from dataload.runtime.text import counted, duration, precise
 from dataload.telemetry.loader_stats import MIN_STALL, QUANTILES, TIERS, LoaderStats
 from dataload.telemetry.stats_log import FINENESS, Pass
@@ -33,6 +33,7 @@ def figures(passes: Mapping[int, Pass], now: float) -> Figures:
     newest = max(passes.values(), key=lambda each: each.began)
     # Ranks that the world has no longer are of an earlier start.
     present = {rank: each for rank, each in passes.items() if each is newest or rank < (newest.world_size or rank + 1)}
+    together = {rank: each for rank, each in present.items() if each.stats.epoch == newest.stats.epoch}
     of_ranks = {rank: _of_rank(each, now) for rank, each in sorted(present.items())}
     states = {each["state"] for each in of_ranks.values()}
     running = [each for each in of_ranks.values() if each["state"] == "running"]
@@ -50,6 +51,7 @@ def figures(passes: Mapping[int, Pass], now: float) -> Figures:
         "rows_per_second": sum(each["rows_per_second"] for each in running),
         "slowest": slowest,
         "advice": _advice(present[slowest]),
+        "late": Epoch(newest.stats.epoch, 0, together).late(),
         "ranks": {str(rank): each for rank, each in of_ranks.items()},
     }
 
@@ -161,10 +163,13 @@ def _summary(of: Figures) -> list[str]:
     quantiles = ", ".join(f"{name} {precise(of[f'wait_{name}'])}" for name in ("p50", "p95", "p99"))
     slowest = of["ranks"][str(of["slowest"])]
     advice = f", {of['advice']}" if of["advice"] else ""
+    waits_longest = (
+        f"rank {of['slowest']} ({slowest['host']}) waits {slowest['stall_fraction']:.0%} of the time{advice}"
+    )
     return [
         f"epoch {of['epoch']}: {now[of['state']]}",
         f"{counted(len(of['ranks']), 'rank')}{missing}: {of['rows_per_second']:,.0f} rows/s",
         f"waits {waits}; for a batch {quantiles}",
         f"cache hits {_hits(of)}{shared}, {decimal(int(of['bytes_origin']))} from the origin",
-        f"slowest: rank {of['slowest']} ({slowest['host']}) waits {slowest['stall_fraction']:.0%} of the time{advice}",
+        f"slowest: {of['late'][0] if of['late'] else waits_longest}",
     ]

@@ -99,7 +99,9 @@ def test_the_table_fits_the_terminal(tmp_path):
     assert rows[0][1:4] == ["silent", "41", "s"]
     assert rows[1][:2] == ["1", "60%"]
     assert "origin 30%, decode 10%" in wide
-    assert "slowest: rank 1 (" in wide
+    [late] = figures(read_latest(tmp_path), NOW)["late"]
+    assert re.match(r"rank 1 \(.*\) waited 18.0 s longer for data than the median rank, mostly on origin", late)
+    assert f"slowest: {late}" in " ".join(wide.split())
 
 
 def test_a_rank_that_hardly_waits_gets_no_advice(tmp_path):
