@@ -163,13 +163,11 @@ def _summary(of: Figures) -> list[str]:
     quantiles = ", ".join(f"{name} {precise(of[f'wait_{name}'])}" for name in ("p50", "p95", "p99"))
     slowest = of["ranks"][str(of["slowest"])]
     advice = f", {of['advice']}" if of["advice"] else ""
-    waits_longest = (
-        f"rank {of['slowest']} ({slowest['host']}) waits {slowest['stall_fraction']:.0%} of the time{advice}"
-    )
+    longest = f"rank {of['slowest']} ({slowest['host']}) waits {slowest['stall_fraction']:.0%} of the time{advice}"
     return [
         f"epoch {of['epoch']}: {now[of['state']]}",
         f"{counted(len(of['ranks']), 'rank')}{missing}: {of['rows_per_second']:,.0f} rows/s",
         f"waits {waits}; for a batch {quantiles}",
         f"cache hits {_hits(of)}{shared}, {decimal(int(of['bytes_origin']))} from the origin",
-        f"slowest: {of['late'][0] if of['late'] else waits_longest}",
+        f"slowest: {of['late'][0] if of['late'] else longest}",
     ]
