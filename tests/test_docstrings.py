@@ -12,6 +12,7 @@ DOCUMENTED = [
     "dataload.cache.config.CacheConfig",
     "dataload.cache.division.divide",
     "dataload.cache.filesystem.TierCacheFileSystem",
+    "dataload.conversion.convert.convert",
     "dataload.dataset.Dataset",
     "dataload.dataset.make_dataset",
     "dataload.mixture.mixture.mix",

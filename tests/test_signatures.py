@@ -19,6 +19,7 @@ OF_DATASETS = (
     "columns=None, filters=None, storage_options=None, fill_null=None, null_masks=False, errors='raise', cache=None, "
     "cache_dir=None, cache_bytes=None, cluster=None"
 )
+OF_CONVERT = "shuffle=None, format=None, storage_options=None, to_storage_options=None, scratch_dir=None"
 OF_LOADERS = (
     "shuffle=True, seed=0, drop_last=False, window=None, num_streams=None, num_workers=0, num_threads=None, "
     "group=None, ragged='list', transform=None, collate_fn=None, device=None, pin_memory=None, prefetch=None, "
@@ -43,6 +44,10 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (
         dataload.mix,
         "sources, weights=None, *, stop='first_exhausted', batching='mixed', num_rows=None, name_column=None",
+    ),
+    (
+        dataload.convert,
+        f"source, destination, *, {OF_CONVERT}",
     ),
     (dataload.fit, f"model, optimizer, loader, loss_fn, *, {OF_TRAINING}"),
     (dataload.evaluate_over, "model, loader, metric_fn"),

@@ -12,6 +12,7 @@ import typer
 
 from dataload.benchmarks.run import bench
 from dataload.cli.commands.cache import group
+from dataload.cli.commands.convert import convert
 from dataload.cli.commands.demo import demo
 from dataload.cli.commands.doctor import doctor
 from dataload.cli.commands.head import head
@@ -54,7 +55,7 @@ def common(
         show_help(context)
 
 
-for command in (head, plan, warm, doctor, report, top, rows, replay, demo, bench):
+for command in (head, plan, warm, convert, doctor, report, top, rows, replay, demo, bench):
     app.command()(command)
 app.add_typer(group, name="cache")
 

@@ -942,6 +942,7 @@ def test_commands_import_no_torch(tmp_path: Path) -> None:
         ["head", str(data), *cache],
         ["plan", str(data), "--filters", '[["x", ">", 5]]', *cache],
         ["warm", str(data), *cache],
+        ["convert", str(data), str(tmp_path / "converted"), "--shuffle", "0"],
         ["doctor", str(data), *cache],
         *(["cache", command, *cache] for command in ("stats", "verify")),
         ["cache", "evict", "--all", *cache],

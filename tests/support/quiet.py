@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-PROGRESS = re.compile(r"epoch \d+/\d+ .*%.*|(warming|reading footers|counting nulls|verifying|evicting): .* to go")
+PROGRESS = re.compile(
+    r"epoch \d+/\d+ .*%.*|(warming|converting|reading footers|counting nulls|verifying|evicting): .* to go"
+)
 
 
 def noise(text: str, *expected: str) -> list[str]:

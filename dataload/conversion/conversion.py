@@ -1,0 +1,199 @@
+"""A conversion: a source, a destination and what was done so far."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dataload.arguments import local_folder, whole_number
+from dataload.conversion.destination import BUCKETS, STATE, Destination
+from dataload.conversion.kinds import open_kind
+from dataload.conversion.reading import Position, Reading
+from dataload.conversion.row_sums import row_sum
+from dataload.conversion.shuffled import Shuffled
+from dataload.conversion.source import Files, Source
+from dataload.conversion.writer import GATHERED_BYTES, SAMPLE_BYTES, Writer, storage_of, stored_schema
+from dataload.errors import ConfigError, DataloadError
+
+MODULUS = 1 << 64
+BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion has written.
+
+    Attributes:
+        format: The kind of source: "parquet", "arrow", "json", "csv" or "images".
+        rows: Rows of the source, and of the files.
+        files: How many files there are.
+        bytes: Their size.
+        checksum: The checksum of the rows of the source and of those that the files hold: both are equal.
+    """
+
+    format: str
+    rows: int
+    files: int
+    bytes: int
+    checksum: str
+
+
+class Conversion:
+    """See `convert`, whose arguments it takes. It reads and writes no rows before `run`.
+
+    Attributes:
+        bytes: What `run` reads, for progress.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        destination: str | os.PathLike[str],
+        *,
+        shuffle: int | None = None,
+        format: str | None = None,  # noqa: A002 (as pyarrow calls it)
+        storage_options: Mapping[str, Any] | None = None,
+        to_storage_options: Mapping[str, Any] | None = None,
+        scratch_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._seed = None if shuffle is None else whole_number("shuffle", shuffle)
+        if to_storage_options is None and _protocol(source) == _protocol(destination):
+            to_storage_options = storage_options
+        self._files = Files(os.fspath(source), storage_options)
+        self._to = Destination(os.fspath(destination), to_storage_options)
+        _check_apart(self._files, self._to)
+        self._state = self._to.state()
+        self._check_destination()
+        self._format, self._source = open_kind(self._files, format)
+        self._scratch = self._scratch_folder(scratch_dir)
+        begun = {"source": self._files.identity, "format": self._format, "shuffle": self._seed}
+        if self._state is None:
+            self._state = {**begun, "files": [], "position": [0, 0], "rows": 0, "sum": 0, "is_done": False}
+        elif differs := [name for name, value in begun.items() if self._state.get(name) != value]:
+            raise ConfigError(
+                f"{self._to.url} was begun with another {' and '.join(differs)}: name an empty folder, or empty it"
+            )
+        self._schema = stored_schema(self._source.schema)
+        passes = 1 if self._seed is None else 2
+        self.bytes = passes * sum(part.bytes for part in self._source.parts)
+
+    def run(self, advance: Callable[[int], object] = lambda _: None) -> Converted:
+        """Convert, or go on with it. `advance` is called with the bytes of the source that are read.
+
+        Raises:
+            DataError: A file of the source cannot be read.
+            OriginError: A store failed.
+            DataloadError: The files hold other rows than the source.
+        """
+        state = self._state
+        assert state is not None
+        if not state["is_done"]:
+            self._to.save(state)  # Now the folder is known as this conversion's.
+            if self._seed is None or self._scratch is None:
+                self._write(self._source, state, advance)
+                rows, total = state["rows"], state["sum"]
+            else:
+                shuffled = Shuffled(self._source, self._schema, self._seed, self._scratch)
+                rows, total = shuffled.deal(advance)
+                self._write(shuffled, state, advance)
+            _check(self._to.url, rows, total, state["files"])
+            self._to.save({**state, "is_done": True})
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        return Converted(
+            self._format,
+            sum(each["rows"] for each in state["files"]),
+            len(state["files"]),
+            sum(each["bytes"] for each in state["files"]),
+            f"{sum(each['sum'] for each in state['files']) % MODULUS:016x}",
+        )
+
+    def _write(self, source: Source, state: dict[str, Any], advance: Callable[[int], object]) -> None:
+        """Write the files that are missing. The state has a file once it was read again."""
+        reading = Reading(source, self._schema, Position(*state["position"]), advance)
+        sample = reading.peek(SAMPLE_BYTES)
+        storage = storage_of(sample)
+        while reading.peek(1).num_rows:
+            name, first_row = f"part-{len(state['files']):05}.parquet", state["rows"]
+            with self._to.create(name) as file:
+                writer = Writer(file, self._schema, storage)
+                while not writer.is_full:
+                    rows = reading.take(writer.wanted_rows, GATHERED_BYTES)
+                    if not rows.num_rows:
+                        break
+                    state["sum"] = (state["sum"] + self._sum(rows, state["rows"])) % MODULUS
+                    state["rows"] += rows.num_rows
+                    writer.write(rows)
+                writer.close()
+            state["files"].append({"name": name, **self._read_again(name, first_row)})
+            state["position"] = list(reading.position)
+            self._to.save(state)
+
+    def _sum(self, rows: pa.Table, first_row: int) -> int:
+        return row_sum(rows, first_row if self._seed is None else None)
+
+    def _read_again(self, name: str, first_row: int) -> dict[str, int]:
+        """Return rows, bytes and checksum of a file."""
+        from pyarrow import parquet
+
+        rows = total = 0
+        with self._to.open(name) as file:
+            for batch in parquet.ParquetFile(file).iter_batches(BATCH_ROWS):
+                total = (total + self._sum(pa.Table.from_batches([batch]), first_row + rows)) % MODULUS
+                rows += batch.num_rows
+            return {"rows": rows, "bytes": file.seek(0, os.SEEK_END), "sum": total}
+
+    def _check_destination(self) -> None:
+        """Raise ConfigError if the destination has other files than this conversion's, or lacks one of them."""
+        names = self._to.names()
+        done = [] if self._state is None else [each["name"] for each in self._state["files"]]
+        own = {*done, STATE, f"_{STATE}.tmp"}
+        if self._state is not None:
+            own |= {f"part-{len(done):05}.parquet", f"_part-{len(done):05}.parquet.tmp"}
+        if others := [name for name in names if name not in own and not name.startswith(f"{BUCKETS}/")]:
+            raise ConfigError(f"{self._to.url} has {others[0]}, which convert has not written: name an empty folder")
+        if lost := [name for name in done if name not in names]:
+            raise ConfigError(f"{self._to.url} has lost {lost[0]}: empty the folder, and convert again")
+
+    def _scratch_folder(self, scratch_dir: str | os.PathLike[str] | None) -> Path | None:
+        """Return the folder of the buckets of a shuffle; None without one."""
+        if self._seed is None:
+            return None
+        if scratch_dir is not None:
+            key = hashlib.blake2b(repr((self._to.url, self._files.identity, self._seed)).encode(), digest_size=8)
+            return local_folder("scratch_dir", scratch_dir) / f"dataload-convert-{key.hexdigest()}"
+        if self._to.origin.is_local:
+            return Path(self._to.root) / BUCKETS
+        raise ConfigError(
+            f"a shuffle to {self._to.url} needs scratch_dir: name a folder of this machine with room for all rows"
+        )
+
+
+def _protocol(url: str | os.PathLike[str]) -> str:
+    return os.fspath(url).rpartition("://")[0]
+
+
+def _check_apart(files: Files, to: Destination) -> None:
+    """Raise ConfigError if source or destination lies in the other."""
+    if files.origin.address != to.origin.address:
+        return
+    inner = any(each.path.startswith(f"{to.root}/") for each in files.objects.values())
+    if inner or f"{to.root}/".startswith(f"{files.root}/"):
+        raise ConfigError(f"{files.url} and {to.url}: one lies in the other: name a folder beside the source")
+
+
+def _check(url: str, rows: int, total: int, files: list[dict[str, Any]]) -> None:
+    """Raise DataloadError unless the files have these rows."""
+    written, found = sum(each["rows"] for each in files), sum(each["sum"] for each in files) % MODULUS
+    if (written, found) != (rows, total):
+        raise DataloadError(
+            f"{url} does not hold the rows of the source: {written:,} rows with the checksum {found:016x}, and not "
+            f"{rows:,} with {total:016x}: empty the folder and convert again, on another disk if that repeats"
+        )

@@ -1,0 +1,184 @@
+"""Sources of text: JSON lines and CSV, which pyarrow parses.
+
+The files are read twice, the first time for the types: an integer column may have its first fraction in the last row.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import compute
+
+from dataload.cache.blocks.reader import Object
+from dataload.conversion.columns import reading
+from dataload.conversion.source import Files, Part
+from dataload.errors import DataError
+
+Opened = Callable[[], Any]  # opens a file
+
+CHUNK_BYTES = 16 << 20  # of JSON lines
+BLOCK_BYTES = 4 << 20  # of CSV; a row must fit
+WIDER = {pa.null(): pa.int64(), pa.int64(): pa.float64()}  # else text
+
+
+class Lines:
+    """Text files of one format.
+
+    Args:
+        files: The files.
+        types: Returns the types of one file, given what opens it, and its name.
+        tables: Yields the tables of one file, given its stream, its name and the types of the columns of all files.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        types: Callable[[Opened, str], pa.Schema],
+        tables: Callable[[Any, str, pa.Schema], Iterator[pa.Table]],
+    ) -> None:
+        self._files, self._tables = files, tables
+        self._objects = [each for each in files.objects.values() if each.size]
+        self.parts = [Part(each.name, each.size) for each in self._objects]
+        self.schema = pa.schema([])
+        for each in self._objects:
+            with reading(each.name):
+                self.schema = wider(self.schema, types(partial(self._open, each), each.name), each.name)
+
+    def read(self, part: int) -> Iterator[pa.Table]:
+        each = self._objects[part]
+        with reading(each.name), self._open(each) as stream:
+            for table in self._tables(stream, each.name, self.schema):
+                yield with_columns(table, self.schema)
+
+    def _open(self, each: Object) -> Any:
+        """Open a file, which may be compressed as its ending says."""
+        return self._files.for_arrow.open_input_stream(each.path, buffer_size=1 << 20)
+
+
+def json_lines(files: Files) -> Lines:
+    """Return a source of JSON lines."""
+    return Lines(files, _json_types, _json_tables)
+
+
+def csv(files: Files) -> Lines:
+    """Return a source of CSV; its columns are separated by commas, in files that end in .tsv by tabs."""
+    return Lines(files, _csv_types, _csv_tables)
+
+
+def wider(one: pa.Schema, other: pa.Schema, name: str) -> pa.Schema:
+    """Return the columns of both; text for one that is text in either. `name`: of the file, for the error."""
+    fields = {field.name: field for field in one}
+    for field in other:
+        known = fields.get(field.name, field)
+        try:
+            [fields[field.name]] = pa.unify_schemas(
+                [pa.schema([known]), pa.schema([field])], promote_options="permissive"
+            )
+        except pa.ArrowTypeError as error:
+            if pa.types.is_nested(known.type) or pa.types.is_nested(field.type):
+                raise DataError(
+                    f"{name}: column {field.name!r} is {field.type} here and {known.type} before: give it one type"
+                ) from error
+            fields[field.name] = pa.field(field.name, pa.string())
+    return pa.schema(list(fields.values()))
+
+
+def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table with all columns of a schema, null where it lacks one."""
+    has = set(table.schema.names)
+    nulls = table.num_rows
+    columns = [
+        table[field.name].cast(field.type) if field.name in has else pa.chunked_array([pa.nulls(nulls, field.type)])
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _json_types(opened: Opened, name: str) -> pa.Schema:
+    schema = pa.schema([])
+    with opened() as stream:
+        for chunk in _chunks(stream, name):
+            schema = wider(schema, _parsed(chunk, None).schema, name)
+    return schema
+
+
+def _json_tables(stream: Any, name: str, schema: pa.Schema) -> Iterator[pa.Table]:
+    for chunk in _chunks(stream, name):
+        yield _parsed(chunk, schema)
+
+
+def _parsed(chunk: bytes, schema: pa.Schema | None) -> pa.Table:
+    from pyarrow import json
+
+    block = max(1 << 20, 2 * max(map(len, chunk.split(b"\n"))))  # A line must fit into two.
+    options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error" if schema else "infer")
+    return json.read_json(io.BytesIO(chunk), json.ReadOptions(block_size=block), options)
+
+
+def _chunks(stream: Any, name: str) -> Iterator[bytes]:
+    """Yield whole lines, some megabytes at a time."""
+    rest = b""
+    is_first = True
+    while more := stream.read(CHUNK_BYTES):
+        rest += more
+        lines, mark, rest = rest.rpartition(b"\n")
+        if is_first and (lines or rest).lstrip().startswith(b"["):
+            fix = "convert it by jq -c '.[]' FILE > FILE.jsonl"
+            raise DataError(f"{name} is one JSON array, and not an object a line: {fix}")
+        is_first = False
+        if lines.strip():
+            yield lines + mark
+    if rest.strip():
+        yield rest
+
+
+def _csv_types(opened: Opened, name: str) -> pa.Schema:
+    """Return the types that pyarrow infers from the first block, wider where a later value needs it."""
+    with opened() as stream:
+        kinds = {field.name: field.type for field in _csv_reader(stream, name).schema}
+    with opened() as stream:
+        for batch in _csv_reader(stream, name, dict.fromkeys(kinds, pa.string()), null_text=True):
+            for column, values in zip(batch.schema.names, batch.columns, strict=True):
+                while not _holds(kinds[column], values):
+                    kinds[column] = WIDER.get(kinds[column], pa.string())
+    return pa.schema(list(kinds.items()))
+
+
+def _csv_tables(stream: Any, name: str, schema: pa.Schema) -> Iterator[pa.Table]:
+    reader = _csv_reader(stream, name, {field.name: field.type for field in schema})
+    for batch in reader:
+        yield pa.Table.from_batches([batch])
+
+
+def _csv_reader(
+    stream: Any, name: str, kinds: Mapping[str, pa.DataType] | None = None, *, null_text: bool = False
+) -> Any:
+    from pyarrow import csv
+
+    tabs = ".tsv" in name.rpartition("/")[2].lower()
+    convert = csv.ConvertOptions(column_types=kinds, strings_can_be_null=null_text)
+    read, parse = (
+        csv.ReadOptions(block_size=BLOCK_BYTES),
+        csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True),
+    )
+    return csv.open_csv(stream, read, parse, convert)
+
+
+def _holds(kind: pa.DataType, values: pa.Array) -> bool:
+    """Return whether a column of this type holds the values of text."""
+    if pa.types.is_string(kind):
+        return True
+    if pa.types.is_null(kind):
+        return bool(values.null_count == len(values))
+    try:
+        compute.utf8_trim_whitespace(values).cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True

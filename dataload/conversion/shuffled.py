@@ -1,0 +1,128 @@
+"""A source in another order: its rows are dealt to buckets on disk, and each bucket is shuffled when it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataload.conversion.reading import Position, Reading
+from dataload.conversion.row_sums import GOLDEN, mixed, row_sum
+from dataload.conversion.source import Part, Source
+from dataload.errors import DataError
+
+BUCKET_BYTES = 32 << 20  # of the source
+MOST_BUCKETS = 4096
+DEALT_BYTES = 256 << 20  # in memory, between two writes to the buckets
+STATE = "dealt.json"
+
+
+@contextmanager
+def damaged(folder: Path) -> Iterator[None]:
+    """Raise a DataError that names the folder of the buckets if they cannot be read."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise DataError(f"{folder} cannot be read ({error}): remove it and empty the destination") from error
+
+
+class Shuffled:
+    """The rows of a source in a random order that depends on the source and the seed only.
+
+    A bucket is a part. A kill loses no more than what was in memory.
+
+    Args:
+        source: The rows.
+        schema: Their types, as Parquet has them.
+        seed: The seed.
+        folder: A folder on this machine for the buckets, which take as much as the rows do in memory, or less.
+
+    Attributes:
+        schema: As above.
+        parts: The buckets.
+    """
+
+    def __init__(self, source: Source, schema: pa.Schema, seed: int, folder: Path) -> None:
+        self.schema = schema
+        total = sum(part.bytes for part in source.parts)
+        count = max(1, min(MOST_BUCKETS, -(-total // BUCKET_BYTES)))
+        self.parts = [Part(f"bucket {number}", total // count) for number in range(count)]
+        self._source, self._folder = source, folder
+        self._seed = mixed(np.array([seed % (1 << 64)], np.uint64))
+        self._dealt: dict[str, Any] = {
+            "position": [0, 0],
+            "rows": 0,
+            "sum": 0,
+            "lengths": [0] * count,
+            "is_done": False,
+        }
+
+    def deal(self, advance: Callable[[int], object]) -> tuple[int, int]:
+        """Deal the rows of the source to the buckets, or go on with it. Return how many there are, and their checksum.
+
+        Args:
+            advance: Called with the bytes of the source that are read.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        state = self._folder / STATE
+        if state.exists():
+            self._dealt = self._checked(state.read_text())
+        dealt = self._dealt
+        reading = Reading(self._source, self.schema, Position(*dealt["position"]), advance)
+        while not dealt["is_done"]:
+            rows = reading.take(1 << 62, DEALT_BYTES)
+            self._append(rows)
+            dealt["position"] = list(reading.position)
+            dealt["sum"] = (dealt["sum"] + row_sum(rows)) % (1 << 64)
+            dealt["rows"] += rows.num_rows
+            dealt["is_done"] = not rows.num_rows
+            temporary = state.with_suffix(".tmp")
+            temporary.write_text(json.dumps(dealt))
+            temporary.replace(state)
+        return dealt["rows"], dealt["sum"]
+
+    def read(self, part: int) -> Iterator[pa.Table]:
+        tables, length = [], self._dealt["lengths"][part]
+        if length:
+            with damaged(self._folder), pa.memory_map(str(self._path(part))) as file:
+                while file.tell() < length:
+                    tables.append(pa.ipc.open_stream(file).read_all())
+        if tables:
+            rows = pa.concat_tables(tables).unify_dictionaries()
+            key = mixed(self._seed + np.uint64(part + 1))
+            order = mixed(np.arange(rows.num_rows, dtype=np.uint64) * GOLDEN + key)
+            yield rows.take(np.argsort(order, kind="stable"))
+
+    def _checked(self, text: str) -> dict[str, Any]:
+        """Return the state of a text. Raise DataError if it is not one of these buckets."""
+        with damaged(self._folder):
+            found = json.loads(text)
+            if {*found} != {*self._dealt} or len(found["lengths"]) != len(self.parts):
+                raise ValueError("it has another form")
+            return found  # type: ignore[no-any-return]
+
+    def _path(self, bucket: int) -> Path:
+        return self._folder / f"bucket-{bucket:04}.arrows"
+
+    def _append(self, rows: pa.Table) -> None:
+        """Write each row to its bucket, after what the state says that it has."""
+        numbers = np.arange(self._dealt["rows"], self._dealt["rows"] + rows.num_rows, dtype=np.uint64)
+        buckets = mixed(numbers * GOLDEN + self._seed) % np.uint64(len(self.parts))
+        order = np.argsort(buckets, kind="stable")
+        rows = rows.unify_dictionaries().take(order)
+        bounds = np.searchsorted(buckets[order], np.arange(len(self.parts) + 1, dtype=np.uint64)).tolist()
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        for bucket, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop:
+                with self._path(bucket).open("ab") as file:
+                    os.truncate(file.fileno(), self._dealt["lengths"][bucket])
+                    with pa.ipc.new_stream(file, rows.schema, options=options) as stream:
+                        stream.write_table(rows.slice(start, stop - start))
+                    self._dealt["lengths"][bucket] = file.seek(0, os.SEEK_END)

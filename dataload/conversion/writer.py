@@ -1,0 +1,128 @@
+"""The `Writer` of Parquet files of a shape that trains well."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from dataload.errors import DataError
+
+ROW_GROUP_BYTES = 32 << 20  # as they are stored
+FILE_BYTES = 512 << 20
+GATHERED_BYTES = 256 << 20  # of a row group in memory
+MOST_ROWS = 1 << 20  # of a row group
+SAMPLE_BYTES = 8 << 20
+WORTHWHILE = 0.95  # what a codec or a dictionary must leave of a column
+
+
+class Storage(NamedTuple):
+    """How columns are stored.
+
+    Attributes:
+        compression: The codec by leaf column: NONE where zstd gains nothing, as for JPEG.
+        dictionary: The leaf columns whose values repeat.
+        row_bytes: Stored bytes of a row, about.
+    """
+
+    compression: dict[str, str]
+    dictionary: list[str]
+    row_bytes: float
+
+
+def stored_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the types that Parquet returns for those of a schema, such as milliseconds for seconds.
+
+    Raises:
+        DataError: Parquet cannot hold a column.
+    """
+    from pyarrow import parquet
+
+    found = []
+    for field in schema:
+        sink = io.BytesIO()
+        try:
+            parquet.write_table(pa.schema([field]).empty_table(), sink)
+        except (pa.ArrowException, NotImplementedError) as error:
+            raise DataError(f"column {field.name!r}: Parquet cannot hold {field.type} ({error}): cast it") from error
+        found.append(parquet.read_schema(sink).field(0))
+    return pa.schema(found, schema.metadata)
+
+
+def storage_of(sample: pa.Table) -> Storage:
+    """Return how to store a table, by trying it on some rows of it."""
+    plain, coded = _tried(sample, use_dictionary=False), _tried(sample, use_dictionary=True)
+    compression, dictionary, stored = {}, [], 0
+    for number in range(plain.num_columns):
+        column, other = plain.column(number), coded.column(number)
+        name = column.path_in_schema
+        if other.total_uncompressed_size < WORTHWHILE * column.total_uncompressed_size:
+            dictionary.append(name)
+            column = other
+        gains = column.total_compressed_size < WORTHWHILE * column.total_uncompressed_size
+        compression[name] = "ZSTD" if gains else "NONE"
+        stored += column.total_compressed_size
+    return Storage(compression, dictionary, stored / max(1, sample.num_rows))
+
+
+def _tried(sample: pa.Table, **options: Any) -> Any:
+    from pyarrow import parquet
+
+    sink = io.BytesIO()
+    parquet.write_table(sample, sink, compression="ZSTD", row_group_size=max(1, sample.num_rows), **options)
+    return parquet.read_metadata(sink).row_group(0)
+
+
+class Writer:
+    """Writes one Parquet file.
+
+    Args:
+        sink: The file, open for writing.
+        schema: Its columns.
+        storage: How they are stored.
+
+    Attributes:
+        bytes: What the row groups take so far.
+        rows: Their rows.
+    """
+
+    def __init__(self, sink: Any, schema: pa.Schema, storage: Storage) -> None:
+        from pyarrow import parquet
+
+        self._writer = parquet.ParquetWriter(
+            sink,
+            schema,
+            compression=storage.compression or "NONE",
+            use_dictionary=storage.dictionary or False,
+            write_statistics=True,
+            write_page_index=True,
+            write_page_checksum=True,
+        )
+        self._sink = sink
+        self._row_bytes = storage.row_bytes
+        self._started = sink.tell()
+        self.bytes = self.rows = 0
+
+    @property
+    def wanted_rows(self) -> int:
+        """How many rows the next row group should have, by the size of those before."""
+        return max(1, min(MOST_ROWS, round(ROW_GROUP_BYTES / max(self._row_bytes, 1e-3))))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another row group would make the file too large."""
+        return self.bytes + ROW_GROUP_BYTES / 2 > FILE_BYTES
+
+    def write(self, rows: pa.Table) -> None:
+        """Write a row group."""
+        before = self._sink.tell()
+        self._writer.write_table(rows, row_group_size=rows.num_rows)
+        taken = self._sink.tell() - before
+        self._row_bytes = max(taken, 1) / rows.num_rows
+        self.bytes += taken
+        self.rows += rows.num_rows
+
+    def close(self) -> None:
+        """Write the footer."""
+        self._writer.close()
