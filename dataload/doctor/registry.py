@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from dataload.cache.local.read_only import is_read_only
-from dataload.doctor import cache_dir, cluster, limits, object_store, processes
+from dataload.doctor import cache_dir, cluster, limits, object_store, processes, shape
 from dataload.doctor.finding import PROBLEM, Case, Finding, problem, reason
 from dataload.doctor.object_store import Store
 
@@ -64,6 +64,8 @@ def examine(case: Case, store: Store | None) -> Iterator[tuple[str, Finding]]:
             return
     if case.reads or case.unreadable:
         yield "dataset", object_store.dataset(case)
+    if case.reads and store:
+        yield "shape", _run(partial(shape.shape, case, store.url))
 
 
 def _run(check: Callable[[], Finding]) -> Finding:

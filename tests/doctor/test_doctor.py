@@ -34,7 +34,7 @@ from clusters import Server, ServerCluster
 from http_servers import serving
 from rich.filesize import decimal
 
-from dataload import CacheConfig, make_loader
+from dataload import CacheConfig, convert, make_loader
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.setup import recovery
@@ -618,6 +618,41 @@ def test_a_dataset_that_no_loader_opens(tmp_path: Path, capsys: pytest.CaptureFi
         assert found["dataset"]["status"] == "problem"
         assert says in found["dataset"]["what"]
         assert found["cache size"]["status"] == "warning"
+
+
+def shape_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    with suppress(typer.Exit):  # of a check of this machine
+        doctor(str(folder), cache_dir=folder.parent / "cache", cache_bytes="1GB", as_json=True)
+    return json.loads(capsys.readouterr().out)["checks"]["shape"]
+
+
+def test_small_row_groups_are_told_with_the_command_that_mends_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    blobs = pa.table({"x": [np.random.default_rng(number).bytes(100_000) for number in range(700)]})
+    pq.write_table(blobs, tmp_path / "in/x.parquet", row_group_size=10, compression="none")
+    found = shape_of(tmp_path / "in", capsys)
+    assert found["status"] == "warning"
+    assert found["what"] == "row groups have about 1.0 MB and 10 rows, and some dozens of MB load fastest"
+    assert found["advice"] == f"dataload convert {tmp_path}/in NEW_FOLDER --shuffle 0"
+    convert(tmp_path / "in", tmp_path / "out", shuffle=0)
+    assert shape_of(tmp_path / "out", capsys)["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("labels", "status"),
+    [(np.repeat(np.arange(8), 100), "warning"), (np.arange(800) % 8, "ok"), (np.zeros(800), "ok")],
+)
+def test_rows_sorted_by_label_are_told(
+    labels: Any, status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    table = pa.table({"x": np.arange(800), "label": labels, "text": [f"row {number}" for number in range(800)]})
+    pq.write_table(table, tmp_path / "in/x.parquet", row_group_size=50)
+    found = shape_of(tmp_path / "in", capsys)
+    assert found["status"] == status
+    assert ("rows are sorted by 'label'" in found["what"]) == (status == "warning")
 
 
 def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
