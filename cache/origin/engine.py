@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -41,6 +42,7 @@ from dataload.runtime.redact import redacted
 
 # A store may ignore Range and send the whole object. Read at most this many times the bytes of the range.
 MAX_READ_RATIO = 2
+SMALL_READ = 1 << 20  # bytes of a local file, which one call returns
 LEAST_TIME = "it uses the least CPU time"
 
 # Filesystems without async_impl whose reads are requests of their own, without a shared cursor or connection.
@@ -322,6 +324,12 @@ def _connect_encrypted(filesystem: Any) -> None:
 
 
 def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
+    if type(filesystem) is LocalFileSystem and stop - start <= SMALL_READ:  # Its own files take three times as long.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(file, stop - start, start)
+        finally:
+            os.close(file)
     if getattr(filesystem.cat_file, "__func__", None) is not AbstractFileSystem.cat_file:
         return bytes(filesystem.cat_file(path, start=start, end=stop))
     with filesystem.open(path, "rb") as file:  # like AbstractFileSystem.cat_file, but without read-ahead

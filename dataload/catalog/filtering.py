@@ -178,7 +178,7 @@ class _Scan:
         if self._ended.is_set():
             raise CancelledError
         group = self._groups[number]
-        footer = self._footers.read(group.file, group.footer_at)
+        footer = self._footers.of(group)
         stored = [name for name in self._filter.columns if name not in dict(group.constants)]
         with self._budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
             mask = None if tried is None else tried.mask(number)

@@ -11,22 +11,28 @@ from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import PROOF_BYTES, Allocate, BlobKey, Tier, copy_into
+from dataload.errors import DataError
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, format_of, parse_footer
 from dataload.runtime.executor import DaemonExecutor, shared_executor
+from dataload.runtime.text import counted
+
+if TYPE_CHECKING:
+    from dataload.catalog.manifest import RowGroup
 
 FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
 RUNS_AT_ONCE = 4
+LOCAL_AT_ONCE = 8  # files that a thread reads one after the other: another thread would take longer to begin
 FOOTERS_KEPT = 64  # parsed, by a reader
 CHUNKS_KEPT = 32 << 10  # column chunks in them, at most: a footer of 2,000 of them takes about 16 MB
 RUNS_KEPT = 1024  # mapped, by a reader
@@ -161,7 +167,9 @@ class _Runs(Generic[T]):
             return _fetched_footer(obj, self._blocks, lambda footer: self._look(footer, obj))
 
         def fill(allocate: Allocate) -> None:
-            fetched = self._fetches.map(fetch, run)
+            files, size = iter(run), LOCAL_AT_ONCE if self._blocks.origin.is_local else 1
+            parts = iter(lambda: list(islice(files, size)), [])
+            fetched = list(chain.from_iterable(self._fetches.map(lambda part: list(map(fetch, part)), parts)))
             found.update(enumerate(result for _, result in fetched))
             _join(key, [data for data, _ in fetched], allocate)
 
@@ -176,7 +184,7 @@ class _Runs(Generic[T]):
 
     def _cache(self, run: Object, found: Mapping[int, T]) -> None:
         if (kept := self._kept) is not None:
-            self._blob(run, kept).get_or_make(lambda: kept.to_bytes(found))
+            self._blob(run, kept).put(lambda: kept.to_bytes(found))
 
     def _blob(self, run: Object, kept: Kept[T]) -> Metadata[dict[int, T]]:
         return Metadata(self._blocks, run, kept.what, lambda data: kept.from_bytes(bytes(data)))
@@ -198,8 +206,23 @@ class FooterReader:
                 return parse_footer(_cut(runs(location.run), location.number), obj)
             return read_footer(obj, location, blocks)
 
-        self.read = lru_cache(max(2, min(FOOTERS_KEPT, CHUNKS_KEPT // max(1, chunks))))(read)
-        """Return a file's footer, as `read_footer` does."""
+        self._read = lru_cache(max(2, min(FOOTERS_KEPT, CHUNKS_KEPT // max(1, chunks))))(read)
+
+    def of(self, group: RowGroup) -> Footer:
+        """Return the footer of a row group's file.
+
+        Raises:
+            DataError: As for `read_footer`; or the row group has other rows than the manifest says.
+            OriginError: As for `read_footer`.
+        """
+        footer = self._read(group.file, group.footer_at)
+        [rows] = footer.lengths[group.number : group.number + 1] or [0]
+        if rows != group.rows:
+            raise DataError(
+                f"{group.name} has {counted(rows, 'row')} by its footer, and {group.rows:,} by the cache: the file was "
+                "replaced, or the cache is damaged: remove what it has, by dataload cache evict --all"
+            )
+        return footer
 
 
 def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer:
@@ -255,6 +278,10 @@ class Metadata(Generic[T]):
     def get_or_make(self, make: Callable[[], bytes]) -> T:
         """Return it. If it is not cached, `make` returns its bytes, which are cached."""
         return self._parsed(self._made(make))
+
+    def put(self, make: Callable[[], bytes]) -> None:
+        """Cache it, as `get_or_make` does, for a caller that knows it."""
+        self._made(make)
 
     def get_or_make_once(self, make: Callable[[], bytes]) -> T:
         """Return it, as `get_or_make` does. One process of the host makes it, as long as it runs.

@@ -42,7 +42,7 @@ def values_of(manifest: Manifest, blocks: Blocks, column: str) -> Counts | None:
         def of(groups: Sequence[RowGroup]) -> list[int]:
             if column in dict(groups[0].constants):  # The file lacks it.
                 return [0] * len(groups)
-            footer = footers.read(groups[0].file, groups[0].footer_at)
+            footer = footers.of(groups[0])
             counts = [footer.num_values(group.number, column) if group.rows else 0 for group in groups]
             return [count if count is not None and 0 <= count <= MOST_NULLS else UNKNOWN for count in counts]
 

@@ -525,7 +525,8 @@ class _Summarize:
         return self._schemas.setdefault((packed, names), schema)
 
     def to_bytes(self, found: Mapping[int, _Summary]) -> bytes:
-        """Return summaries as JSON."""
+        """Return summaries as JSON, without those of files that lack rows: only the footers may say that."""
+        found = {number: file for number, file in found.items() if _has_rows(file[1])}
         numbers: dict[tuple[str, str], int] = {}
         for schema, *_ in found.values():
             numbers.setdefault(schema.content, len(numbers))
@@ -543,10 +544,15 @@ class _Summarize:
                 has_counts = all(each is None or type(each) is int for each in nulls)
                 if not (has_all and has_counts and all(map(_is_number, (rows, size, *sizes)))):
                     raise ValueError(f"a row group of {(rows, size, sizes, nulls)}")
-            if type(mark) is not str or not isinstance(unreadable, dict):
+            if type(mark) is not str or not isinstance(unreadable, dict) or not _has_rows(groups):
                 raise ValueError(f"a file with {unreadable} and {mark}")
             found[number] = schema, groups, unreadable, mark
         return found
+
+
+def _has_rows(groups: _Groups) -> bool:
+    """Return whether each row group of a file has rows."""
+    return bool(groups) and all(rows for rows, *_ in groups)
 
 
 def _is_number(value: Any) -> bool:

@@ -97,7 +97,7 @@ def _null_counts(
         rows, constants = sum(group.rows for group in groups), dict(groups[0].constants)
         counts = Counter({name: rows for name in columns if name in constants and constants[name] is None})
         stored = [name for name in columns if name not in constants and name not in unknown]
-        footer = footers.read(groups[0].file, groups[0].footer_at) if stored and rows else None
+        footer = footers.of(groups[0]) if stored and rows else None
         for group, name in product(groups, stored):
             [nulls] = [0] if footer is None or not group.rows else footer.null_counts(group.number, [name])
             if nulls is None or (nulls and pa.types.is_nested(manifest.schema.field(name).type)):

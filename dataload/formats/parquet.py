@@ -7,7 +7,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from dataload.errors import DataError, DataloadError
 from dataload.formats.arrow_types import has_part
 from dataload.formats.base import SHARED_BYTES, TINY_BYTES, Int64, RowGroupReader, as_data_error
 from dataload.formats.int96 import counts_microseconds, is_ns
-from dataload.formats.parquet_columns import columns_of
+from dataload.formats.parquet_columns import ParquetColumns, columns_of
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.parquet_thrift import (
@@ -27,6 +28,8 @@ from dataload.formats.parquet_thrift import (
     DELTA_BYTE_ARRAY,
     DELTA_LENGTH_BYTE_ARRAY,
     Chunk,
+    Chunks,
+    check_fields,
     row_groups_of,
 )
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 MAGIC = b"PAR1"
 ENCRYPTED_MAGIC = b"PARE"
 ENCRYPTED = "is encrypted, which dataload cannot read: write it without encryption"
+TRAILER = 8  # bytes: the length of the footer and the magic
+PARTS_KEPT = 16
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
@@ -60,50 +65,34 @@ class ParquetFooter:
 
     streams = True
 
-    def __init__(
-        self,
-        data: memoryview,
-        metadata: pq.FileMetaData,
-        schema: pa.Schema,
-        obj: Object,
-        unit: str | None,
-    ) -> None:
+    def __init__(self, data: memoryview, obj: Object) -> None:
         self._data = data
-        self._unit = unit
+        self._obj = obj
         self.renamed: Mapping[str, str] = {}
         self.mark = ""
-        self._uncounted = uncounted_bytes(metadata.created_by)
-        self._metadata = metadata
-        self._obj = obj
-        columns = columns_of(schema)
-        self.schema = columns.stored(schema)
-        self._columns = columns if self.schema is schema else columns_of(self.schema)
-        if self._columns.leaf_count != metadata.num_columns:
-            raise ValueError(f"{metadata.num_columns} columns, but its schema has {self._columns.leaf_count}")
-        self._row_groups = row_groups_of(bytes(data[: metadata.serialized_size]))
-        self.lengths = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        for number, (rows, chunks) in enumerate(zip(self.lengths, self._row_groups, strict=True)):
-            if rows < 0 or len(chunks) != metadata.num_columns:
-                raise ValueError(f"row group {number} of {rows} rows and {len(chunks)} columns")
+        self._row_groups, without_row_groups = row_groups_of(bytes(data[:-TRAILER]))
+        self._parts = _parts_of(without_row_groups)
+        self.schema, self._columns, self._unit = self._parts.schema, self._parts.columns, self._parts.unit
+        self.lengths = [chunks.rows for chunks in self._row_groups]
+        for number, chunks in enumerate(self._row_groups):
+            if chunks.rows < 0 or len(chunks) != self._columns.leaf_count:
+                raise ValueError(f"row group {number} of {chunks.rows} rows and {len(chunks)} columns")
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
-        where = f"{obj.name} has a Parquet footer that cannot be read"
-        # pyarrow raises these for names that are no text, and for numbers that are out of range.
-        others = ValueError, LookupError, TypeError, OverflowError
-        with as_data_error(where, *others), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
-            # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
-            metadata, schema, unit = file.metadata, file.schema_arrow.remove_metadata(), None
-            if columns_of(schema).has_ns and counts_microseconds(metadata):
-                unit = "us"
-                with pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), coerce_int96_timestamp_unit=unit) as again:
-                    schema = again.schema_arrow.remove_metadata()
-            return cls(data, metadata, schema, obj, unit)
+        with _reading(obj):
+            return cls(data, obj)
+
+    @cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        """The footer for Arrow's readers of rows and statistics."""
+        with _reading(self._obj):
+            return pq.read_metadata(pa.BufferReader(pa.py_buffer(self._data)))
 
     @property
     def key_values(self) -> Mapping[bytes, bytes]:
-        return self._metadata.metadata or {}
+        return self._parts.metadata.metadata or {}
 
     @cached_property
     def unreadable(self) -> dict[str, str]:
@@ -141,14 +130,14 @@ class ParquetFooter:
     def _ranges(self, number: int, columns: Sequence[str], capacity: int) -> list[Span]:
         chunks = self._chunks(number, self._columns.read_with(columns))
         with as_data_error(f"{self._obj.name} row group {number} cannot be fetched", ValueError):
-            return ranges_of(chunks, capacity, self._uncounted, self._obj.size)
+            return ranges_of(chunks, capacity, self._parts.uncounted, self._obj.size)
 
     def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
 
     def _shares_blocks(self, number: int) -> bool:
         """Return whether a row group is read through cached blocks, because it is small and has neighbours."""
-        return self._metadata.num_row_groups > 1 and self._is_small(number)
+        return len(self._row_groups) > 1 and self._is_small(number)
 
     def for_statistics(self, guarantee: pc.Expression, columns: Iterable[str]) -> pads.ParquetFileFragment | None:
         import pyarrow.dataset as pads  # slow, and only filters need it
@@ -163,16 +152,16 @@ class ParquetFooter:
         return all(chunks[leaf].has_sound_statistics(stored) for chunks in self._row_groups for leaf, stored in leaves)
 
     def null_counts(self, number: int, columns: Collection[str]) -> list[int | None]:
-        known, leaves = self._row_groups[number].null_counts, self._columns.leaves
-        return [self._nulls(known, leaves[name]) for name in self._columns.own(columns)]
+        chunks, leaves = self._row_groups[number], self._columns.leaves
+        return [self._nulls(chunks, leaves[name]) for name in self._columns.own(columns)]
 
-    def _nulls(self, known: Sequence[int | None], leaves: range) -> int | None:
+    def _nulls(self, chunks: Chunks, leaves: range) -> int | None:
         total = 0
         for leaf in leaves:
-            count = known[leaf]
+            count = chunks.null_count(leaf)
             if count is not None:
                 total += count
-            elif self._metadata.schema.column(leaf).max_definition_level:  # The schema allows nulls.
+            elif self._parts.metadata.schema.column(leaf).max_definition_level:  # The schema allows nulls.
                 return None
         return total
 
@@ -247,7 +236,7 @@ class ParquetFooter:
     def _check_memory(self, number: int, columns: Sequence[str]) -> None:
         """Raise DataError if one row takes more memory than all row groups may. Decoding could end the process."""
         rows = max(1, self.lengths[number])
-        if self._metadata.row_group(number).total_byte_size <= HUGE_ROW * rows:
+        if self._row_groups[number].whole_bytes <= HUGE_ROW * rows:
             return
         most = max(LEAST_MEMORY, usable_memory() // MEMORY_DIVISOR)
         for name in columns:
@@ -265,7 +254,7 @@ class ParquetFooter:
     @cached_property
     def _long_times(self) -> frozenset[str]:
         """The columns with times of 96 bits in ns, and the other members of their structs."""
-        stored, found = self._metadata.schema, set[str]()
+        stored, found = self._parts.metadata.schema, set[str]()
         if self._unit is not None:
             return frozenset()
         for field in self.schema:
@@ -288,14 +277,62 @@ class ParquetFooter:
         most: int = max((chunk.num_values for chunk in chunks), default=0)
         if most <= VALUES_AT_ONCE:
             return None
-        rows: int = self._metadata.row_group(number).num_rows
-        return max(1, VALUES_AT_ONCE * rows // most)
+        return max(1, VALUES_AT_ONCE * self.lengths[number] // most)
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[Chunk]:
         """Return the chunks of these columns, column by column, without encrypted ones."""
         leaves = itertools.chain.from_iterable(self._columns.leaves[name] for name in self._columns.own(columns))
         chunks = map(self._row_groups[number].__getitem__, leaves)
         return [chunk for chunk in chunks if not chunk.is_encrypted]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a footer has beside its row groups. The files of a dataset share it.
+
+    Attributes:
+        metadata: That of a file without rows.
+        schema: Its schema, without metadata.
+        columns: The columns of the schema.
+        unit: That of times of 96 bits; None: ns.
+        uncounted: See `uncounted_bytes`.
+    """
+
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+    columns: ParquetColumns
+    unit: str | None
+    uncounted: int
+
+
+@lru_cache(PARTS_KEPT)
+def _parts_of(footer: bytes) -> _Parts:
+    """Return what Arrow finds in a footer without row groups, or in an unusual one with them."""
+    check_fields(footer)
+    data = pa.py_buffer(footer + len(footer).to_bytes(4, "little") + MAGIC)
+    with pq.ParquetFile(pa.BufferReader(data)) as file:
+        # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
+        metadata, schema, unit = file.metadata, file.schema_arrow.remove_metadata(), None
+    if columns_of(schema).has_ns and counts_microseconds(metadata):
+        unit = "us"
+        with pq.ParquetFile(pa.BufferReader(data), coerce_int96_timestamp_unit=unit) as again:
+            schema = again.schema_arrow.remove_metadata()
+    columns = columns_of(stored := columns_of(schema).stored(schema))
+    if columns.leaf_count != metadata.num_columns:
+        raise ValueError(f"{metadata.num_columns} columns, but its schema has {columns.leaf_count}")
+    return _Parts(metadata, stored, columns, unit, uncounted_bytes(metadata.created_by))
+
+
+@contextmanager
+def _reading(obj: Object) -> Iterator[None]:
+    """Raise DataError for what a damaged footer causes in the block."""
+    try:
+        yield
+    except Exception:
+        where = f"{obj.name} has a Parquet footer that cannot be read"
+        # pyarrow raises these for names that are no text, and for numbers that are out of range.
+        with as_data_error(where, ValueError, LookupError, TypeError, OverflowError):
+            raise
 
 
 def _is_larger_decoded(chunk: Chunk) -> bool:

@@ -18,8 +18,6 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from dataload.runtime.cached_property import cached_property
-
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
@@ -43,7 +41,8 @@ LEVELS: tuple[int, Any] = LIST, (I64, {})
 REPETITION, NAME, CHILDREN, FIELD_ID = 3, 4, 5, 9  # fields of SchemaElement
 REPEATED = 2
 METADATA, CRYPTO_METADATA, STATISTICS, NULL_COUNT = 3, 8, 12, 3
-TOTAL_STORED = 6  # a field of RowGroup
+COLUMNS, WHOLE, ROWS, TOTAL_STORED = 1, 2, 3, 6  # fields of RowGroup
+REQUIRED = {COLUMNS, WHOLE, ROWS}
 FIELDS = {"codes": 2, "values": 5, "whole": 6, "stored": 7, "data": 9, "dictionary": 11}  # of ColumnMetaData
 CHUNK: Wanted = {
     METADATA: (
@@ -66,6 +65,9 @@ ALL_STATISTICS: Wanted = {
         },
     )
 }
+GROUP: Wanted = {COLUMNS: (LIST, (STRUCT, CHUNK)), **dict.fromkeys((WHOLE, ROWS, TOTAL_STORED), (I64, {}))}
+FIRST_FIELDS = 0x10 | I32, 0x10 | LIST, 0x10 | I64  # the heads of a footer's version, schema and number of rows
+NO_ROWS = bytes([0x10 | I64, 0, 0x10 | LIST, STRUCT])
 PAGE_INDEX: Wanted = {4: (I64, {}), 5: (I32, {})}  # where the OffsetIndex is, and its size
 OFFSET_INDEX: Wanted = {1: (LIST, (STRUCT, {1: (I64, {}), 2: (I32, {}), 3: (I64, {})}))}
 MOST_TEXT = 64  # bytes of a text in a usual chunk: a name, or a bound
@@ -146,12 +148,20 @@ class Chunks:
     """The chunks of a row group, by leaf column.
 
     Attributes:
+        rows: Rows of the row group.
+        whole_bytes: Their bytes before compression.
         stored_bytes: Their bytes in the file.
         encrypted: The leaf columns whose chunks are encrypted.
+
+    Raises:
+        ValueError: The row group lacks a field that it must have.
     """
 
     def __init__(self, group: Mapping[int, Any]) -> None:
-        self._found: list[Found] = group.get(1, [])
+        if not group.keys() >= REQUIRED:
+            raise ValueError("a row group without columns, bytes or rows")
+        self._found: list[Found] = group[COLUMNS]
+        self.rows, self.whole_bytes = _integer(group[ROWS]), _integer(group[WHOLE])
         self.encrypted = {leaf for leaf, found in enumerate(self._found) if type(found) is dict and found["encrypted"]}
         self.stored_bytes = _integer(group.get(TOTAL_STORED, b"\0"))  # Old writers don't tell.
         if not self.stored_bytes:
@@ -163,11 +173,10 @@ class Chunks:
     def __getitem__(self, leaf: int) -> Chunk:
         return Chunk(self._found[leaf])
 
-    @cached_property
-    def null_counts(self) -> list[int | None]:
-        """The nulls of each chunk; None: unknown."""
-        counts = [found["nulls"] for found in self._found]
-        return [None if count is None else _integer(count) for count in counts]
+    def null_count(self, leaf: int) -> int | None:
+        """Return the nulls of a chunk; None: unknown."""
+        count = self._found[leaf]["nulls"]
+        return None if count is None else _integer(count)
 
 
 class Element(NamedTuple):
@@ -236,16 +245,35 @@ def text_of(name: str) -> bytes:
     return bytes([*size, left]) + data
 
 
-def row_groups_of(footer: bytes) -> list[Chunks]:
-    """Return the chunks of each row group of a file.
+def row_groups_of(footer: bytes) -> tuple[list[Chunks], bytes]:
+    """Return the chunks of each row group of a file, and its footer without row groups: that of a file without rows.
 
     Raises:
         ValueError: The bytes are no footer.
         IndexError: They are cut short.
     """
-    group: Wanted = {1: (LIST, (STRUCT, CHUNK)), TOTAL_STORED: (I64, {})}
-    fields, _ = _struct(footer, 0, {4: (LIST, (STRUCT, group))})
-    return list(map(Chunks, fields.get(4, [])))
+    if (beginning := _beginning(footer)) is None:
+        fields, _ = _struct(footer, 0, {4: (LIST, (STRUCT, GROUP))})
+        return list(map(Chunks, fields.get(4, []))), footer
+    schema, start = beginning
+    groups, end = _list(footer, start, STRUCT, GROUP)
+    return list(map(Chunks, groups)), footer[:schema] + NO_ROWS + footer[end:]
+
+
+def check_fields(footer: bytes) -> None:
+    """Raise ValueError or IndexError for what follows the row groups of a footer, unless it is the rest of a footer."""
+    _struct(footer, 0, {4: (LIST, (STRUCT, {}))})
+
+
+def _beginning(footer: bytes) -> tuple[int, int] | None:
+    """Return where a footer's schema ends and its row groups begin; None: its fields are in an unusual order."""
+    at, ends = 0, []
+    for head in FIRST_FIELDS:
+        if footer[at] != head:
+            return None
+        at = _skip(footer, at + 1, head & 15)
+        ends.append(at)
+    return (ends[1], at + 1) if footer[at] == 0x10 | LIST else None
 
 
 class Page(NamedTuple):

@@ -101,7 +101,7 @@ class ValueSizes:
         fields = [field for field in self._layout.ragged if field.kind != "list"] if self._groups else []
         for group in self._groups:
             stored = [field.name for field in fields if field.name not in dict(group.constants)]
-            coded = self._footers.read(group.file, group.footer_at).coded(group.number, stored)
+            coded = self._footers.of(group).coded(group.number, stored)
             fields = [field for field in fields if field.name in coded]
         return fields
 
@@ -114,7 +114,7 @@ class ValueSizes:
         return cached, whole
 
     def _sum(self, group: RowGroup, rows: int, field: Field) -> tuple[int, int]:
-        footer = self._footers.read(group.file, group.footer_at)
+        footer = self._footers.of(group)
 
         def measure(reader: RowGroupReader) -> list[tuple[int, int]]:
             return [self._sizes(table, group, field) for table in reader.tables(rows)]

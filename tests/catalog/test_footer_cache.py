@@ -95,7 +95,7 @@ def test_a_reader_keeps_footers_by_the_size_of_what_they_describe(
     monkeypatch.setattr(footer_cache, "parse_footer", lambda data, obj: [calls.append(obj.name), parse(data, obj)][1])
     reader = FooterReader(dataset.blocks, 4)
     for group in [*dataset.row_groups, *dataset.row_groups[1::-1]]:  # files 0, 1, 2 and 0, each twice
-        reader.read(group.file, group.footer_at)
+        reader.of(group)
     assert len(calls) == parsed
 
 

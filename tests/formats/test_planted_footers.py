@@ -18,6 +18,7 @@ from decoded import plain
 from thrift import Struct, with_footer
 
 from dataload import make_dataset
+from dataload.errors import DataError
 
 I32, I64, BINARY, LIST, STRUCT = 5, 6, 8, 9, 12
 METADATA, CRYPTO_METADATA, ENCRYPTION_ALGORITHM = 3, 8, 8
@@ -129,6 +130,35 @@ def test_unusual_encodings_of_a_footer_mean_the_same(tmp_path: Path, options: di
 
 def plain_rows(dataset: Any) -> list[dict[str, Any]]:
     return [{name: plain(value) for name, value in row.items()} for row in dataset.__getitems__(range(len(dataset)))]
+
+
+def test_arrow_reads_a_schema_once_for_all_files_that_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(name: str, rows: list[int], **metadata: str) -> None:
+        schema = pa.schema([("a schema of this test", pa.int64())], metadata)
+        pq.write_table(pa.table([rows], schema), tmp_path / f"{name}.parquet", row_group_size=2)
+
+    opened, file = list[int](), pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda *args, **options: opened.append(1) or file(*args, **options))
+    for number in range(5):
+        write(str(number), list(range(number + 1)))
+    assert [group.rows for group in make_dataset(str(tmp_path), cache=False).row_groups] == [1, 2, 2, 1, 2, 2, 2, 2, 1]
+    assert len(opened) == 1
+    write("other", [5], key="value")
+    make_dataset(str(tmp_path), cache=False)
+    assert len(opened) == 2
+
+
+def test_a_second_list_of_row_groups_is_refused(tmp_path: Path) -> None:
+    """Arrow would take the last one."""
+    file = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"x": [1, 2]}), file)
+    data = file.read_bytes()
+    size = int.from_bytes(data[-8:-4], "little")
+    footer = data[-8 - size : -9] + bytes([LIST, 2 * 4, STRUCT, 0])
+    file.write_bytes(data[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    assert pq.read_metadata(file).num_row_groups == 0
+    with pytest.raises(DataError, match=r"x\.parquet has a Parquet footer that cannot be read: .* two fields 4"):
+        make_dataset(str(file), cache=False)
 
 
 def test_opening_a_footer_takes_few_steps_a_column(tmp_path: Path) -> None:

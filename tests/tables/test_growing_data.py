@@ -38,7 +38,7 @@ from dataload import fit, make_dataset, make_loader, mix
 from dataload.catalog import inventory
 from dataload.catalog.footer_cache import Kept
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError, OriginError, OriginNotFound
+from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 from dataload.formats.detect import parse_footer
 from dataload.lineage import calls_as_json
 from dataload.loader import changes
@@ -1126,6 +1126,28 @@ make_dataset({str(folder)!r}, **{options!r})
     assert len(done.stdout.split()) == 2
 
 
+def forged(place, value, folder, options, monkeypatch):
+    """Open two files with four row groups each, and cache something else of each than its footer says."""
+    monkeypatch.setattr("dataload.catalog.footer_cache.RUN", 1)
+    pq.write_table(pa.table({"id": range(20), "text": ["a"] * 20}), folder / "a.parquet", row_group_size=5)
+    pq.write_table(pa.table({"id": range(20, 40), "text": ["b"] * 20}), folder / "b.parquet", row_group_size=5)
+
+    def kept(what, to_bytes, from_bytes):
+        def changed(found: Any) -> bytes:
+            schemas, [file] = json.loads(to_bytes(found))
+            inner = file
+            for number in place[:-1]:
+                inner = inner[number]
+            inner[place[-1]] = value
+            return json.dumps([schemas, [file]]).encode()
+
+        return Kept(what, changed, from_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dataload.catalog.manifest.Kept", kept)
+        make_dataset(str(folder), **options)
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -1138,29 +1160,22 @@ make_dataset({str(folder)!r}, **{options!r})
         ((2, 0, 3), ["many"]),  # nulls
         ((3,), [1]),  # unreadable columns
         ((4,), None),  # the mark
+        ((2, 0, 0), 0),  # rows, which would be hidden
+        ((2,), []),  # row groups, which would hide the file
     ],
 )
 def test_what_no_footer_says_is_found_again(place, value, folder, options, monkeypatch):
-    monkeypatch.setattr("dataload.catalog.footer_cache.RUN", 1)
-    pq.write_table(pa.table({"id": range(20), "text": ["a"] * 20}), folder / "a.parquet", row_group_size=5)
-    pq.write_table(pa.table({"id": range(20, 40), "text": ["b"] * 20}), folder / "b.parquet", row_group_size=5)
-
-    def forged(what, to_bytes, from_bytes):
-        def changed(found: Any) -> bytes:
-            schemas, [file] = json.loads(to_bytes(found))
-            inner = file
-            for number in place[:-1]:
-                inner = inner[number]
-            inner[place[-1]] = value
-            return json.dumps([schemas, [file]]).encode()
-
-        return Kept(what, changed, from_bytes)
-
-    with monkeypatch.context() as patch, suppress(ValueError):
-        patch.setattr("dataload.catalog.manifest.Kept", forged)
-        make_dataset(str(folder), **options)
+    forged(place, value, folder, options, monkeypatch)
     pq.write_table(pa.table({"id": [40], "text": ["c"]}), folder / "c.parquet")
     assert make_dataset(str(folder), **options)["id"].tolist() == list(range(41))
+
+
+@pytest.mark.parametrize(("place", "value"), [((2, 0, 0), 7), ((2, 0, 0), 3), ((2,), [[5, 9, [9], [0]]] * 5)])
+def test_cached_row_counts_that_differ_from_the_footer_name_the_file(place, value, folder, options, monkeypatch):
+    forged(place, value, folder, options, monkeypatch)
+    write(folder / "c.parquet", 40, 4)
+    with pytest.raises(DataError, match=r"[ab]\.parquet row group \d has .* by its footer, and .* by the cache"):
+        make_dataset(str(folder), columns=["id"], **options)["id"]
 
 
 def compact(table: GrowingDelta) -> None:

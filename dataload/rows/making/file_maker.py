@@ -94,7 +94,7 @@ class FileMaker:
 
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
-        return self._footers.read(group.file, group.footer_at)
+        return self._footers.of(group)
 
     def opens_at_once(self, number: int) -> bool:
         group = self.manifest.row_groups[number]
