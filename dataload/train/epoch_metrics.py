@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from time import perf_counter
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dataload.errors import ConfigError
+from dataload.runtime.text import counted, duration, few
 from dataload.telemetry.loader_stats import PLACE, summed
 from dataload.telemetry.stragglers import behind
 from dataload.train.ranks.collectives import gather
@@ -190,12 +191,34 @@ def _loader_counts(loader: Any) -> dict[str, float]:
     return {name: value for name, value in flat.items() if isinstance(value, (int, float)) and name[0] != "_"}
 
 
+def line_of(record: Mapping[str, Any], reserved: Collection[str]) -> str:
+    """Return an epoch's dict as one line for people: loss, scalars, speed, waits and trouble.
+
+    Args:
+        record: The dict.
+        reserved: Names of those of its values that no function of the user has given.
+    """
+    own = [name for name in record if name not in reserved and name != "unfinished"]
+    scalars = few([f"loss {record['loss']:.4g}", *(f"{name} {record[name]:.4g}" for name in own)])
+    trouble = []
+    if "straggler" in record:
+        late = duration(record["straggler_seconds"])
+        trouble.append(f"rank {record['straggler']} held the others up for {late}")
+    for name, what in (("skipped_rows", "row"), ("skipped_steps", "step")):
+        if record.get(name):
+            trouble.append(f"{counted(int(record[name]), what)} skipped")
+    speed = f"{record['rows']:,} rows in {duration(record['seconds'])} ({record['rows_per_second']:,.0f} rows/s)"
+    return "; ".join([scalars, f"{speed}, {record['stall_fraction']:.0%} of it waiting", *trouble])
+
+
 @contextmanager
 def progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
     """Show a progress bar during the block. Yield a function to call after each batch. `total` is 0 if unknown.
 
-    If stderr is not a terminal, rich writes one plain line at the end instead.
+    It vanishes at the end, and is not shown if stderr is neither a terminal nor a notebook.
     """
-    with Progress(console=Console(stderr=True), disable=not shown) as progress:
+    console = Console(stderr=True)
+    shown = shown and (console.is_terminal or console.is_jupyter)
+    with Progress(console=console, disable=not shown, transient=True) as progress:
         task = progress.add_task(title, total=total or None)
         yield lambda: progress.advance(task)

@@ -150,7 +150,8 @@ def fit(
         profile: A folder for a trace of ten early steps of each rank, which names the stages of loop and loader. Nsight
             Systems shows these names in all steps.
         device: The device of this rank; None for this rank's GPU, or the CPU if there is none.
-        progress: Whether rank 0 shows a progress bar.
+        progress: Whether rank 0 shows a progress bar in a terminal, and one line for each finished epoch on standard
+            error. Otherwise the line goes to the log, at level INFO.
         mesh: A torch DeviceMesh of the data-parallel dimensions, over which loss and metrics are reduced. None: that of
             the loader if it has one; otherwise all ranks are data-parallel.
         max_steps: Optimizer steps in total, including those before a resume, after which the run ends within an epoch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from dataload.train.epoch_metrics import (
     AVERAGED,
     EpochMetrics,
     first_of_each,
+    line_of,
     progress_bar,
     reserved_names,
     scores_of,
@@ -233,7 +235,7 @@ class TrainingLoop:
                 "run, pass resume=None or a checkpoint_dir of its own",
                 *finished,
             )
-        self._first_epoch = len(self.history)
+        self._first_epoch, self._epochs, self._show = len(self.history), epochs, show_progress
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             if self.ending.is_over(self.step):
@@ -244,6 +246,7 @@ class TrainingLoop:
                 unfinished = self._epoch(number, advance, resumed)
             resumed = Resumed()
             if unfinished:
+                self._tell(unfinished)
                 self._tell_of_end(number)
                 return [*self.history, unfinished]
             ends = number + 1 < epochs and self.ending.is_due(self.step)
@@ -253,6 +256,17 @@ class TrainingLoop:
                 self._tell_of_end(number + 1)
                 break
         return self.history
+
+    def _tell(self, record: Mapping[str, Any]) -> None:
+        """Tell of an epoch in one line: on standard error if there is a progress bar, otherwise in the log."""
+        if self.world.rank:
+            return
+        unfinished = " (unfinished)" if "unfinished" in record else ""
+        line = f"epoch {record['epoch'] + 1}/{self._epochs}{unfinished}: {line_of(record, reserved_names(self.loader))}"
+        if self._show:
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+        else:
+            log.info("%s", line)
 
     def _tell_of_end(self, number: int) -> None:
         if self.world.rank:
@@ -319,6 +333,7 @@ class TrainingLoop:
             record |= {f"evaluate.{name}" if name in record else name: value for name, value in scores.items()}
         if self.tensorboard is not None:
             self.tensorboard.epoch(record, self.step)
+        self._tell(record)
         self.evaluated = True
 
     @contextmanager

@@ -858,10 +858,36 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
     fit(model, optimizer, in_order(1), squared_error, epochs=2)
     out, err = capsys.readouterr()
     assert out == ""
-    assert [line[:9] for line in err.splitlines()] == ["epoch 1/2", "epoch 2/2"]
+    first, second = err.splitlines()
+    assert re.fullmatch(r"epoch 1/2: loss [\d.e+-]+; 40 rows in .+ \([\d,]+ rows/s\), \d+% of it waiting", first)
+    assert second.startswith("epoch 2/2: loss ")
     assert err.replace("\n", "").isprintable()
     fit(model, optimizer, in_order(1), squared_error, epochs=1, progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_without_progress_the_line_of_an_epoch_is_in_the_log(caplog):
+    model, optimizer = build()
+
+    def loss(model, batch):
+        return squared_error(model, batch), {"error": 0.25}
+
+    options = {"evaluate": lambda _: {"accuracy": 0.75, "loss": 2.0}, "progress": False}
+    with caplog.at_level("INFO", "dataload.train.loop"):
+        [record] = fit(model, optimizer, in_order(1), loss, epochs=1, **options)
+    [line] = [line for line in caplog.messages if line.startswith("epoch ")]
+    assert line.startswith(
+        f"epoch 1/1: loss {record['loss']:.4g}, error 0.25, accuracy 0.75, evaluate.loss 2; 40 rows in "
+    )
+
+
+def test_the_line_of_an_epoch_names_trouble_and_no_counts():
+    record = {"epoch": 3, "loss": 0.5, "rows": 1000, "seconds": 10.0, "wait_seconds": 1.0, "rows_per_second": 100.0}
+    record |= {"stall_fraction": 0.1, "hits": 7, "straggler": 2, "straggler_seconds": 4.0, "skipped_steps": 1}
+    assert epoch_metrics.line_of(record, {*epoch_metrics.FIGURES, "hits"}).split("; ") == [
+        *("loss 0.5", "1,000 rows in 10 s (100 rows/s), 10% of it waiting"),
+        *("rank 2 held the others up for 4.0 s", "1 step skipped"),
+    ]
 
 
 @pytest.mark.parametrize(
