@@ -240,7 +240,9 @@ class Origin(ForkAware):
 
         with self.map_errors(path):
             created = self._retried(lambda: self._admitted(lambda: self._suited(put)))
-        return created or self.content(path) == data  # The answer to an earlier attempt may have been lost.
+        with suppress(OriginNotFound):  # It has been removed since.
+            return created or self.content(path) == data  # The answer to an earlier attempt may have been lost.
+        return False
 
     def upload(self, path: str) -> Upload:
         """Write an object in parts, by a `with` block. It is there once the block has ended without an exception.

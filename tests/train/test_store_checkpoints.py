@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from itertools import count
+from threading import Event
 
 import numpy as np
 import pyarrow as pa
@@ -346,6 +347,49 @@ def test_a_run_that_stood_still_in_the_midst_of_saving_changes_no_checkpoint_of_
     first.close()
 
 
+@pytest.fixture
+def renewed(run_url, monkeypatch):
+    """A lease that is renewed all the time."""
+    monkeypatch.setattr(lease, "RENEWED", 0)
+    held = lease.Lease(StorePath(run_url))
+    assert held.acquire() is None
+    yield held
+    held.release()
+
+
+def test_a_renewal_in_the_midst_of_a_check_loses_no_lease(renewed):
+    for _ in range(100):
+        renewed.check()
+
+
+def test_renewals_that_fail_lose_no_lease(renewed, monkeypatch):
+    """Whatever is raised, and also once the object is there."""
+    create, numbers = renewed._create, renewed._numbers
+    errors, due, done = [RuntimeError(), OSError()], [], Event()
+
+    def creating(number, **options):
+        due.append(errors.pop()) if errors else done.set()
+        return create(number, **options)
+
+    def listing():
+        if due:
+            raise due.pop()
+        return numbers()
+
+    monkeypatch.setattr(renewed, "_create", creating)
+    monkeypatch.setattr(renewed, "_numbers", listing)
+    assert done.wait(20)
+    renewed.check()
+
+
+def test_the_lease_of_a_clone_of_this_machine_is_not_taken_over_at_once(run_url, monkeypatch):
+    """It has the same boot_id, and other processes of the same numbers."""
+    with holder(run_url) as process:
+        process.kill()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    assert lease.Lease(StorePath(run_url)).acquire().pid == process.pid
+
+
 def test_an_owner_of_a_number_is_never_displaced(run_url):
     store = places.place_of(StorePath(run_url))
     assert store.claim(1, "one") == 1
@@ -395,6 +439,56 @@ def test_credentials_are_in_no_object_and_no_log(bucket, run_url, caplog):
         body = bucket.client.get_object(Bucket=bucket.name, Key=f"runs/one/{key}")["Body"].read()
         assert SECRET.encode() not in body
     assert SECRET not in caplog.text
+
+
+def foreign(bucket, number):
+    """Put what another program has in a folder of such a name."""
+    names = [f"checkpoint-{number:06d}/{name}" for name in ("model.safetensors", "optimizer.pt", "eval/notes.txt")]
+    for name in names:
+        bucket.client.put_object(Bucket=bucket.name, Key=f"runs/one/{name}", Body=b"precious")
+    return names
+
+
+def test_folders_of_other_programs_stay(bucket, run_url):
+    """Those of transformers have such names from 100,000 steps on."""
+    theirs = [*foreign(bucket, 2), *foreign(bucket, 100_000)]
+    for value in range(2):
+        run = Checkpoints(run_url, 1)
+        for _ in range(3):
+            save(run, value)
+        run.find("auto")
+        run.close()
+    found = [key for key in keys(bucket) if key.startswith(("checkpoint-000002/", "checkpoint-100000/"))]
+    assert found == sorted(theirs)
+
+
+def test_keep_removes_no_checkpoint_of_a_successor(run_url, monkeypatch):
+    """A run that stood still between its last check and its manifest has nothing to say about later numbers."""
+    first = Checkpoints(run_url, 1)
+    publish, successor = places.Store.publish, []
+
+    def late(self, *args):
+        publish(self, *args)
+        if not successor:
+            first._lock._ended.set()  # Its thread stands still.
+            with monkeypatch.context() as patch:
+                patch.setattr(lease, "_has_ended", lambda life: True)
+                successor.append(Checkpoints(run_url, 3))
+            for value in range(3):
+                save(successor[0], value)
+
+    monkeypatch.setattr(places.Store, "publish", late)
+    save(first, 9)
+    for number in (1, 2, 3, 4):
+        assert loaded(StorePath(f"{run_url}/checkpoint-{number:06d}")) == (9, 0, 1, 2)[number - 1]
+    successor[0].close()
+    first.close()
+
+
+def test_credentials_in_a_url_are_not_shown(run_url):
+    with pytest.raises(ConfigError, match="there is no checkpoint at this path") as told:
+        Checkpoints(None, 1).find(f"memory://user:{SECRET}@nothing/here")
+    assert SECRET not in str(told.value)
 
 
 def test_any_filesystem_of_fsspec_holds_checkpoints():

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dataload.errors import ConfigError
+from dataload.runtime.redact import redacted
 from dataload.train.checkpoint import manifest, tensor_layout
 from dataload.train.checkpoint.lease import Lease
 from dataload.train.checkpoint.places import (
@@ -158,7 +159,7 @@ class Checkpoints:
         own, found, name = on_all(lambda: self._search(resume))
         agree("the checkpoint to resume from", name)  # Each rank verifies a part of it, at a path of its own.
         if found is None and resume not in (None, "auto"):
-            raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
+            raise ConfigError(f"resume={redacted(resume)!r}: there is no checkpoint at this path")
         if found is not None:
             _require_whole(found)
         if found is not None and own is not None and _is_same(found, own):
@@ -222,7 +223,7 @@ class Checkpoints:
         assert self._lock is not None
         self._lock.check()
         place.publish(self._latest, self._run, {"state": to_json(content), "tensors": layout}, files)
-        own = [number for number in place.numbers() if number > self._earlier]
+        own = [number for number in place.numbers() if self._earlier < number <= self._latest]
         place.remove(own[: -self._keep])
 
 

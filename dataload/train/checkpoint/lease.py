@@ -48,7 +48,7 @@ class Record(NamedTuple):
     @classmethod
     def parse(cls, content: bytes) -> Record:
         """Return what an object says. One that makes no sense is of an unknown holder."""
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
+        with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             found = json.loads(content)
             holder = None if found["pid"] is None else Holder(int(found["pid"]), str(found["host"]))
             return cls(str(found["nonce"]), holder, found.get("life"))
@@ -66,7 +66,6 @@ class Lease:
         self._folder, self._chain = folder, folder / CHAIN
         self._pid = os.getpid()
         self._nonce = uuid4().hex
-        self._number = 0  # of the latest object that this process has created
         self._seen: tuple[int, float] | None = None  # the latest object of another one, and since when
         self._renewals = 0  # of that holder, as long as this process has waited
         self._ended = threading.Event()
@@ -90,7 +89,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise ConfigError if another run has taken the lease over."""
-        if self._lost or not self._is_mine():
+        if self._lost or self._held() is None:
             raise ConfigError(
                 f"checkpoint_dir {str(self._folder)!r} has been taken over by another run, because this one could not "
                 f"renew its lease for {EXPIRED:.0f} s: end one of them, or give each a checkpoint_dir of its own"
@@ -104,27 +103,33 @@ class Lease:
         self._thread.join()
         self._thread = None
         try:
-            if not self._lost and self._is_mine():
-                self._create(self._number + 1, released=True)
+            if not self._lost and (number := self._held()) is not None:
+                self._create(number + 1, released=True)
         except OSError as error:
             log.warning("%s: the lease is not released, and expires: %s", self._folder, redacted(error))
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEWED):
             try:
-                if not (self._is_mine() and self._create(self._number + 1)):
+                if (number := self._held()) is None or not self._create(number + 1):
                     self._lost = True
+                    log.warning("%s has been taken over by another run: this one saves no more", self._folder)
                     return
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the next try may work)
                 log.warning("%s: the lease cannot be renewed: %s", self._folder, redacted(error))
 
-    def _is_mine(self) -> bool:
+    def _held(self) -> int | None:
+        """Return the number of the latest object if it is this process's; None: another one holds the lease.
+
+        It may be one that the other thread has just created, or of whose creation the answer was lost.
+        """
         number, record = self._latest()
-        return number == self._number and record is not None and record.nonce == self._nonce
+        return number if record is not None and record.nonce == self._nonce else None
 
     def _is_over(self, number: int, record: Record) -> bool:
         """Return whether the holder has ended, or has renewed nothing for too long."""
-        if record.life is not None and _has_ended(record.life):
+        is_here = record.holder is not None and record.holder.is_here
+        if is_here and record.life is not None and _has_ended(record.life):  # Clones of a machine have its boot_id.
             return True
         if self._seen is None or self._seen[0] != number:
             self._renewals += self._seen is not None
@@ -154,7 +159,6 @@ class Lease:
         numbers = self._numbers()
         if numbers[-1:] != [number]:  # This process stood still, while another one went on and removed older objects.
             return False
-        self._number = number
         self._chain.remove(_name(each) for each in numbers[:-1])
         return True
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast
@@ -26,7 +26,7 @@ from dataload.train.checkpoint.lease import Lease
 from dataload.train.checkpoint.run_lock import RunLock
 from dataload.train.checkpoint.shared_folder import require_shared
 from dataload.train.checkpoint.store_path import BLOCK_BYTES, StorePath
-from dataload.train.ranks.collectives import is_first, on_each, on_first, process_number
+from dataload.train.ranks.collectives import on_each, on_first, process_number
 
 STATE = "state.json"
 TENSORS = ".metadata"  # which DCP writes for other readers of the tensors
@@ -178,12 +178,14 @@ class Store:
         self.path = path
 
     def open(self) -> None:
-        probe: StorePath = self.path / on_first(lambda: f"{PROBE}{uuid4().hex}")
-        on_first(lambda: probe.create(PROBE.encode()))  # None or a wrong credential, or no such bucket, ends here.
+        """As for `Place`. Each rank writes, reads and removes an object: it may have credentials of its own."""
+        nonce = on_first(lambda: uuid4().hex)
+        first, own = (self.path / f"{PROBE}{nonce}-{rank}" for rank in (0, process_number()))
+        on_each(lambda: own.create(PROBE.encode()))  # None or a wrong credential, or no such bucket, ends here.
 
         def look() -> None:
             try:
-                probe.read_bytes()
+                first.read_bytes()
             except FileNotFoundError as error:
                 raise ConfigError(
                     f"checkpoint_dir {str(self.path)!r}: rank {process_number()} does not see what rank 0 "
@@ -193,9 +195,7 @@ class Store:
         try:
             on_each(look)
         finally:
-            if is_first():
-                with suppress(OSError):
-                    self.path.remove([probe.name])
+            on_each(lambda: self.path.remove([own.name]))  # as `keep` will have to
 
     def lock(self) -> Lease:
         return Lease(self.path)
@@ -213,8 +213,10 @@ class Store:
         return dict(sorted(found.items()))
 
     def claim(self, number: int, run: str) -> int:
-        while not (self.path / name_of(number) / OWNER).create(json.dumps({"run": run}).encode()):
-            number += 1  # It is another run's, which has lost its lease, and perhaps does not know.
+        own, folders = json.dumps({"run": run}).encode(), self._folders()
+        # Another program's folder, or another run's, which has lost its lease, and perhaps does not know.
+        while OWNER not in folders.get(number, [OWNER]) or not (self.path / name_of(number) / OWNER).create(own):
+            number += 1
         return number
 
     def draft(self, number: int, run: str) -> StorePath:  # noqa: ARG002 (it has claimed the number)
@@ -234,23 +236,33 @@ class Store:
     def remove(self, numbers: list[int]) -> None:
         folders = self._folders()
         for number in numbers:
-            folder = self.path / name_of(number)
-            folder.remove([manifest.MANIFEST])  # First: what is left of it is no checkpoint.
-            folder.remove(folders.get(number, ()))
+            # The manifest first: what is left of it is no checkpoint.
+            (self.path / name_of(number)).remove([manifest.MANIFEST])
+            self._clear(number, folders.get(number, []))
 
     def abandon(self, number: int, run: str) -> None:  # noqa: ARG002 (it holds the lease)
         self.sweep()
 
     def sweep(self) -> None:
-        """As for `Place`. Whoever has begun the latest number, and perhaps only stands still, remains its owner."""
+        """As for `Place`. A folder without an owner is another program's.
+
+        Whoever has begun the latest number, and perhaps only stands still, remains its owner.
+        """
         try:
             folders = self._folders()
             latest = max((number for number, files in folders.items() if manifest.MANIFEST in files), default=0)
             for number, files in folders.items():
-                if manifest.MANIFEST not in files:
-                    (self.path / name_of(number)).remove(name for name in files if name != OWNER or number < latest)
+                if manifest.MANIFEST not in files and OWNER in files:
+                    self._clear(number, files, keep_owner=number > latest)
         except OSError as error:
             log.info("%s cannot be swept yet: %s", self.path, redacted(error))
+
+    def _clear(self, number: int, files: list[str], *, keep_owner: bool = False) -> None:
+        """Remove the files of a checkpoint; its owner last, without whom nobody may sweep what is left."""
+        folder = self.path / name_of(number)
+        folder.remove([name for name in files if name != OWNER])
+        if OWNER in files and not keep_owner:
+            folder.remove([OWNER])
 
 
 class _HashingFileSystem(FileSystem):
