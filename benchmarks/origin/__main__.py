@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--host", default="127.0.0.1", help="address to listen on")
     command.add_argument("--port", type=int, default=0, help="port to listen on; 0 for a free one")
     command.add_argument("--content-etags", action="store_true", help="ETags that change with the content only")
+    command.add_argument("--writable", action="store_true", help="take objects to write, and remove them, too")
     command.add_argument("--until-eof", action="store_true", help="exit when standard input is closed")
     for attribute in fields(Behaviour):
         kind = int if attribute.name == "seed" else float
@@ -43,7 +44,7 @@ def main() -> None:
         command.error(f"{args.folder} is not a folder")
     from dataload.benchmarks.origin.server import serve
 
-    flags = {"content_etags": args.content_etags, "until_eof": args.until_eof}
+    flags = {"content_etags": args.content_etags, "until_eof": args.until_eof, "writable": args.writable}
     asyncio.run(serve(args.folder, behaviour, args.host, args.port, **flags))
 
 

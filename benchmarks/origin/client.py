@@ -30,6 +30,7 @@ class Origin:
         folder: Folder of the buckets.
         behaviour: Latency, bandwidth and faults. Default: none.
         content_etags: Whether an ETag changes with the content only, as in S3. Default: with the file, which is fast.
+        writable: Whether it takes objects to write.
 
     Raises:
         ConfigError: aiohttp is missing, or the server did not start. Standard error has the reason.
@@ -39,10 +40,17 @@ class Origin:
             filesystem = S3FileSystem(**origin.storage_options)
     """
 
-    def __init__(self, folder: str | Path, *, behaviour: Behaviour | None = None, content_etags: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        behaviour: Behaviour | None = None,
+        content_etags: bool = False,
+        writable: bool = False,
+    ) -> None:
         self.folder = Path(folder)
         self.behaviour = behaviour or Behaviour()
-        self._content_etags = content_etags
+        self._flags = [name for name, on in (("content-etags", content_etags), ("writable", writable)) if on]
 
     def __enter__(self) -> Self:
         check_aiohttp()
@@ -63,9 +71,7 @@ class Origin:
         values = {name: value for name, value in asdict(self.behaviour).items() if value is not None}
         options = [f"{option(name)}={value}" for name, value in values.items()]
         program = [sys.executable, "-m", "dataload.benchmarks.origin", str(self.folder)]
-        if self._content_etags:
-            program.append("--content-etags")
-        return [*program, "--port=0", "--until-eof", *options]
+        return [*program, *(f"--{name}" for name in self._flags), "--port=0", "--until-eof", *options]
 
     def _end(self) -> None:
         self._process.terminate()

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from dataload.benchmarks.origin import listing, s3
 from dataload.benchmarks.origin.behaviour import FAULTS, Behaviour, Fault, Faults
+from dataload.benchmarks.origin.writes import Writes
 from dataload.errors import ConfigError
 
 PIECE = 1 << 20
@@ -33,7 +34,7 @@ CLOSE_BY_RST = struct.pack("ii", 1, 0)
 
 
 async def serve(
-    folder: Path, behaviour: Behaviour, host: str, port: int, *, content_etags: bool, until_eof: bool
+    folder: Path, behaviour: Behaviour, host: str, port: int, *, content_etags: bool, until_eof: bool, writable: bool
 ) -> None:
     """Print the URL and serve until SIGTERM or SIGINT, or with `until_eof` until standard input ends."""
     loop = asyncio.get_running_loop()
@@ -42,7 +43,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     if until_eof:
         loop.add_reader(sys.stdin.fileno(), stop.set)
-    server = Server(folder, behaviour, content_etags=content_etags)
+    server = Server(folder, behaviour, content_etags=content_etags, writable=writable)
     runner = web.ServerRunner(
         web.Server(server.answer, handler_cancellation=True, access_log=None), shutdown_timeout=0.1
     )
@@ -125,10 +126,13 @@ def is_harmless(parameter: str) -> bool:
 class Server:
     """A server of the objects below `folder`, whose first-level folders are the buckets."""
 
-    def __init__(self, folder: Path, behaviour: Behaviour, *, content_etags: bool = False) -> None:
+    def __init__(
+        self, folder: Path, behaviour: Behaviour, *, content_etags: bool = False, writable: bool = False
+    ) -> None:
         self.etag_of = s3.etag_of_content if content_etags else s3.etag_of_file
         self.folder = folder.resolve(strict=True)
         self.tally = Tally()
+        self._writes = Writes(self.folder) if writable else None
         self.behave(behaviour)
         self._paid_until: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
         self._host_paid_until = 0.0
@@ -153,6 +157,8 @@ class Server:
                     await asyncio.sleep(self.latency(drawn[0]))
                     return await self.get_object(s3_request, *drawn)
             await asyncio.sleep(self.behaviour.latency)
+            if self._writes is not None and request.method in ("PUT", "POST", "DELETE"):
+                return await self._writes.answer(request, bucket, key)
             if s3_request.kind == "head":
                 return self.head(s3_request)
             return xml(await asyncio.to_thread(self.describe, s3_request))
