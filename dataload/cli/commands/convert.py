@@ -36,7 +36,7 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a dataset as Parquet for training.
+    """Write a dataset as Parquet that trains well.
 
     After an interrupt, the same command continues.
     """

@@ -38,7 +38,7 @@ def head(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Show columns, their form in batches and nulls, and the first rows."""
+    """Show columns, their form in batches, nulls and the first rows."""
     from dataload.catalog.preview import first_rows, preview_columns
 
     kept = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
