@@ -19,7 +19,7 @@ def awaited_by(waiting: Timeline, scheduler: RowGroupScheduler, num_workers: int
     load = scheduler.awaited_load
     if num_workers:
         row_group = "" if load is None else f", while this process prepares the cache: {_of(load, scheduler)}"
-        return f"{counted(num_workers, 'worker')} (worker){row_group}"
+        return f"{counted(num_workers, 'worker')}{row_group}"
     cause = waiting.present
     if load is None or cause in ("transform", "transfer"):
         return cause or "collate"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -13,9 +14,10 @@ from functools import cache
 from itertools import groupby, islice
 from operator import index
 from pathlib import Path
+from stat import S_ISREG
 from time import time
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from dataload.errors import ConfigError
 from dataload.telemetry.loader_stats import BY_SOURCE, NO_NUMBERS, PLACE, TRAFFIC, LoaderStats, summed
@@ -170,7 +172,7 @@ def read_peers(folder: Path, *, samples: bool = True) -> list[list[Pass]]:
         ConfigError: The folder has no statistics.
     """
     passes: dict[tuple[int, int, int, float], Pass] = {}
-    for path in sorted(folder.glob("rank-*.jsonl")):
+    for path in _files(folder):
         try:
             for latest in _lines(path, every=samples):
                 key = latest.rank, latest.process, latest.stats.epoch, latest.began
@@ -179,7 +181,7 @@ def read_peers(folder: Path, *, samples: bool = True) -> list[list[Pass]]:
                     progress.append(Sample(latest.stats.seconds, latest.stats.rows))
                 passes[key] = replace(latest, samples=progress)
         except OSError as error:
-            log.warning("skipping %s, which cannot be read: %s", path, error.strerror)
+            log.warning("skipping %s, which cannot be read: %s", _text(str(path)), error.strerror)
     return _peers(folder, passes.values())
 
 
@@ -191,27 +193,39 @@ def read_latest(folder: Path) -> dict[int, Pass]:
     Raises:
         ConfigError: The folder has no statistics.
     """
-    passes = (_latest(path) for path in sorted(folder.glob("rank-*.jsonl")))
+    passes = map(_latest, _files(folder))
     groups = _peers(folder, [each for each in passes if each is not None])
     return {each.rank: each for each in merged(groups)}
 
 
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank-*.jsonl"))
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open the file of a process.
+
+    Raises:
+        OSError: It cannot be read, or is no file: a pipe would block its reader, and a device may have no end.
+    """
+    if not S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return path.open("rb")
+
+
 def _latest(path: Path) -> Pass | None:
     """Return the state of a file's last pass; None if it has no intact line, or cannot be read."""
-    with suppress(OSError):
-        if not path.is_file():  # A pipe would block.
-            return None
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            for tail in TAILS:
-                file.seek(max(0, size - tail))
-                lines = file.read(tail).split(b"\n")
-                if (latest := next(_intact(reversed(lines)), None)) is not None:
-                    first = next((each for each in _intact(lines) if each.began == latest.began), latest)
-                    samples = [Sample(each.stats.seconds, each.stats.rows) for each in (first, latest)]
-                    return replace(latest, samples=samples)
-                if tail >= size:
-                    break
+    with suppress(OSError), _opened(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        for tail in TAILS:
+            file.seek(max(0, size - tail))
+            lines = file.read(tail).split(b"\n")
+            if (latest := next(_intact(reversed(lines)), None)) is not None:
+                first = next((each for each in _intact(lines) if each.began == latest.began), latest)
+                samples = [Sample(each.stats.seconds, each.stats.rows) for each in (first, latest)]
+                return replace(latest, samples=samples)
+            if tail >= size:
+                break
     return None
 
 
@@ -250,7 +264,7 @@ def _one_of(peers: Sequence[Pass], steady: bool) -> Pass:
 
 def _lines(path: Path, *, every: bool) -> Iterator[Pass]:
     """Yield the state of each pass at its last intact line; if `every`, at each intact line."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         if every:
             yield from _intact(file)
             return
@@ -288,10 +302,10 @@ def _pass(line: Any) -> Pass:
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
     by_source: dict[str, Any] = {
-        name: {str(source): _number(value) for source, value in dict(line.get(name, {})).items()} for name in BY_SOURCE
+        name: {_text(source): _number(value) for source, value in dict(line.get(name, {})).items()}
+        for name in BY_SOURCE
     }
-    # It is shown in terminals. JSON may also hold lone surrogates, which no file can.
-    host = "".join(each if each.isprintable() else "?" for each in _text(line["host"])[:MOST_HOST])
+    host = _text(line["host"])[:MOST_HOST]
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, started, ended = _number(line["began"]), _number(line.get("started", 0)), bool(line["ended"])
@@ -304,9 +318,10 @@ def _pass(line: Any) -> Pass:
 
 
 def _text(value: Any) -> str:
+    """Return a text as terminals and files can show it. JSON may hold lone surrogates, and escapes of terminals."""
     if not isinstance(value, str):
         raise TypeError("no text")
-    return value
+    return "".join(each if each.isprintable() else "?" for each in value)
 
 
 def _number(value: Any) -> Any:

@@ -192,6 +192,7 @@ def planted(folder):
     (folder / "rank-11.jsonl").write_bytes(b"\xff\x00[" * 100_000)
     (folder / "rank-12.jsonl").write_text("[" * 100_000)
     (folder / "rank-\x1b[2J.jsonl").write_text(json.dumps({**line, "rank": 13, "batches": 10**17, "began": 10**17}))
+    (folder / "rank-\x1b[1J.jsonl").mkdir()
     (folder / "rank-14.jsonl").write_text(json.dumps({**line, "rank": 10**17, "host": ["a"]}))
 
 
@@ -203,6 +204,16 @@ def test_planted_files_reach_no_terminal_and_crash_nothing(tmp_path, width):
     assert "\u202e" not in text
     assert "[bold red]" in shown(tmp_path, width=2000)  # as text
     assert {*figures(read_latest(tmp_path), NOW)["ranks"]} == {"0", "1", "2", "7", "13"}
+
+
+def test_the_report_believes_planted_files_no_more(tmp_path, dataload, caplog):
+    planted(tmp_path)
+    code, said, _ = dataload("report", tmp_path, "--metrics", tmp_path / "run.prom")
+    assert code == 0
+    assert "by source: ?]0;owned" in said
+    assert "rank-9.jsonl, which cannot be read: it is not a regular file" in caplog.text
+    assert not CONTROL.search(said + caplog.text)
+    assert "\u202e" not in said
 
 
 def test_a_rank_that_its_world_does_not_have_is_shown(tmp_path):
