@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 from http_servers import serving
 
+DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
@@ -22,12 +24,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     target: str
     share: float  # of requests, for each fault
+    denied: str | None = None  # matches requests such as "PUT /bucket/key", for which the credentials do not suffice
     draw: random.Random
     counts: Counter[str]
     mutex: threading.Lock
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.denied and re.search(self.denied, f"{self.command} {self.path}"):
+            self.reply("denied", 403, {"Content-Type": "application/xml"}, DENIED)
+            return
         with self.mutex:
             fault = self.draw.random()
         if fault < self.share:
@@ -76,9 +82,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def faulty_proxy(endpoint: str, share: float, seed: int) -> Iterator[tuple[str, Counter[str]]]:
+def faulty_proxy(
+    endpoint: str, share: float, seed: int, denied: str | None = None
+) -> Iterator[tuple[str, Counter[str]]]:
     """Serve a proxy of an endpoint for the duration of the block. Yield its URL, and the answers by kind."""
     counts: Counter[str] = Counter()
-    known = {"target": urlsplit(endpoint).netloc, "share": share, "draw": random.Random(seed), "counts": counts}
+    known = {
+        "target": urlsplit(endpoint).netloc,
+        "share": share,
+        "draw": random.Random(seed),
+        "counts": counts,
+        "denied": denied,
+    }
     with serving(type("Handler", (_Handler,), {**known, "mutex": threading.Lock()})) as url:
         yield url, counts

@@ -27,7 +27,7 @@ from s3fs import S3FileSystem
 from torch import nn
 
 from dataload.dataset import make_dataset
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, OriginError
 from dataload.loader import make_loader
 from dataload.train.checkpoint import checkpoints, lease, manifest, places
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
@@ -250,6 +250,24 @@ def test_a_planted_pickle_is_never_loaded(bucket, run_url, tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="another program wrote it"):
         loaded(run.find("auto"))
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_planted_size_is_never_allocated(bucket, run_url):
+    run = Checkpoints(run_url, 1)
+    save(run, 1)
+    run.close()
+    base, path = "runs/one/checkpoint-000001", StorePath(f"{run_url}/checkpoint-000001")
+    state = (path / "state.json").read_bytes()
+    body = state.replace(
+        b'"tensor": "torch.float32", "shape": [3]', b'"tensor": "torch.float32", "shape": [%d]' % 2**50
+    )
+    assert body != state
+    bucket.client.put_object(Bucket=bucket.name, Key=f"{base}/state.json", Body=body)
+    files = manifest.read(path) | manifest.entries(path, ["state.json"])
+    body = json.dumps(manifest.to_json(files)).encode()
+    bucket.client.put_object(Bucket=bucket.name, Key=f"{base}/manifest.json", Body=body)
+    with pytest.raises(ConfigError, match=r"tensor model.x has shape \[1125899906842624\]"):
+        loaded(run.find("auto"))
 
 
 def test_a_checkpoint_without_a_manifest_is_none_and_is_swept(bucket, run_url):
@@ -549,6 +567,19 @@ def test_ranks_that_do_not_see_one_store_are_told(ranks, data):
     for error in ranks(2, train, data, "memory://checkpoints/run", {}):
         assert isinstance(error, ConfigError)
         assert "rank 1 does not see what rank 0 writes there" in str(error)
+
+
+def train_by_own_endpoint(data, folder, endpoints):
+    return train(data, folder, environment(endpoints[World.detect().rank]))
+
+
+@pytest.mark.parametrize("denied", ["^PUT ", r"\?delete|^DELETE "])
+def test_a_rank_that_may_not_write_or_remove_is_told_before_it_trains(ranks, data, server, run_url, denied):
+    with faulty_proxy(server.endpoint_url, 0, 0, denied) as (endpoint, counts):
+        for error in ranks(2, train_by_own_endpoint, data, run_url, [server.endpoint_url, endpoint]):
+            assert isinstance(error, PermissionError | OriginError), error
+            assert re.search(r"runs/one/\.probe-\w+-1.*(denied|may not)", str(error)), error
+    assert counts["denied"]
 
 
 def test_a_run_in_a_store_without_another_folder_keeps_no_ledger_and_says_so(data, run_url, caplog):

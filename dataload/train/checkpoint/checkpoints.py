@@ -245,10 +245,13 @@ def load(path: AnyPath, parts: dict[str, Any], read: Callable[[dict[str, Any]], 
         log.warning("only one of %s and this call of fit has a state of evaluate, which begins again", path)
     states = {name: state for name, state in states.items() if name in parts}
     live = tensors({name: part.state_dict() for name, part in parts.items()})
-    states = map_leaves(states, allocator(live, parts.get("optimizer")))
     with _reading(path):
         files = manifest.read(path)
         metadata = tensor_layout.from_json(layout, files)
+        for name, tensor in tensors(states).items():  # before they are allocated: a size may be planted
+            if tensor.is_meta and list(tensor.shape) != list(layout[name]["shape"]):
+                raise ValueError(f"tensor {name} has shape {list(tensor.shape)}, and another one in its files")
+    states = map_leaves(states, allocator(live, parts.get("optimizer")))
     try:
         with _dcp_errors():
             dcp_load(tensors(states), storage_reader=_Reader(path, metadata, files))
