@@ -23,7 +23,7 @@ from dataload.cache.origin.guarded import guarded
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
-from dataload.cache.origin.obstore import Obstore, Resolved
+from dataload.cache.origin.obstore import UPLOAD_PART_BYTES, Obstore, Resolved
 from dataload.cache.origin.patience import HURRIED, Patience
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
@@ -408,9 +408,12 @@ class Upload:
 
     def write(self, data: Any) -> int:
         """Write bytes, which may change afterwards. Raises OriginError."""
+        view = memoryview(data).cast("B")
         with self._origin.map_errors(self._path):
-            self._opened.write(copy := bytes(data))  # obstore sends the very memory that it is given, later.
-        return len(copy)
+            for start in range(0, len(view), UPLOAD_PART_BYTES):
+                # A copy, because obstore sends the very memory that it is given, later; of a part, not of a tensor.
+                self._opened.write(bytes(view[start : start + UPLOAD_PART_BYTES]))
+        return len(view)
 
     def flush(self) -> None:
         """Do nothing: a part is sent when it is full."""

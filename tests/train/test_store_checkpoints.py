@@ -15,6 +15,7 @@ import subprocess
 import sys
 from itertools import count
 from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from ranks import LostError
 from s3fs import S3FileSystem
 from torch import nn
 
+from dataload.cache.origin.obstore import UPLOAD_PART_BYTES
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError, OriginError
 from dataload.loader import make_loader
@@ -567,6 +569,14 @@ def test_ranks_that_do_not_see_one_store_are_told(ranks, data):
     for error in ranks(2, train, data, "memory://checkpoints/run", {}):
         assert isinstance(error, ConfigError)
         assert "rank 1 does not see what rank 0 writes there" in str(error)
+
+
+def test_an_upload_copies_a_part_of_a_tensor_at_a_time(monkeypatch):
+    sizes, tensor = [], torch.zeros(2 * UPLOAD_PART_BYTES + 5, dtype=torch.uint8).numpy()
+    with StorePath("memory://checkpoints/large").upload() as stream:
+        monkeypatch.setattr(stream, "_opened", SimpleNamespace(write=lambda part: sizes.append(len(part))))
+        assert stream.write(tensor) == len(tensor)
+    assert sizes == [UPLOAD_PART_BYTES, UPLOAD_PART_BYTES, 5]
 
 
 def train_by_own_endpoint(data, folder, endpoints):
