@@ -50,7 +50,7 @@ class LatestLoop:
         vars(self).update(state)
         _loops.setdefault(self._key, self)
 
-    def begin(self, stats: LoaderStats, padding: Callable[[], int | None] = lambda: None) -> None:
+    def begin(self, stats: LoaderStats, padding: Callable[[], int] | None = None) -> None:
         """Begin a loop. padding: returns its padding."""
         self.stats = stats
         self._padding = padding
@@ -60,7 +60,7 @@ class LatestLoop:
     @property
     def padding(self) -> int | None:
         """Its padding; None if it is a trainer's."""
-        return self._padding()
+        return None if self._padding is None else self._padding()
 
     def collate(self, maker: BatchMaker, rows: NumberedRows) -> Any:
         """Return a batch for a trainer's DataLoader, and count it. A batch of a worker counts when it arrives."""
