@@ -70,8 +70,12 @@ class ParquetFooter:
         self._obj = obj
         self.renamed: Mapping[str, str] = {}
         self.mark = ""
-        self._row_groups, without_row_groups = row_groups_of(bytes(data[:-TRAILER]))
-        self._parts = _parts_of(without_row_groups)
+        footer = bytes(data[:-TRAILER])
+        self._row_groups, for_arrow = row_groups_of(footer)
+        self._parts = _parts_of(for_arrow)
+        there = len(self._row_groups) if for_arrow == footer else 0
+        if (found := self._parts.metadata.num_row_groups) != there:
+            raise ValueError(f"Arrow finds {found} row groups where {there} are")
         self.schema, self._columns, self._unit = self._parts.schema, self._parts.columns, self._parts.unit
         self.lengths = [chunks.rows for chunks in self._row_groups]
         for number, chunks in enumerate(self._row_groups):
