@@ -23,7 +23,6 @@ import pytest
 import s3fs
 import torch.distributed as dist
 import typer.main
-from aiobotocore.httpsession import AIOHTTPSession
 from moto_server import S3Server
 from ranks import forked_ranks  # noqa: F401 (a fixture)
 
@@ -34,15 +33,6 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 # Else each run of the command line in this process builds all commands again: 12 ms.
 typer.main.get_command = functools.cache(typer.main.get_command)
 
-
-def read_authorities_once() -> None:
-    """Read each bundle of certificates once. Else each client of s3fs reads it, also without TLS: 25 ms."""
-    build = AIOHTTPSession._build_verify_context
-    once = functools.cache(lambda verify: build(AIOHTTPSession(verify)))
-    AIOHTTPSession._build_verify_context = lambda session: once(session._verify)
-
-
-read_authorities_once()
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
@@ -231,7 +221,8 @@ def children(process: int) -> set[int]:
 def lives_on(thread: threading.Thread) -> bool:
     """Return whether a thread may outlive a test: pools end with their dataset or with the process."""
     pools = ("dataload-blocks", "dataload-decode", "dataload-load", "dataload-map")
-    return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name
+    others = ("dataload-stalls", "fsspecIO", "asyncio_", "Dummy-")
+    return thread.name.startswith((*pools, *others)) or "process_request" in thread.name
 
 
 @pytest.fixture
