@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -76,7 +77,7 @@ class PositionOrder(Protocol):
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(ABC):
     """The steps of the epochs of an order, and one rank's batch in each: `EvenSteps`, or `BudgetSteps`.
 
     A cursor is the number of rows of the epoch before a step. Both classes cut the epoch into units, of which a step
@@ -92,50 +93,50 @@ class Steps:
     is_even: ClassVar[bool]  # whether all batches but the last have `batch_size` rows
 
     @property
+    @abstractmethod
     def text(self) -> str:
         """The size of a batch in words."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def units(self) -> int:
         """Units of a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def runs(self, epoch: int, cursor: int) -> Iterator[tuple[Int64, int, int]]:
         """Yield the rank's batches from a cursor on, several of equal size at a time.
 
         Yields:
             (rows: int64 [batches, rows of each], cursor of the first batch, rows of each step)
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def units_between(self, epoch: int, start: int, end: int) -> int:
         """Return the units that end after the cursor `start` and not after `end`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def after_units(self, epoch: int, cursor: int, units: int) -> int:
         """Return the cursor after so many more units, at most the end of the epoch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def left(self, epoch: int, cursor: int) -> int:
         """Return the steps of the rest of an epoch."""
-        raise NotImplementedError
 
     def is_over(self, epoch: int, cursor: int) -> bool:
         """Return whether no step is left."""
         return self.left(epoch, cursor) == 0
 
+    @abstractmethod
     def padding(self, epoch: int, cursor: int) -> int:
         """Return the number of this rank's rows that repeat others in the rest of an epoch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remainder(self, cursor: int) -> int:
         """Return the rows of the last step from a cursor on if some ranks' batches may have padding, else 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tokens_of(self, rows: Int64) -> tuple[int, int] | None:
         """Return the tokens, and the places of padding beside them, of a batch of these rows; None: unknown."""
-        raise NotImplementedError
 
     def check(self, epoch: int, cursor: int) -> None:  # noqa: ARG002
         """Raise ConfigError unless a step may begin here."""

@@ -412,7 +412,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         sampler.hand_out(epoch, cursor)
         steps = sampler.steps  # those of this epoch, also when the sampler has moved on
         device = self.device or device or trainer_device()
-        stats = _new_stats(self, epoch, device, steps.left(epoch, cursor))
+        # Those of a token budget are unknown: all would have to be planned before the first one.
+        stats = _new_stats(self, epoch, device, steps.left(epoch, cursor) if steps.is_even else 0)
         self._latest.begin(stats, partial(steps.padding, epoch, cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)

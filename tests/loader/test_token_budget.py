@@ -20,6 +20,7 @@ from ranks import steps_of
 from dataload import World, evaluate_over, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
+from dataload.samplers.token_batches import TokenOrder
 
 ROWS, BUDGET = 3000, 2048
 LENGTHS = np.clip(np.random.default_rng(1).lognormal(3.5, 1, ROWS).astype(np.int64), 0, 1024)
@@ -95,6 +96,16 @@ def test_all_ranks_have_equally_many_batches(dataset: Dataset, size: int) -> Non
 
 def at(rank: int, size: int) -> tuple[int, int, int, int]:
     return rank, size, rank, size
+
+
+def test_the_first_batch_waits_for_no_plan_of_all_others(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of_them(*_: Any) -> int:
+        raise AssertionError("all batches of the epoch are planned")
+
+    loader = make_loader(dataset, batch_tokens=BUDGET, length="n_tokens")
+    monkeypatch.setattr(TokenOrder, "batches", all_of_them)
+    assert ids_of([next(iter(loader))])
+    assert loader.stats().total_batches == 0  # unknown
 
 
 def test_padded_columns_are_tensors_within_the_budget(dataset: Dataset) -> None:

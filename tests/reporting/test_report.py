@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from runs import BEGAN, SLOW_RANK, write_pass, write_run
 
 from dataload import ConfigError, World, fit, make_dataset, make_loader
-from dataload.cli import app
 from dataload.reporting import prometheus
 from dataload.reporting.aggregate import epochs, over_ranks, throughput
 from dataload.reporting.html import html, summary, write
@@ -39,19 +38,6 @@ from dataload.telemetry.wait_timeline import CAUSES
 def loader_of(dataset_of, bucket, cache, tmp_path):
     dataset = make_dataset(dataset_of([[50, 50]]), storage_options=bucket.options, cache=cache)
     return lambda batch_size=10, **options: make_loader(dataset, batch_size, **options)
-
-
-@pytest.fixture
-def dataload(monkeypatch, capsys):
-    """Run the command in this process. Return its exit code, stdout and stderr."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["dataload", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def lines_of(path):

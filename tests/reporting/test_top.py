@@ -21,7 +21,6 @@ from rich.console import Console
 from runs import BEGAN, write_pass
 
 from dataload import make_loader
-from dataload.cli import app
 from dataload.reporting.live import figures, view
 from dataload.telemetry import stats_log
 from dataload.telemetry.stats_log import TAILS, read_latest
@@ -29,19 +28,6 @@ from dataload.telemetry.stats_log import TAILS, read_latest
 TOP = [sys.executable, "-m", "dataload", "top"]
 NOW = BEGAN + 61.0
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-
-
-@pytest.fixture
-def dataload(monkeypatch, capsys):
-    """Run the command in this process. Return its exit code, stdout and stderr."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["dataload", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def write_three(folder):
