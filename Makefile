@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro packers gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro packers sources gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -109,6 +109,11 @@ packers: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group packers
 	$(BIN)/python -m pytest tests/packing/test_padding.py -k grain
 	$(BIN)/python -m pytest benchmarks/micro/test_packing.py -k other_packers --timeout 0
+
+# Convert datasets of other libraries, and compare the rows with what these libraries read.
+sources: .venv-peers/.ready
+	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --group sources
+	.venv-peers/bin/python -m pytest -m "slow or not slow" tests/conversion/test_sources.py
 
 # Measure the GPU utilization of the loader; without a GPU, check that the program runs.
 gpu: setup

@@ -17,8 +17,8 @@ from torch import nn
 
 from dataload.benchmarks.origin import Origin
 from dataload.cache.origin.obstore import UPLOAD_PART_BYTES, UPLOAD_PARTS
+from dataload.cache.origin.store_path import BLOCK_BYTES, BLOCKS_AHEAD
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
-from dataload.train.checkpoint.store_path import BLOCK_BYTES, BLOCKS_AHEAD
 
 ROUNDS = 3  # of each, in turns: the medians count
 TENSORS = 64

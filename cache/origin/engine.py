@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
@@ -246,9 +246,22 @@ class Fsspec:
                 raise
         return True
 
-    def writer(self, path: str) -> AbstractContextManager[Any]:
-        found: AbstractContextManager[Any] = self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES)
-        return found
+    @contextmanager
+    def writer(self, path: str) -> Iterator[Any]:
+        file = self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES)
+        try:
+            yield file
+        except BaseException:
+            # Neither the end of its own block nor its finalizer may complete half an object.
+            if isinstance(file, AbstractBufferedFile):
+                file.discard()
+                file.closed = True
+            else:  # It shows what is written at once.
+                with suppress(Exception):
+                    file.close()
+                    self._filesystem.rm_file(path)
+            raise
+        file.close()
 
     def remove(self, paths: Sequence[str]) -> None:
         with self.lock:

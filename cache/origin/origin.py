@@ -391,8 +391,11 @@ class Origin(ForkAware):
 class Upload:
     """A stream that writes an object in parts. Its arguments are those of `Origin.upload`, and that of an engine."""
 
+    closed = False  # The end of the block completes the object.
+
     def __init__(self, origin: Origin, path: str, stream: AbstractContextManager[Any]) -> None:
         self._origin, self._path, self._stream = origin, path, stream
+        self._written = 0
 
     def __enter__(self) -> Self:
         with self._origin.map_errors(self._path):
@@ -413,7 +416,12 @@ class Upload:
             for start in range(0, len(view), UPLOAD_PART_BYTES):
                 # A copy, because obstore sends the very memory that it is given, later; of a part, not of a tensor.
                 self._opened.write(bytes(view[start : start + UPLOAD_PART_BYTES]))
+        self._written += len(view)
         return len(view)
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._written
 
     def flush(self) -> None:
         """Do nothing: a part is sent when it is full."""

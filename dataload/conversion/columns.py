@@ -1,14 +1,15 @@
-"""A source of Parquet, Arrow IPC or Feather files: `pyarrow.dataset` reads them."""
+"""Sources of Parquet, and of Arrow IPC or Feather: `pyarrow.dataset` reads files, and `pyarrow.ipc` streams."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.conversion.source import Files, Part
 from dataload.errors import DataError
 from dataload.runtime.executor import DaemonExecutor
@@ -16,6 +17,7 @@ from dataload.runtime.redact import redacted
 
 PART_BYTES = 64 << 20
 BATCH_ROWS = 4096
+STATE = "state.json"  # of Hugging Face
 
 
 class ColumnFiles:
@@ -60,6 +62,64 @@ class ColumnFiles:
             )
             for batch in batches:
                 yield pa.Table.from_batches([batch], self.schema)
+
+
+class ArrowStreams:
+    """Arrow IPC streams, as Hugging Face's `save_to_disk` writes them, which have no footer.
+
+    Args:
+        files: The files, in order.
+
+    Raises:
+        DataError: A file cannot be read, or has other columns than the others.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files, self._objects = files, list(files.objects.values())
+        self.parts = [Part(each.name, each.size) for each in self._objects]
+        schemas = DaemonExecutor(IN_FLIGHT, "dataload-footers").map(self._schema, self._objects)
+        self.schema = schemas[0]
+        for each, schema in zip(self._objects, schemas, strict=True):
+            if not schema.equals(self.schema):
+                raise DataError(f"{each.name} has other columns than {self._objects[0].name}: convert it on its own")
+
+    def read(self, part: int) -> Iterator[pa.Table]:
+        each = self._objects[part]
+        with reading(each.name), self._files.open(each) as file, pa.ipc.open_stream(file) as stream:
+            for batch in stream:
+                yield pa.Table.from_batches([batch], self.schema)
+
+    def _schema(self, each: Object) -> pa.Schema:
+        with reading(each.name), self._files.open(each) as file, pa.ipc.open_stream(file) as stream:
+            return stream.schema
+
+
+def arrow(files: Files) -> ColumnFiles | ArrowStreams:
+    """Return a source of Arrow files, or of streams if the first one is a stream."""
+    with files.open(next(iter(files.objects.values()))) as file:
+        is_file = file.read(6) in (b"ARROW1", b"FEA1")
+    return ColumnFiles(files, "ipc") if is_file else ArrowStreams(files)
+
+
+def saved_to_disk(files: Files) -> ArrowStreams:
+    """Return a source of what Hugging Face's `save_to_disk` has written.
+
+    Raises:
+        DataError: The folder lacks a file, or an older release has written it with an index of rows.
+    """
+    try:
+        state = json.loads(files.content(files.objects[STATE]))
+        names = [str(each["filename"]) for each in state["_data_files"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{files.objects[STATE].name} does not list the files: save the dataset again") from error
+    if state.get("_indices_data_files"):
+        raise DataError(f"{files.url} has an index of its rows: load it, and save dataset.flatten_indices()")
+    if lost := [name for name in names if name not in files.objects]:
+        raise DataError(f"{files.url} lacks {lost[0]}, which {STATE} names: copy it there")
+    if not names:
+        raise DataError(f"{files.url} has no rows: check what the files hold")
+    files.keep(names)
+    return ArrowStreams(files)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from typing import Any
 import pyarrow as pa
 
 from dataload.arguments import local_folder, whole_number
-from dataload.conversion.destination import BUCKETS, STATE, Destination
+from dataload.conversion.destination import BUCKETS, STATE, Destination, part_name
 from dataload.conversion.kinds import open_kind
 from dataload.conversion.reading import Position, Reading
 from dataload.conversion.row_sums import row_sum
 from dataload.conversion.shuffled import Shuffled
 from dataload.conversion.source import Files, Source
 from dataload.conversion.writer import GATHERED_BYTES, SAMPLE_BYTES, Writer, storage_of, stored_schema
-from dataload.errors import ConfigError, DataloadError
+from dataload.errors import ConfigError, DataError, DataloadError
 
 MODULUS = 1 << 64
 BATCH_ROWS = 4096
+IN_WORK = re.compile(rf"_({STATE}|part-\d+\.parquet)\.tmp|{BUCKETS}/.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Converted:
     """What a conversion has written.
 
     Attributes:
-        format: The kind of source: "parquet", "arrow", "json", "csv" or "images".
+        format: The kind of source, such as "parquet".
         rows: Rows of the source, and of the files.
         files: How many files there are.
         bytes: Their size.
@@ -69,17 +71,11 @@ class Conversion:
         self._files = Files(os.fspath(source), storage_options)
         self._to = Destination(os.fspath(destination), to_storage_options)
         _check_apart(self._files, self._to)
-        self._state = self._to.state()
-        self._check_destination()
         self._format, self._source = open_kind(self._files, format)
+        if not self._source.schema.names:
+            raise DataError(f"{self._files.url} has no columns: check what the files hold")
         self._scratch = self._scratch_folder(scratch_dir)
-        begun = {"source": self._files.identity, "format": self._format, "shuffle": self._seed}
-        if self._state is None:
-            self._state = {**begun, "files": [], "position": [0, 0], "rows": 0, "sum": 0, "is_done": False}
-        elif differs := [name for name, value in begun.items() if self._state.get(name) != value]:
-            raise ConfigError(
-                f"{self._to.url} was begun with another {' and '.join(differs)}: name an empty folder, or empty it"
-            )
+        self._begun()
         self._schema = stored_schema(self._source.schema)
         passes = 1 if self._seed is None else 2
         self.bytes = passes * sum(part.bytes for part in self._source.parts)
@@ -92,19 +88,11 @@ class Conversion:
             OriginError: A store failed.
             DataloadError: The files hold other rows than the source.
         """
-        state = self._state
-        assert state is not None
-        if not state["is_done"]:
-            self._to.save(state)  # Now the folder is known as this conversion's.
-            if self._seed is None or self._scratch is None:
-                self._write(self._source, state, advance)
-                rows, total = state["rows"], state["sum"]
-            else:
-                shuffled = Shuffled(self._source, self._schema, self._seed, self._scratch)
-                rows, total = shuffled.deal(advance)
-                self._write(shuffled, state, advance)
-            _check(self._to.url, rows, total, state["files"])
-            self._to.save({**state, "is_done": True})
+        if not (state := self._begun())["is_done"]:
+            with self._to.locked():
+                state = self._begun()  # Another conversion may have ended meanwhile.
+                if not state["is_done"]:
+                    self._convert(state, advance)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         return Converted(
@@ -115,15 +103,46 @@ class Conversion:
             f"{sum(each['sum'] for each in state['files']) % MODULUS:016x}",
         )
 
+    def _begun(self) -> dict[str, Any]:
+        """Return the state of this conversion, which may not have begun yet.
+
+        Raises:
+            ConfigError: The destination has other files, lacks one of this conversion, or is that of another one.
+        """
+        begun = {"source": self._files.identity, "format": self._format, "shuffle": self._seed}
+        new = {**begun, "files": [], "position": [0, 0], "rows": 0, "sum": 0, "is_done": False}
+        before, found = self._to.sizes(), self._to.state()  # in this order: another conversion may add files
+        self._check_destination(before, found)
+        if differs := [name for name, value in begun.items() if found is not None and found[name] != value]:
+            raise ConfigError(
+                f"{self._to.url} was begun with another {' and '.join(differs)}: name an empty folder, or empty it"
+            )
+        return found or new
+
+    def _convert(self, state: dict[str, Any], advance: Callable[[int], object]) -> None:
+        """Do what the state lacks."""
+        self._to.save(state)  # Now the folder is known as this conversion's.
+        if self._seed is None or self._scratch is None:
+            self._write(self._source, state, advance)
+            rows, total = state["rows"], state["sum"]
+        else:
+            shuffled = Shuffled(self._source, self._schema, self._seed, self._scratch)
+            rows, total = shuffled.deal(advance)
+            self._write(shuffled, state, advance)
+        _check(self._to.url, rows, total, state["files"])
+        if not rows:
+            raise DataError(f"{self._files.url} has no rows: check what the files hold")
+        state["is_done"] = True
+        self._to.save(state)
+
     def _write(self, source: Source, state: dict[str, Any], advance: Callable[[int], object]) -> None:
         """Write the files that are missing. The state has a file once it was read again."""
         reading = Reading(source, self._schema, Position(*state["position"]), advance)
         sample = reading.peek(SAMPLE_BYTES)
         storage = storage_of(sample)
         while reading.peek(1).num_rows:
-            name, first_row = f"part-{len(state['files']):05}.parquet", state["rows"]
-            with self._to.create(name) as file:
-                writer = Writer(file, self._schema, storage)
+            name, first_row = part_name(len(state["files"])), state["rows"]
+            with self._to.create(name) as file, Writer(file, self._schema, storage) as writer:
                 while not writer.is_full:
                     rows = reading.take(writer.wanted_rows, GATHERED_BYTES)
                     if not rows.num_rows:
@@ -131,7 +150,6 @@ class Conversion:
                     state["sum"] = (state["sum"] + self._sum(rows, state["rows"])) % MODULUS
                     state["rows"] += rows.num_rows
                     writer.write(rows)
-                writer.close()
             state["files"].append({"name": name, **self._read_again(name, first_row)})
             state["position"] = list(reading.position)
             self._to.save(state)
@@ -150,16 +168,14 @@ class Conversion:
                 rows += batch.num_rows
             return {"rows": rows, "bytes": file.seek(0, os.SEEK_END), "sum": total}
 
-    def _check_destination(self) -> None:
+    def _check_destination(self, sizes: dict[str, int], state: dict[str, Any] | None) -> None:
         """Raise ConfigError if the destination has other files than this conversion's, or lacks one of them."""
-        names = self._to.names()
-        done = [] if self._state is None else [each["name"] for each in self._state["files"]]
-        own = {*done, STATE, f"_{STATE}.tmp"}
-        if self._state is not None:
-            own |= {f"part-{len(done):05}.parquet", f"_part-{len(done):05}.parquet.tmp"}
-        if others := [name for name in names if name not in own and not name.startswith(f"{BUCKETS}/")]:
+        done = {} if state is None else {each["name"]: each["bytes"] for each in state["files"]}
+        own = {*done, STATE} if state is None else {*done, STATE, part_name(len(done))}
+        if others := [name for name in sizes if name not in own and not IN_WORK.fullmatch(name)]:
             raise ConfigError(f"{self._to.url} has {others[0]}, which convert has not written: name an empty folder")
-        if lost := [name for name in done if name not in names]:
+        now = self._to.sizes() if done else {}
+        if lost := [name for name, size in done.items() if now.get(name) != size]:
             raise ConfigError(f"{self._to.url} has lost {lost[0]}: empty the folder, and convert again")
 
     def _scratch_folder(self, scratch_dir: str | os.PathLike[str] | None) -> Path | None:

@@ -27,12 +27,12 @@ def convert(
     checksum of the files, which are read again, are compared with those of the source.
 
     Args:
-        source: A file, a folder or a glob of Parquet, Arrow IPC or Feather, JSON lines, CSV, or folders of images, of
-            which each is a class.
+        source: A file, a folder or a glob of Parquet, Arrow IPC or Feather, JSON lines, CSV, folders of images (each is
+            a class), or tar files of WebDataset; or a folder of MDS, of LitData or of Hugging Face's `save_to_disk`.
         destination: An empty folder.
         shuffle: A seed, to shuffle all rows. None: keep the order.
-        format: The kind of source, if files of several kinds are there: "parquet", "arrow", "json", "csv" or "images".
-            None: as the endings of the files say.
+        format: The kind of source, if files of several kinds are there: "parquet", "arrow", "json", "csv", "images",
+            "webdataset", "mds", "litdata" or "huggingface". None: as the files say.
         storage_options: Options of the filesystem of the source, as for `make_dataset`.
         to_storage_options: Those of the destination; default: those of the source if both have one protocol.
         scratch_dir: Where a shuffle keeps all rows for a while; default: in a destination on this machine.
@@ -41,9 +41,10 @@ def convert(
         Rows, files, bytes and the checksum.
 
     Raises:
-        ConfigError: An argument cannot work, the kind of source is unknown, or the destination has other files.
+        ConfigError: An argument cannot work, the kind of source is unknown, the destination has other files, or another
+            conversion is writing there.
         DataError: A file of the source cannot be read.
-        OriginError: A store failed.
+        OriginError: A store failed, or a file was replaced meanwhile.
         DataloadError: The files hold other rows than the source.
 
     Examples:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
+from dataload.cache.blocks.reader import Object
+from dataload.cache.local.run_lock import LOCK, RunLock
+from dataload.cache.origin.lease import CHAIN, Lease
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import open_source
+from dataload.cache.origin.store_path import StorePath
+from dataload.conversion.source import PinnedFile
 from dataload.errors import ConfigError, OriginNotFound
+from dataload.runtime.durable_file import sync_folder
 from dataload.runtime.redact import redacted
 
 STATE = "_convert.json"
 BUCKETS = "_buckets"
 VERSION = 1
+PAUSE = 1.0  # seconds between two tries to acquire the lock
+
+log = logging.getLogger(__name__)
 
 
 class Destination:
@@ -37,14 +49,41 @@ class Destination:
         self.url = redacted(url)
         self.origin = Origin(open_source(url, dict(storage_options or {}) or None))
         self.root = self.origin.path_of(url).rstrip("/")
+        self._lock = RunLock(Path(self.root)) if self.origin.is_local else Lease(StorePath(url, self.origin))
 
-    def names(self) -> list[str]:
-        """Return the names of all files below the folder, sorted."""
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, so that no other conversion writes into it. A killed one holds it no longer.
+
+        Raises:
+            ConfigError: Another conversion holds it.
+            OriginError: The store failed.
+        """
+        if self.origin.is_local:
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+        began, told = monotonic(), False
+        while (holder := self._lock.acquire()) is not None:
+            if monotonic() >= began + self._lock.patience(holder):
+                raise ConfigError(
+                    f"{self.url} is that of another conversion, {holder}: wait for its end, or name another folder"
+                )
+            if not told:
+                log.warning("%s is that of another conversion, %s: waiting for its end", self.url, holder)
+            told = True
+            sleep(PAUSE)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all files below the folder, by name; without those of the lock."""
         try:
             found = self.origin.list(self.root, is_glob=False)
         except OriginNotFound:
-            return []
-        return sorted(name.removeprefix(self.root).lstrip("/") for name in found)
+            return {}
+        sizes = {name.removeprefix(self.root).lstrip("/"): int(info["size"]) for name, info in found.items()}
+        return {name: sizes[name] for name in sorted(sizes) if name != LOCK and not name.startswith(f"{CHAIN}/")}
 
     def state(self) -> dict[str, Any] | None:
         """Return the state that was written last; None: there is none.
@@ -52,18 +91,18 @@ class Destination:
         Raises:
             ConfigError: It is not one of this version.
         """
-        if STATE not in self.names():
-            return None
-        with self.origin.map_errors(f"{self.root}/{STATE}"):
-            text = self.origin.filesystem.cat_file(f"{self.root}/{STATE}")
         try:
-            found = json.loads(text)
-            is_known = found["version"] == VERSION
-        except (ValueError, TypeError, KeyError):
+            text = self.origin.content(f"{self.root}/{STATE}")
+        except OriginNotFound:
+            return None
+        try:
+            found: dict[str, Any] = json.loads(text)
+            is_known = _is_state(found)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             is_known = False
         if not is_known:
             raise ConfigError(f"{self.url}/{STATE} is of no conversion by this version: name an empty folder")
-        return found  # type: ignore[no-any-return]
+        return found
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the state."""
@@ -72,30 +111,50 @@ class Destination:
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """Open a new file. It gets its name when the context ends, and none if that raises.
+        """Open a new file. It gets its name when the context ends; nothing of it stays if that raises.
 
         Raises:
+            ConfigError: Another conversion has taken the folder over.
             OriginError: The store failed.
         """
         path = f"{self.root}/{name}"
-        if self.origin.is_local:
-            temporary = Path(self.root) / f"_{name}.tmp"
-            temporary.parent.mkdir(parents=True, exist_ok=True)
+        if not self.origin.is_local:
+            with self.origin.upload(path) as file:
+                yield file
+                self._lock.check()
+            return
+        temporary = Path(self.root) / f"_{name}.tmp"
+        try:
             with temporary.open("wb") as file:
                 yield file
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(path)
-            return
-        with self.origin.map_errors(path):
-            file = self.origin.filesystem.open(path, "wb")
-        try:
-            yield file
         except BaseException:
-            file.discard()
+            temporary.unlink(missing_ok=True)
             raise
-        with self.origin.map_errors(path):
-            file.close()
+        sync_folder(temporary.parent)
 
-    def open(self, name: str) -> Any:
+    def open(self, name: str) -> PinnedFile:
         """Open a file for reading. It can be sought."""
-        with self.origin.map_errors(f"{self.root}/{name}"):
-            return self.origin.filesystem.open(f"{self.root}/{name}", "rb")
+        return PinnedFile(self.origin, Object.of(self.origin.info(f"{self.root}/{name}")))
+
+
+def part_name(number: int) -> str:
+    """Return the name of a file."""
+    return f"part-{number:05}.parquet"
+
+
+def _is_state(found: dict[str, Any]) -> bool:
+    """Return whether this is what `save` has written. Raise LookupError, TypeError or AttributeError if not."""
+    files = found["files"]
+    numbers = [*found["position"], found["rows"], found["sum"]]
+    numbers += [each[name] for each in files for name in ("rows", "bytes", "sum")]
+    return (
+        found["version"] == VERSION
+        and {"source", "format", "shuffle"} <= found.keys()
+        and len(found["position"]) == 2
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and (type(files), type(found["is_done"])) == (list, bool)
+        and [each["name"] for each in files] == [part_name(number) for number in range(len(files))]
+    )

@@ -6,6 +6,8 @@ The files are read twice, the first time for the types: an integer column may ha
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +25,9 @@ Opened = Callable[[], Any]  # opens a file
 CHUNK_BYTES = 16 << 20  # of JSON lines
 BLOCK_BYTES = 4 << 20  # of CSV; a row must fit
 WIDER = {pa.null(): pa.int64(), pa.int64(): pa.float64()}  # else text
+EXACT = 1 << 53  # up to which float64 holds every whole number
+LONG = re.compile(r"\s*[+-]?\d{16,}\s*")
+Types = tuple[pa.Schema, set[str]]  # the columns, and the names of those with whole numbers that no float64 holds
 
 
 class Lines:
@@ -32,6 +37,7 @@ class Lines:
         files: The files.
         types: Returns the types of one file, given what opens it, and its name.
         tables: Yields the tables of one file, given its stream, its name and the types of the columns of all files.
+        else_text: Whether any column can be read as text.
 
     Raises:
         DataError: A file cannot be read.
@@ -40,16 +46,31 @@ class Lines:
     def __init__(
         self,
         files: Files,
-        types: Callable[[Opened, str], pa.Schema],
+        types: Callable[[Opened, str], Types],
         tables: Callable[[Any, str, pa.Schema], Iterator[pa.Table]],
+        *,
+        else_text: bool,
     ) -> None:
         self._files, self._tables = files, tables
         self._objects = [each for each in files.objects.values() if each.size]
         self.parts = [Part(each.name, each.size) for each in self._objects]
         self.schema = pa.schema([])
+        exact: dict[str, str] = {}  # Columns with whole numbers that no float64 holds, and a file that has them.
         for each in self._objects:
             with reading(each.name):
-                self.schema = wider(self.schema, types(partial(self._open, each), each.name), each.name)
+                schema, names = types(partial(self._open, each), each.name)
+                self.schema = wider(self.schema, schema, each.name)
+                exact |= dict.fromkeys(names, each.name)
+        for name in exact:
+            if not pa.types.is_floating(_at(self.schema, name)):
+                continue
+            if not else_text:
+                raise DataError(
+                    f"{exact[name]}: column {name!r} has whole numbers beyond 2**53, which would be rounded, because "
+                    "other values need floats: write the column as text"
+                )
+            index = self.schema.get_field_index(name)
+            self.schema = self.schema.set(index, pa.field(name, pa.string()))
 
     def read(self, part: int) -> Iterator[pa.Table]:
         each = self._objects[part]
@@ -64,12 +85,12 @@ class Lines:
 
 def json_lines(files: Files) -> Lines:
     """Return a source of JSON lines."""
-    return Lines(files, _json_types, _json_tables)
+    return Lines(files, _json_types, _json_tables, else_text=False)
 
 
 def csv(files: Files) -> Lines:
     """Return a source of CSV; its columns are separated by commas, in files that end in .tsv by tabs."""
-    return Lines(files, _csv_types, _csv_tables)
+    return Lines(files, _csv_types, _csv_tables, else_text=True)
 
 
 def wider(one: pa.Schema, other: pa.Schema, name: str) -> pa.Schema:
@@ -101,12 +122,69 @@ def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _json_types(opened: Opened, name: str) -> pa.Schema:
-    schema = pa.schema([])
+def _at(schema: pa.Schema, name: str) -> pa.DataType:
+    """Return the type of the values of a column, or of a field of it: `column.field`."""
+    head, *rest = [name] if name in schema.names else name.split(".")
+    kind = schema.field(head).type
+    while rest or pa.types.is_list(kind):
+        kind = kind.value_type if pa.types.is_list(kind) else kind.field(rest.pop(0)).type
+    return kind
+
+
+def _json_types(opened: Opened, name: str) -> Types:
+    schema, exact = pa.schema([]), set[str]()
     with opened() as stream:
         for chunk in _chunks(stream, name):
-            schema = wider(schema, _parsed(chunk, None).schema, name)
-    return schema
+            table = _parsed(chunk, None)
+            schema = wider(schema, table.schema, name)
+            exact |= _exact_in(table, chunk)
+    return schema, exact
+
+
+def _exact_in(table: pa.Table, chunk: bytes) -> set[str]:
+    """Return the columns, and fields of them, with whole numbers that no float64 holds; `chunk` is the table's text."""
+    exact, perhaps = set[str](), set[str]()
+    for column, chunks in zip(table.schema.names, table.columns, strict=True):
+        for name, values in (leaf for each in chunks.chunks for leaf in _leaves(column, each)):
+            if pa.types.is_integer(values.type) and any(map(_is_exact, values.drop_null().to_pylist())):
+                exact.add(name)
+            if (
+                pa.types.is_floating(values.type)
+                and compute.any(compute.greater_equal(compute.abs(values), EXACT)).as_py()
+            ):
+                perhaps.add(name)  # pyarrow has rounded them by now.
+    for line in chunk.splitlines() if perhaps else ():
+        if line.strip():
+            exact |= {name for name, value in _numbers("", json.loads(line)) if name in perhaps and _is_exact(value)}
+    return exact
+
+
+def _leaves(name: str, array: pa.Array) -> Iterator[tuple[str, pa.Array]]:
+    """Yield the arrays of plain values in an array, with their names."""
+    if pa.types.is_list(array.type):
+        yield from _leaves(name, array.flatten())
+    elif pa.types.is_struct(array.type):
+        for field, values in zip(array.type, array.flatten(), strict=True):
+            yield from _leaves(f"{name}.{field.name}", values)
+    else:
+        yield name, array
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers in a value of JSON, with the names that `_leaves` gives them."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _numbers(f"{name}.{key}" if name else key, each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _numbers(name, each)
+    elif isinstance(value, int):
+        yield name, value
+
+
+def _is_exact(value: int) -> bool:
+    """Return whether no float64 holds a whole number."""
+    return abs(value) > EXACT and (value.bit_length() > 1000 or int(float(value)) != value)
 
 
 def _json_tables(stream: Any, name: str, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -139,16 +217,25 @@ def _chunks(stream: Any, name: str) -> Iterator[bytes]:
         yield rest
 
 
-def _csv_types(opened: Opened, name: str) -> pa.Schema:
+def _csv_types(opened: Opened, name: str) -> Types:
     """Return the types that pyarrow infers from the first block, wider where a later value needs it."""
     with opened() as stream:
         kinds = {field.name: field.type for field in _csv_reader(stream, name).schema}
+    exact: set[str] = set()
     with opened() as stream:
         for batch in _csv_reader(stream, name, dict.fromkeys(kinds, pa.string()), null_text=True):
             for column, values in zip(batch.schema.names, batch.columns, strict=True):
                 while not _holds(kinds[column], values):
                     kinds[column] = WIDER.get(kinds[column], pa.string())
-    return pa.schema(list(kinds.items()))
+                if kinds[column] in WIDER.values() and any(map(_is_exact, _long(values))):
+                    exact.add(column)
+    return pa.schema(list(kinds.items())), exact
+
+
+def _long(values: pa.Array) -> Iterator[int]:
+    """Yield the whole numbers of many digits in an array of text."""
+    found = values.filter(compute.greater_equal(compute.utf8_length(values), 16)).to_pylist()
+    return (int(text) for text in found if LONG.fullmatch(text))
 
 
 def _csv_tables(stream: Any, name: str, schema: pa.Schema) -> Iterator[pa.Table]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dataload.conversion.source import Source
+from dataload.conversion.writer import storable
 from dataload.runtime.executor import DaemonExecutor, awaited
 
 
@@ -97,6 +98,6 @@ class Reading:
                 end = row + table.num_rows
                 rest = table.slice(max(0, skipped - row))
                 if rest.num_rows:
-                    yield Position(part, end - rest.num_rows), rest.cast(self._schema)
+                    yield Position(part, end - rest.num_rows), storable(rest).cast(self._schema)
                 row = end
             self._advance(self._source.parts[part].bytes)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
+from fsspec.spec import AbstractBufferedFile
+from pyarrow import fs
 
 from dataload.cache.blocks.reader import Object
+from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import open_source
 from dataload.catalog.sources import METADATA
-from dataload.errors import OriginNotFound
+from dataload.errors import DataError, OriginNotFound
 from dataload.runtime.redact import redacted
+
+BLOCK_BYTES = 8 << 20  # of a request
 
 
 @dataclass(frozen=True)
@@ -68,19 +74,27 @@ class Files:
 
     Raises:
         OriginNotFound: There are none.
+        DataError: A name is not UTF-8.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self.url = redacted(url)
         self.origin = Origin(open_source(url, dict(storage_options or {}) or None))
         self.root = self.origin.path_of(url).rstrip("/")
-        listed = [Object.of(info) for info in self.origin.list(self.root).values()]
+        listed = [Object.of(info) for info in _listed(self.origin, self.root).values()]
         above = self.root if all(each.path.startswith(f"{self.root}/") for each in listed) else _folder(self.root)
         names = {each.path.removeprefix(above).lstrip("/"): each for each in listed}
         self.objects = {name: names[name] for name in sorted(names) if not METADATA.search(name)}
+        if strange := [name for name in self.objects if not _is_text(name)]:
+            raise DataError(f"{self.url}: the name {strange[0]!r} is not UTF-8: rename the file")
         self.folder = above
+        self._by_path = {each.path: each for each in self.objects.values()}
         if not self.objects:
             raise OriginNotFound(f"no files at {self.url} ({self.origin.address}): check the path")
+
+    def at(self, path: str) -> Object:
+        """Return the file of a path."""
+        return self._by_path[path]
 
     def keep(self, names: Sequence[str]) -> None:
         """Leave out all but these files."""
@@ -95,17 +109,59 @@ class Files:
         return digest.hexdigest()
 
     @property
-    def for_arrow(self) -> Any:
-        """The filesystem as pyarrow takes it."""
-        from pyarrow import fs
+    def for_arrow(self) -> fs.FileSystem:
+        """A filesystem of pyarrow that opens these versions of the files."""
+        return fs.PyFileSystem(_Pinned(self))
 
-        return (
-            fs.LocalFileSystem() if self.origin.is_local else fs.PyFileSystem(fs.FSSpecHandler(self.origin.filesystem))
-        )
+    def open(self, each: Object) -> PinnedFile:
+        """Open this version of a file."""
+        return PinnedFile(self.origin, each)
 
     def content(self, each: Object) -> bytes:
         """Return the bytes of a file."""
         return bytes(self.origin.read(each.path, 0, each.size, each.version)) if each.size else b""
+
+
+class PinnedFile(AbstractBufferedFile):  # type: ignore[misc]
+    """A file open for reading. A read raises ObjectChanged once the file has another version.
+
+    Args:
+        origin: The store.
+        each: The file.
+    """
+
+    def __init__(self, origin: Origin, each: Object) -> None:
+        self._origin, self._object = origin, each
+        super().__init__(None, each.path, "rb", block_size=BLOCK_BYTES, size=each.size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return bytes(self._origin.read(self._object.path, start, end, self._object.version)) if start < end else b""
+
+
+class _Pinned(fs.FSSpecHandler):  # type: ignore[misc]
+    def __init__(self, files: Files) -> None:
+        super().__init__(files.origin.filesystem)
+        self._files = files
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        return pa.PythonFile(self._files.open(self._files.at(path)), mode="r")
+
+    open_input_stream = open_input_file
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _listed(origin: Origin, path: str) -> dict[str, Any]:
+    """Return the files at a path, which is no glob if there is such a file or folder."""
+    if has_wildcard(path) and not (origin.is_local and Path(path).exists()) and (found := origin.list(path)):
+        return found
+    return origin.list(path, is_glob=False)
 
 
 def _folder(path: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
 from dataload.errors import DataError
+from dataload.formats.arrow_arrays import plain, plain_type
+from dataload.formats.arrow_types import has_part, is_list_view
 
 ROW_GROUP_BYTES = 32 << 20  # as they are stored
 FILE_BYTES = 512 << 20
@@ -43,11 +46,29 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
     for field in schema:
         sink = io.BytesIO()
         try:
-            parquet.write_table(pa.schema([field]).empty_table(), sink)
+            parquet.write_table(storable(pa.schema([field]).empty_table()), sink)
         except (pa.ArrowException, NotImplementedError) as error:
             raise DataError(f"column {field.name!r}: Parquet cannot hold {field.type} ({error}): cast it") from error
         found.append(parquet.read_schema(sink).field(0))
     return pa.schema(found, schema.metadata)
+
+
+def storable(table: pa.Table) -> pa.Table:
+    """Return a table without the views and runs that pyarrow cannot write, shuffle or cast."""
+    columns = {
+        name: pa.chunked_array([plain(chunk) for chunk in column.chunks], plain_type(column.type))
+        for name, column in zip(table.schema.names, table.columns, strict=True)
+        if has_part(column.type, _is_unwritable)
+    }
+    for name, column in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table
+
+
+def _is_unwritable(kind: pa.DataType) -> bool:
+    types = pa.types
+    is_view = types.is_string_view(kind) or types.is_binary_view(kind) or is_list_view(kind)
+    return bool(is_view or types.is_run_end_encoded(kind))
 
 
 def storage_of(sample: pa.Table) -> Storage:
@@ -75,7 +96,7 @@ def _tried(sample: pa.Table, **options: Any) -> Any:
 
 
 class Writer:
-    """Writes one Parquet file.
+    """Writes one Parquet file, by a `with` block, which writes the footer unless it raises.
 
     Args:
         sink: The file, open for writing.
@@ -123,6 +144,12 @@ class Writer:
         self.bytes += taken
         self.rows += rows.num_rows
 
-    def close(self) -> None:
-        """Write the footer."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._writer.is_open = False  # else its finalizer would write the footer
         self._writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import converting
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -23,10 +25,14 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import Bucket
 from pyarrow import feather
+from test_row_sums import COLUMNS
 
 from dataload import ConfigError, DataError, DataloadError, OriginError, convert, make_dataset, make_loader
+from dataload.cache.local import run_lock
+from dataload.cache.origin.lease import Lease
 from dataload.conversion import shuffled, writer
 from dataload.conversion.conversion import Conversion
+from dataload.errors import ObjectChanged
 
 NOISE = np.random.default_rng(0)
 JPEG = bytes.fromhex("ffd8ffe000104a46494600010100000100010000ffd9")
@@ -306,10 +312,258 @@ def test_errors_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         convert(tmp_path / "x.feather", tmp_path / "out")
 
 
-def killed(command: list[Any], point: int) -> bool:
+def test_a_second_conversion_is_refused(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes nothing, and the first one ends as if alone."""
+    monkeypatch.setattr(run_lock, "SECONDS", 0)
+    table = rows()
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=10)
+    refused = []
+
+    def meanwhile(_: int) -> None:
+        before = files_in(tmp_path / "out")
+        with pytest.raises(ConfigError, match=rf"out is that of another conversion, process {os.getpid()} on host"):
+            convert(tmp_path / "in.parquet", tmp_path / "out")
+        refused.append(files_in(tmp_path / "out") == before)
+
+    Conversion(tmp_path / "in.parquet", tmp_path / "out").run(meanwhile)
+    assert refused
+    assert all(refused)
+    assert pq.read_table(tmp_path / "out").equals(table)
+
+
+def test_a_second_conversion_to_s3_is_refused(
+    small: None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lease, "patience", lambda *_: 0.0)
+    pq.write_table(rows(), tmp_path / "in.parquet")
+    options = {"to_storage_options": bucket.options}
+    first = Conversion(tmp_path / "in.parquet", bucket.url("out"), **options)
+    refused = []
+
+    def meanwhile(_: int) -> None:
+        with pytest.raises(ConfigError, match="is that of another conversion"):
+            convert(tmp_path / "in.parquet", bucket.url("out"), **options)
+        refused.append(True)
+
+    assert first.run(meanwhile).rows == 3000
+    assert refused
+
+
+def test_a_conversion_whose_lease_was_taken_over_writes_no_more(
+    small: None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(rows(), tmp_path / "in.parquet")
+    conversion = Conversion(tmp_path / "in.parquet", bucket.url("out"), to_storage_options=bucket.options)
+    names: list[str] = []
+
+    def meanwhile(_: int) -> None:
+        bucket.put("out/.lease/999999.json", json.dumps({"nonce": "x", "pid": 1, "host": "other"}).encode())
+        names[:] = bucket_names(bucket)
+
+    with pytest.raises(ConfigError, match="has been taken over by another run"):
+        conversion.run(meanwhile)
+    assert bucket_names(bucket) == names
+
+
+def bucket_names(bucket: Bucket) -> list[str]:
+    listed = bucket.client.list_objects_v2(Bucket=bucket.name, Prefix="out/_").get("Contents", [])
+    listed += bucket.client.list_objects_v2(Bucket=bucket.name, Prefix="out/part").get("Contents", [])
+    return sorted(f"{each['Key']} {each['ETag']}" for each in listed)
+
+
+def write_source(kind: str, path: Path, first: int) -> None:
+    """Write 20,000 rows, in parts of which only some are read ahead."""
+    table = pa.table({"x": range(first, first + 20_000), "pad": [NOISE.bytes(1000)] * 20_000})
+    if kind == "parquet":
+        pq.write_table(table, path, row_group_size=1000, use_dictionary=False, compression="NONE")
+    elif kind == "arrow":
+        feather.write_feather(table, path, compression="uncompressed", chunksize=1000)
+    else:
+        path.write_bytes(b"".join(b'{"x": %d, "pad": "%s"}\n' % (n, b"." * 1000) for n in range(first, first + 20_000)))
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
+def test_a_file_that_is_replaced_meanwhile_is_an_error(
+    kind: str, place: str, small: None, bucket: Bucket, tmp_path: Path
+) -> None:
+    """No row of the new version mixes with those of the old one."""
+    path, url, options = tmp_path / f"in.{kind}", str(tmp_path / f"in.{kind}"), {}
+    write_source(kind, path, 0)
+    if place == "s3":
+        bucket.put(f"in.{kind}", path.read_bytes())
+        url, options = bucket.url(f"in.{kind}"), {"storage_options": bucket.options}
+    conversion = Conversion(url, tmp_path / "out", **options)
+    write_source(kind, tmp_path / "new", 1_000_000)
+    if place == "s3":
+        bucket.put(f"in.{kind}", (tmp_path / "new").read_bytes())
+    else:
+        (tmp_path / "new").rename(path)
+    with pytest.raises(ObjectChanged, match="was replaced after it was listed"):
+        conversion.run()
+    assert not [name for name in files_in(tmp_path / "out") if name.startswith("part-")]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {},
+        {"version": 1},
+        {"position": [0]},
+        {"position": [0, -1]},
+        {"rows": "1"},
+        {"is_done": 1},
+        {"files": {}},
+        {"files": [{"name": "../in.parquet", "rows": 1, "bytes": 1, "sum": 1}]},
+        {"files": [{"name": "part-00000.parquet", "rows": 1}]},
+        {"files": [7]},
+        [[[]]],
+        None,
+        "version",
+    ],
+)
+def test_a_planted_state_is_refused(planted: Any, tmp_path: Path) -> None:
+    pq.write_table(rows(), tmp_path / "in.parquet")
+    convert(tmp_path / "in.parquet", tmp_path / "out")
+    state = json.loads((tmp_path / "out/_convert.json").read_text())
+    broken = {**state, **planted} if isinstance(planted, dict) and "version" not in planted and planted else planted
+    (tmp_path / "out/_convert.json").write_text(json.dumps(broken))
+    with pytest.raises(ConfigError, match="is of no conversion by this version"):
+        convert(tmp_path / "in.parquet", tmp_path / "out")
+
+
+def test_a_cut_file_is_a_lost_one(tmp_path: Path) -> None:
+    pq.write_table(rows(), tmp_path / "in.parquet")
+    convert(tmp_path / "in.parquet", tmp_path / "out")
+    os.truncate(tmp_path / "out/part-00000.parquet", 100)
+    with pytest.raises(ConfigError, match=r"has lost part-00000\.parquet"):
+        convert(tmp_path / "in.parquet", tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("place", ["local", "s3", "memory"])
+def test_an_interrupt_leaves_no_half_file(
+    error: type[BaseException], place: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(rows(), tmp_path / "in.parquet")
+    root = {"local": str(tmp_path / "out"), "s3": bucket.url("out"), "memory": f"memory://{tmp_path.name}/out"}[place]
+    options = {"to_storage_options": bucket.options} if place == "s3" else {}
+    real = writer.Writer.write
+
+    def broken(self: Any, rows: pa.Table) -> None:
+        real(self, rows)
+        raise error
+
+    monkeypatch.setattr(writer.Writer, "write", broken)
+    with pytest.raises(error):
+        convert(tmp_path / "in.parquet", root, **options)
+    gc.collect()
+    filesystem = fsspec.filesystem(place.replace("local", "file"), **(bucket.options if place == "s3" else {}))
+    filesystem.invalidate_cache()
+    names = [path.rpartition("/")[2] for path in filesystem.find(root)]
+    assert [name for name in names if "lock" not in name and not name.startswith("0")] == ["_convert.json"]
+    monkeypatch.setattr(writer.Writer, "write", real)
+    assert convert(tmp_path / "in.parquet", root, **options).rows == 3000
+
+
+BIG = 2**53 + 1
+
+
+def test_whole_numbers_that_floats_would_round(tmp_path: Path) -> None:
+    """CSV has them as text, and JSON raises an error, in whatever order they come."""
+    for number, values in enumerate([[BIG, 0.5], [0.5, BIG], [2**64 - 1, 1]]):
+        (tmp_path / f"{number}.csv").write_text("\n".join(["x", *map(str, values)]))
+        convert(tmp_path / f"{number}.csv", tmp_path / f"{number}")
+        assert pq.read_table(tmp_path / f"{number}")["x"].to_pylist() == [*map(str, values)]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(json.dumps({"x": value}) for value in values))
+        with pytest.raises(DataError, match=r"jsonl: column 'x' has whole numbers beyond 2\*\*53"):
+            convert(tmp_path / f"{number}.jsonl", tmp_path / "none")
+    (tmp_path / "whole.jsonl").write_text(f'{{"x": {BIG}}}\n{{"x": -{BIG}}}\n')
+    convert(tmp_path / "whole.jsonl", tmp_path / "whole")
+    assert pq.read_table(tmp_path / "whole")["x"].to_pylist() == [BIG, -BIG]
+    (tmp_path / "even.jsonl").write_text(f'{{"x": {2**60}}}\n{{"x": 0.5}}\n')
+    convert(tmp_path / "even.jsonl", tmp_path / "even")
+    assert pq.read_table(tmp_path / "even")["x"].to_pylist() == [2.0**60, 0.5]
+    (tmp_path / "deep.jsonl").write_text(f'{{"a": {{"b": [{{"c": [{BIG}]}}]}}}}\n{{"a": {{"b": [{{"c": [0.5]}}]}}}}\n')
+    with pytest.raises(DataError, match=r"column 'a\.b\.c' has whole numbers"):
+        convert(tmp_path / "deep.jsonl", tmp_path / "none")
+
+
+def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path) -> None:
+    for name, value in (("a", BIG), ("b", 0.5)):
+        for ending, text in (("csv", f"x\n{value}\n"), ("jsonl", f'{{"x": {value}}}\n')):
+            (tmp_path / ending).mkdir(exist_ok=True)
+            (tmp_path / ending / f"{name}.{ending}").write_text(text)
+    convert(tmp_path / "csv", tmp_path / "out")
+    assert pq.read_table(tmp_path / "out")["x"].to_pylist() == [str(BIG), "0.5"]
+    with pytest.raises(DataError, match=r"a\.jsonl: column 'x' has whole numbers"):
+        convert(tmp_path / "jsonl", tmp_path / "none")
+
+
+def test_sources_without_rows_or_columns(tmp_path: Path) -> None:
+    pq.write_table(rows(0), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet has no rows"):
+        convert(tmp_path / "rows.parquet", tmp_path / "out")
+    pq.write_table(rows(3).select([]), tmp_path / "columns.parquet")
+    (tmp_path / "empty.jsonl").write_text("{}\n{}\n")
+    (tmp_path / "nothing.csv").write_text("")
+    for name in ("columns.parquet", "empty.jsonl", "nothing.csv"):
+        with pytest.raises(DataError, match=f"{name} has no columns"):
+            convert(tmp_path / name, tmp_path / name.partition(".")[0])
+    (tmp_path / "some.jsonl").write_text('{}\n{"x": 1}\n{}\n')
+    convert(tmp_path / "some.jsonl", tmp_path / "some")
+    assert pq.read_table(tmp_path / "some")["x"].to_pylist() == [None, 1, None]
+
+
+@pytest.mark.parametrize("name", ["a [b]*?", "100% #1&x=ü", "new\nline", "'quotes\"", "~$HOME"])
+def test_names_with_odd_characters(name: str, bucket: Bucket, tmp_path: Path) -> None:
+    table = rows(10)
+    folder = tmp_path / name
+    folder.mkdir()
+    pq.write_table(table, folder / f"{name}.parquet")
+    convert(folder, tmp_path / f"{name}.out")
+    assert pq.read_table(tmp_path / f"{name}.out").equals(table)
+    if name != "new\nline":
+        bucket.put(f"{name}/{name}.parquet", (folder / f"{name}.parquet").read_bytes())
+        options = {"storage_options": bucket.options}
+        convert(bucket.url(name), bucket.url(f"{name}.out"), **options)
+        convert(bucket.url(f"{name}.out"), tmp_path / "back", **options)
+        assert pq.read_table(tmp_path / "back").equals(table)
+
+
+def test_names_that_are_not_utf8_and_hidden_files(tmp_path: Path) -> None:
+    images(tmp_path / "in")
+    for hidden in (".thumbnails/a.jpg", "__MACOSX/._a.jpg", "class 0/.a.jpg"):
+        (tmp_path / "in" / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / hidden).write_bytes(JPEG)
+    assert convert(tmp_path / "in", tmp_path / "out").rows == 30
+    (tmp_path / "in/class 0" / os.fsdecode(b"\xff.jpg")).write_bytes(JPEG)
+    with pytest.raises(DataError, match=r"the name 'class 0/\\udcff\.jpg' is not UTF-8: rename the file"):
+        convert(tmp_path / "in", tmp_path / "other")
+
+
+VIEWS = {
+    "list views": pa.array([[n] * (n % 3) for n in range(500)], pa.list_view(pa.int64())),
+    "runs": pa.RunEndEncodedArray.from_arrays(pa.array([300, 500], pa.int32()), pa.array(["a", "b"])),
+    "binary views": pa.array([b"%d" % n * (n % 9) for n in range(500)], pa.binary_view()),
+}
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", [*COLUMNS, *VIEWS])
+def test_types(name: str, seed: int | None, tmp_path: Path) -> None:
+    column = {**COLUMNS, **VIEWS}[name]
+    feather.write_feather(pa.table({"id": range(len(column)), "x": column}), tmp_path / "in.feather")
+    convert(tmp_path / "in.feather", tmp_path / "out", shuffle=seed)
+    found = pq.read_table(tmp_path / "out")
+    order = np.argsort(found["id"].to_numpy())
+    assert found["x"].take(order).to_pylist() == column.to_pylist()
+
+
+def killed(command: list[Any], point: int, *flags: str) -> bool:
     """Run the conversion until its change of files with this number. Return whether it came so far."""
     ran = subprocess.run(
-        [sys.executable, converting.__file__, str(point), *map(str, command)],
+        [sys.executable, converting.__file__, str(point), *map(str, command), *flags],
         env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True,
         text=True,
@@ -325,19 +579,25 @@ def check_kills(tmp_path: Path, options: list[str], kills: int) -> None:
     for number in range(3):
         part = table.slice(number * 2000, 2000)
         pq.write_table(part, tmp_path / f"in/{number}.parquet", row_group_size=100)
+    check_resumed(tmp_path, options, kills, table)
+
+
+def check_resumed(tmp_path: Path, options: list[str], kills: int, table: pa.Table, *flags: str) -> None:
+    """Kill conversions of `in` to `out` at random points, and check that the last one has the rows, by their id."""
     draw = random.Random(kills)
     command = [tmp_path / "in", tmp_path / "out", *options]
     first, last = (20, 150) if options else (5, 20)  # with a shuffle, most changes deal rows to buckets
-    seen = [killed(command, draw.randint(first, last)) for _ in range(kills)]
+    seen = [killed(command, draw.randint(first, last), *flags) for _ in range(kills)]
     assert any(seen)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*.parquet")}
     done = json.loads((tmp_path / "out/_convert.json").read_text())["files"] if kept else []
-    assert not killed(command, 0)
+    assert not killed(command, 0, *flags)
     for each in done:
         path = tmp_path / "out" / each["name"]
         assert path.stat().st_mtime_ns == kept[path], "a complete file was written again"
     found = pq.read_table(tmp_path / "out")
-    assert (found.sort_by("id") if options else found).equals(table)
+    name = next(name for name in table.schema.names if name in ("id", "__key__"))
+    assert (found.sort_by(name) if options else found).equals(table.sort_by(name) if options else table)
     assert not [name for name in files_in(tmp_path / "out") if "tmp" in name or "bucket" in name]
 
 

@@ -28,6 +28,8 @@ COLUMNS = {
     "arrays": pa.array([None if n % 7 == 3 else [n, 1, 2] for n in range(ROWS)], pa.list_(pa.int32(), 3)),
     "structs": pa.array([None if n % 7 == 3 else {"a": n, "b": [{"c": str(n)}]} for n in range(ROWS)]),
     "maps": pa.array([[(f"{n}", n)] for n in range(ROWS)], pa.map_(pa.string(), pa.int64())),
+    "json": pa.ExtensionArray.from_storage(pa.json_(), pa.array([f"[{n}]" for n in range(ROWS)])),
+    "bool8": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([n % 2 for n in range(ROWS)], pa.int8())),
     "codes": pa.array([None if n % 7 == 3 else f"{n % 50}" for n in range(ROWS)]).dictionary_encode(),
     "tensors": pa.ExtensionArray.from_storage(
         pa.fixed_shape_tensor(pa.int32(), [3]), pa.array([[n, 1, 2] for n in range(ROWS)], pa.list_(pa.int32(), 3))

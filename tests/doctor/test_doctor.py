@@ -655,6 +655,20 @@ def test_rows_sorted_by_label_are_told(
     assert ("rows are sorted by 'label'" in found["what"]) == (status == "warning")
 
 
+@pytest.mark.parametrize(("compression", "status"), [("zstd", "warning"), ("none", "ok")])
+def test_compression_that_gains_nothing_is_told(
+    compression: str, status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    blobs = pa.table(
+        {"text": ["a" * 1000] * 70, "image": [np.random.default_rng(n).bytes(1_000_000) for n in range(70)]}
+    )
+    pq.write_table(blobs, tmp_path / "in/x.parquet", row_group_size=35, compression=compression)
+    found = shape_of(tmp_path / "in", capsys)
+    assert found["status"] == status
+    assert ("column 'image' is compressed without becoming smaller" in found["what"]) == (status == "warning")
+
+
 def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of a row counts the selected columns only."""
     cases: list[Case] = []

@@ -11,6 +11,10 @@ import sys
 
 from dataload.conversion import shuffled, writer
 
+if "--torchvision" in sys.argv:
+    sys.argv.remove("--torchvision")
+    import torchvision_stub  # noqa: F401
+
 
 def main() -> None:
     writer.ROW_GROUP_BYTES, writer.FILE_BYTES = 1 << 14, 1 << 16

@@ -11,8 +11,9 @@ import pytest
 import torch
 from regression import build, in_order, squared_error, train_in_order
 
+from dataload.cache.local import run_lock
 from dataload.errors import ConfigError
-from dataload.train.checkpoint import checkpoints, manifest, places, run_lock, shared_folder
+from dataload.train.checkpoint import checkpoints, manifest, places, shared_folder
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.harness import fit
 from dataload.world import World

@@ -27,13 +27,14 @@ from ranks import LostError
 from s3fs import S3FileSystem
 from torch import nn
 
+from dataload.cache.origin import lease
 from dataload.cache.origin.obstore import UPLOAD_PART_BYTES
+from dataload.cache.origin.store_path import BLOCK_BYTES, StorePath
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError, OriginError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import checkpoints, lease, manifest, places
+from dataload.train.checkpoint import checkpoints, manifest, places
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
-from dataload.train.checkpoint.store_path import BLOCK_BYTES, StorePath
 from dataload.train.harness import fit
 from dataload.world import World
 

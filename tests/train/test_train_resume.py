@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
+from dataload.cache.local import run_lock
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import checkpoints, manifest, run_lock
+from dataload.train.checkpoint import checkpoints, manifest
 from dataload.train.checkpoint.checkpoints import STATE, TENSORS, Checkpoints, load
 from dataload.train.checkpoint.state import rng_state
 from dataload.train.harness import fit

@@ -16,7 +16,8 @@ from dataload.runtime.text import counted
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="URL or path of a file, a folder or a glob: Parquet, Arrow, JSON lines, CSV, images.")
+        str,
+        typer.Argument(help="URL or path of Parquet, Arrow, JSON lines, CSV, images, tar, MDS or LitData."),
     ],
     destination: Annotated[str, typer.Argument(help="URL or path of an empty folder.")],
     shuffle: Annotated[
@@ -24,7 +25,7 @@ def convert(
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--format", help="The kind of source, if several are there: parquet, arrow, json, csv, images."),
+        typer.Option("--format", help="The kind of source, if several are there, such as parquet or images."),
     ] = None,
     scratch_dir: Annotated[
         Path | None,

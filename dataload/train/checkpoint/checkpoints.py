@@ -30,10 +30,12 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from dataload.cache.local.run_lock import RunLock
+from dataload.cache.origin.lease import Lease
+from dataload.cache.origin.store_path import DamagedFile, StorePath
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 from dataload.train.checkpoint import manifest, tensor_layout
-from dataload.train.checkpoint.lease import Lease
 from dataload.train.checkpoint.places import (
     NAME,
     STATE,
@@ -48,10 +50,8 @@ from dataload.train.checkpoint.places import (
     place_of,
     sizes_in,
 )
-from dataload.train.checkpoint.run_lock import RunLock
 from dataload.train.checkpoint.shared_folder import last_objections
 from dataload.train.checkpoint.state import from_json, map_leaves, tensors, to_json, to_meta
-from dataload.train.checkpoint.store_path import DamagedFile, StorePath
 from dataload.train.ranks.collectives import agree, is_first, on_all, on_each, on_first, process_count, process_number
 from dataload.train.ranks.sharded import allocator
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from dataload.cache.origin.store_path import BLOCK_BYTES, StorePath
 from dataload.errors import OriginNotFound
-from dataload.train.checkpoint.store_path import BLOCK_BYTES, StorePath
 
 MANIFEST = "manifest.json"
 PIECE = 4 << 20  # bytes that are read at a time

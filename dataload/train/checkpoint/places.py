@@ -18,14 +18,14 @@ from uuid import uuid4
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from dataload.arguments import is_url, local_folder
+from dataload.cache.local.run_lock import RunLock
+from dataload.cache.origin.lease import Lease
+from dataload.cache.origin.store_path import BLOCK_BYTES, StorePath
 from dataload.errors import ConfigError
 from dataload.runtime.durable_file import sync_folder
 from dataload.runtime.redact import redacted
 from dataload.train.checkpoint import manifest
-from dataload.train.checkpoint.lease import Lease
-from dataload.train.checkpoint.run_lock import RunLock
 from dataload.train.checkpoint.shared_folder import require_shared
-from dataload.train.checkpoint.store_path import BLOCK_BYTES, StorePath
 from dataload.train.ranks.collectives import on_each, on_first, process_number
 
 STATE = "state.json"

@@ -1,4 +1,4 @@
-"""A lease on a checkpoint_dir in an object store, so that two runs never save into the same one.
+"""A lease on a folder in an object store, so that two runs never write into the same one.
 
 It is a chain of small objects, each of which is created only if it is new. Whoever has created the latest one holds the
 lease, and adds another one every `RENEWED` seconds. If none comes for `EXPIRED` seconds, by the clock of a process that
@@ -19,10 +19,10 @@ from time import monotonic
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from dataload.cache.local.run_lock import Holder
+from dataload.cache.origin.store_path import StorePath
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
-from dataload.train.checkpoint.run_lock import Holder
-from dataload.train.checkpoint.store_path import StorePath
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class Lease:
         """Raise ConfigError if another run has taken the lease over."""
         if self._lost or self._held() is None:
             raise ConfigError(
-                f"checkpoint_dir {str(self._folder)!r} has been taken over by another run, because this one could not "
-                f"renew its lease for {EXPIRED:.0f} s: end one of them, or give each a checkpoint_dir of its own"
+                f"{self._folder} has been taken over by another run, because this one could not renew its lease for "
+                f"{EXPIRED:.0f} s: end one of them, or give each a folder of its own"
             )
 
     def release(self) -> None:
@@ -113,7 +113,7 @@ class Lease:
             try:
                 if (number := self._held()) is None or not self._create(number + 1):
                     self._lost = True
-                    log.warning("%s has been taken over by another run: this one saves no more", self._folder)
+                    log.warning("%s has been taken over by another run: this one writes no more", self._folder)
                     return
             except Exception as error:  # noqa: BLE001 (whatever it is, the next try may work)
                 log.warning("%s: the lease cannot be renewed: %s", self._folder, redacted(error))

@@ -1,4 +1,4 @@
-"""A lock on a checkpoint_dir, so that two runs never save into the same one."""
+"""A lock on a folder, so that two runs never write into the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths in object stores, with the methods of pathlib's that checkpoints use."""
+"""Paths in object stores, with some of the methods of pathlib's."""
 
 from __future__ import annotations
 
