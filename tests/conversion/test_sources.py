@@ -22,6 +22,8 @@ from test_convert import check_resumed, files_in, small  # noqa: F401 (a fixture
 
 from dataload import ConfigError, DataError, convert, make_dataset
 
+tqdm = pytest.importorskip("tqdm").tqdm
+tqdm.monitor_interval = 0  # else its first progress bar starts a thread, which stays
 ROWS = 300
 NOISE = np.random.default_rng(0)
 
