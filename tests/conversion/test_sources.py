@@ -264,6 +264,7 @@ def test_compressed_shards(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)  # Each of the processes imports the library.
 @pytest.mark.parametrize("options", [[], ["--shuffle", "7"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_kills(kind: str, options: list[str], tmp_path: Path) -> None:
