@@ -30,6 +30,7 @@ CHAIN = ".lease"
 NAME = re.compile(r"(\d{6,})\.json")
 RENEWED, EXPIRED = 15.0, 60.0  # seconds
 SEEN = 10.0  # seconds that a holder who renews it has, to end
+RELEASED = 10.0  # seconds that a renewal under way has, before the lease is left to expire
 
 
 class Record(NamedTuple):
@@ -100,8 +101,11 @@ class Lease:
         if self._thread is None or self._pid != os.getpid():
             return  # A forked child has that of its parent.
         self._ended.set()
-        self._thread.join()
-        self._thread = None
+        thread, self._thread = self._thread, None
+        thread.join(RELEASED)
+        if thread.is_alive():  # in a request that is tried again: this process ends all the same
+            log.warning("%s: the lease is not released, and expires: the store does not answer", self._folder)
+            return
         try:
             if not self._lost and (number := self._held()) is not None:
                 self._create(number + 1, released=True)

@@ -242,7 +242,7 @@ class TrainingLoop:
                 break
             _set_epoch(self.loader, number)
             self._check_data()
-            with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
+            with progress_bar(f"epoch {number} of {epochs}", length_hint(self.loader), show_progress) as advance:
                 unfinished = self._epoch(number, advance, resumed)
             resumed = Resumed()
             if unfinished:
@@ -262,7 +262,7 @@ class TrainingLoop:
         if self.world.rank:
             return
         unfinished = " (unfinished)" if "unfinished" in record else ""
-        line = f"epoch {record['epoch'] + 1}/{self._epochs}{unfinished}: {line_of(record, reserved_names(self.loader))}"
+        line = f"epoch {record['epoch']} of {self._epochs}{unfinished}: {line_of(record, reserved_names(self.loader))}"
         if self._show:
             print(line, file=sys.stderr, flush=True)  # noqa: T201
         else:

@@ -25,6 +25,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     target: str
     share: float  # of requests, for each fault
     denied: str | None = None  # matches requests such as "PUT /bucket/key", for which the credentials do not suffice
+    dropped: str | None = None  # a header of requests that the store does not know, and ignores
     draw: random.Random
     counts: Counter[str]
     mutex: threading.Lock
@@ -55,7 +56,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def forwarded(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self.target)
         try:
-            connection.request(self.command, self.path, body, dict(self.headers))
+            headers = {name: value for name, value in self.headers.items() if name.lower() != self.dropped}
+            connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
@@ -83,7 +85,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def faulty_proxy(
-    endpoint: str, share: float, seed: int, denied: str | None = None
+    endpoint: str, share: float, seed: int, denied: str | None = None, dropped: str | None = None
 ) -> Iterator[tuple[str, Counter[str]]]:
     """Serve a proxy of an endpoint for the duration of the block. Yield its URL, and the answers by kind."""
     counts: Counter[str] = Counter()
@@ -93,6 +95,7 @@ def faulty_proxy(
         "draw": random.Random(seed),
         "counts": counts,
         "denied": denied,
+        "dropped": dropped,
     }
     with serving(type("Handler", (_Handler,), {**known, "mutex": threading.Lock()})) as url:
         yield url, counts

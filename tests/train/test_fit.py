@@ -859,8 +859,8 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     first, second = err.splitlines()
-    assert re.fullmatch(r"epoch 1/2: loss [\d.e+-]+; 40 rows in .+ \([\d,]+ rows/s\), \d+% of it waiting", first)
-    assert second.startswith("epoch 2/2: loss ")
+    assert re.fullmatch(r"epoch 0 of 2: loss [\d.e+-]+; 40 rows in .+ \([\d,]+ rows/s\), \d+% of it waiting", first)
+    assert second.startswith("epoch 1 of 2: loss ")
     assert err.replace("\n", "").isprintable()
     fit(model, optimizer, in_order(1), squared_error, epochs=1, progress=False)
     assert capsys.readouterr() == ("", "")
@@ -877,7 +877,7 @@ def test_without_progress_the_line_of_an_epoch_is_in_the_log(caplog):
         [record] = fit(model, optimizer, in_order(1), loss, epochs=1, **options)
     [line] = [line for line in caplog.messages if line.startswith("epoch ")]
     assert line.startswith(
-        f"epoch 1/1: loss {record['loss']:.4g}, error 0.25, accuracy 0.75, evaluate.loss 2; 40 rows in "
+        f"epoch 0 of 1: loss {record['loss']:.4g}, error 0.25, accuracy 0.75, evaluate.loss 2; 40 rows in "
     )
 
 

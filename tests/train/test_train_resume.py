@@ -32,7 +32,7 @@ from dataload.cache.local import run_lock
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import checkpoints, manifest
+from dataload.train.checkpoint import checkpoints, manifest, tensor_file
 from dataload.train.checkpoint.checkpoints import STATE, TENSORS, Checkpoints, load
 from dataload.train.checkpoint.state import rng_state
 from dataload.train.harness import fit
@@ -845,7 +845,7 @@ def test_an_error_of_the_gpu_does_not_blame_the_checkpoint(tmp_path, monkeypatch
     def fail(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(FileSystemReader, "read_data", fail)
+    monkeypatch.setattr(tensor_file, "read_into", fail)
     with pytest.raises(OSError, match="CUDA error: an illegal memory access"):
         train_with_noise(tmp_path, 2)
 

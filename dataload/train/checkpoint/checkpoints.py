@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic, sleep
@@ -26,16 +27,17 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.futures import Future
 
 from dataload.cache.local.run_lock import RunLock
 from dataload.cache.origin.lease import Lease
 from dataload.cache.origin.store_path import DamagedFile, StorePath
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
-from dataload.train.checkpoint import manifest, tensor_layout
+from dataload.train.checkpoint import manifest, tensor_file, tensor_layout
 from dataload.train.checkpoint.places import (
     NAME,
     STATE,
@@ -99,6 +101,7 @@ class Checkpoints:
             self._acquire(self._place)
         numbers = on_all(lambda: [] if self._place is None else self._place.numbers())
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
+        self._numbers = numbers  # of the checkpoints that are there, as far as this run knows
         self._latest = numbers[-1] if numbers else 0
         self._earlier = self._latest  # the last checkpoint of other runs, whose checkpoints stay
         self._run: str = on_first(lambda: uuid4().hex)  # names the drafts of this run
@@ -109,21 +112,21 @@ class Checkpoints:
         folder, lock, began, told = place.path, place.lock(), monotonic(), False
         self._lock = lock
 
-        def attempt() -> tuple[str, bool] | None:
-            """Return None, or the holder and whether it has had its time."""
+        def attempt() -> tuple[str, float] | None:
+            """Return None, or the holder and for how many seconds it may go on."""
             if (holder := lock.acquire()) is None:
                 return None
-            return str(holder), monotonic() >= began + lock.patience(holder)
+            return str(holder), began + lock.patience(holder) - monotonic()
 
         while (held := on_first(attempt)) is not None:
-            holder, late = held
-            if late:
+            holder, seconds = held
+            if seconds <= 0:
                 raise ConfigError(
                     f"checkpoint_dir {str(folder)!r} is that of another run, {holder}: end that run, or give each a "
                     "checkpoint_dir of its own"
                 )
             if is_first() and not told:
-                log.warning("%s is that of another run, %s: waiting for its end", folder, holder)
+                log.warning("%s is that of another run, %s: waiting for its end, up to %.0f s", folder, holder, seconds)
             told = True
             sleep(PAUSE if isinstance(folder, Path) else REQUEST_PAUSE)
 
@@ -198,7 +201,7 @@ class Checkpoints:
         draft = place.draft(self._latest, run)
         try:
             writer = _Writer(draft, place.filesystem())
-            with _dcp_errors():
+            with _dcp_errors(), tensor_file.unsummed():
                 metadata = dcp_save(tensors(states), storage_writer=writer)
             needed = tensor_layout.files_of(metadata)
             written = {k: v for each in on_each(lambda: writer.written) for k, v in each.items()}
@@ -223,7 +226,9 @@ class Checkpoints:
         assert self._lock is not None
         self._lock.check()
         place.publish(self._latest, self._run, {"state": to_json(content), "tensors": layout}, files)
-        own = [number for number in place.numbers() if self._earlier < number <= self._latest]
+        self._numbers.append(self._latest)
+        own = [number for number in self._numbers if number > self._earlier]
+        self._numbers = own[-self._keep :]
         place.remove(own[: -self._keep])
 
 
@@ -322,14 +327,27 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        """Read the tensors, each into its place. DCP itself has torch.load make one, which it copies."""
+        by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            by_file.setdefault(stored.relative_path, []).append((stored.offset, stored.length, item))
         filesystem: Any = self.fs
         if isinstance(filesystem, StoreFileSystem):
-            for item in plan.items:
-                stored = self.storage_data[item.storage_index]
-                span = stored.offset, stored.offset + stored.length
-                filesystem.wanted.setdefault(stored.relative_path, []).append(span)
+            filesystem.wanted = {
+                name: [(start, start + length) for start, length, _ in each] for name, each in by_file.items()
+            }
         with _reading(self._source):
-            return super().read_data(plan, planner)
+            for name, items in by_file.items():
+                with filesystem.create_stream(filesystem.concat_path(self.path, name), "rb") as stream:
+                    for start, length, item in sorted(items, key=itemgetter(0)):
+                        target = planner.resolve_tensor(item).detach()
+                        part = tensor_file.Part(stream, start, length)
+                        tensor_file.read_into(target, part, item.storage_offsets, item.lengths)
+                        planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _state_of(path: AnyPath) -> tuple[dict[str, Any], int, dict[str, Any], Any]:

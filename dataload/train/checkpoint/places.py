@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast
@@ -26,7 +26,7 @@ from dataload.runtime.durable_file import sync_folder
 from dataload.runtime.redact import redacted
 from dataload.train.checkpoint import manifest
 from dataload.train.checkpoint.shared_folder import require_shared
-from dataload.train.ranks.collectives import on_each, on_first, process_number
+from dataload.train.ranks.collectives import is_first, on_each, on_first, process_number
 
 STATE = "state.json"
 TENSORS = ".metadata"  # which DCP writes for other readers of the tensors
@@ -94,7 +94,7 @@ class Place(Protocol):
         """Complete a checkpoint by its state and the manifest. Raise ConfigError if another run has done so."""
 
     def remove(self, numbers: list[int]) -> None:
-        """Remove checkpoints. Raises OSError."""
+        """Remove checkpoints, as far as they are there. Raises OSError."""
 
     def abandon(self, number: int, run: str) -> None:
         """Remove the files of a checkpoint that cannot be completed, as far as it goes."""
@@ -153,7 +153,8 @@ class Disk:
 
     def remove(self, numbers: list[int]) -> None:
         for number in numbers:
-            (self.path / name_of(number)).rename(self.path / f"{UNFINISHED}{number}-leaving")
+            with suppress(FileNotFoundError):  # The user may have removed it.
+                (self.path / name_of(number)).rename(self.path / f"{UNFINISHED}{number}-leaving")
         self._sweep(f"{UNFINISHED}*-leaving")
 
     def abandon(self, number: int, run: str) -> None:
@@ -182,6 +183,11 @@ class Store:
         nonce = on_first(lambda: uuid4().hex)
         first, own = (self.path / f"{PROBE}{nonce}-{rank}" for rank in (0, process_number()))
         on_each(lambda: own.create(PROBE.encode()))  # None or a wrong credential, or no such bucket, ends here.
+        if on_first(lambda: own.create(nonce.encode())) and is_first():
+            log.warning(
+                "%s: this store ignores If-None-Match, by which runs exclude each other: let no other run use it",
+                self.path,
+            )
 
         def look() -> None:
             try:
@@ -213,11 +219,14 @@ class Store:
         return dict(sorted(found.items()))
 
     def claim(self, number: int, run: str) -> int:
-        own, folders = json.dumps({"run": run}).encode(), self._folders()
+        own = json.dumps({"run": run}).encode()
         # Another program's folder, or another run's, which has lost its lease, and perhaps does not know.
-        while OWNER not in folders.get(number, [OWNER]) or not (self.path / name_of(number) / OWNER).create(own):
+        while not self._is_free(folder := self.draft(number, run)) or not (folder / OWNER).create(own):
             number += 1
         return number
+
+    def _is_free(self, folder: StorePath) -> bool:
+        return OWNER in (files := folder.files()) or not files
 
     def draft(self, number: int, run: str) -> StorePath:  # noqa: ARG002 (it has claimed the number)
         return self.path / name_of(number)
@@ -234,11 +243,11 @@ class Store:
             raise taken(draft)
 
     def remove(self, numbers: list[int]) -> None:
-        folders = self._folders()
         for number in numbers:
-            # The manifest first: what is left of it is no checkpoint.
-            (self.path / name_of(number)).remove([manifest.MANIFEST])
-            self._clear(number, folders.get(number, []))
+            folder = self.path / name_of(number)
+            files = list(folder.files())
+            folder.remove([manifest.MANIFEST])  # first: what is left of it is no checkpoint
+            self._clear(number, files)
 
     def abandon(self, number: int, run: str) -> None:  # noqa: ARG002 (it holds the lease)
         self.sweep()
