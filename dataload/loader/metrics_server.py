@@ -103,6 +103,7 @@ class MetricsServer(ForkAware, Collector):
     def after_fork_in_child(self) -> None:
         """Leave the port to the parent."""
         self._server.socket.close()
+        _ports_of_parent.update(_servers)
         _servers.clear()
 
     def loader(self, dataset: MapStyle, rank: int) -> LoaderMetrics:
@@ -124,19 +125,25 @@ class MetricsServer(ForkAware, Collector):
 
 
 _servers: dict[int, MetricsServer] = {}
+_ports_of_parent: set[int] = set()  # of a forked child
 
 
 def metrics_of(dataset: MapStyle, world: World, metrics_port: int) -> LoaderMetrics:
     """Return the metrics of a new loader, and serve them.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, perhaps by the process that forked this one.
     """
     port = metrics_port + (world.local_rank or 0)
     if port not in _servers:
         try:
             _servers[port] = MetricsServer(port)
         except (OSError, OverflowError) as error:
+            if port in _ports_of_parent:
+                raise ConfigError(
+                    f"metrics_port={metrics_port}: the process that forked this one serves port {port}: pass another "
+                    "metrics_port here, or none"
+                ) from error
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"metrics_port={metrics_port}: port {port}, which adds the local rank, cannot be used ({reason}): pass "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataload.rows.row_group_load import RowGroupLoad
+from dataload.rows.row_group_load import RowGroupLoad, State
 from dataload.rows.scheduler import RowGroupScheduler
 from dataload.runtime.text import counted
 from dataload.telemetry.wait_timeline import ELSEWHERE, Timeline
@@ -31,4 +31,7 @@ def _of(load: RowGroupLoad, scheduler: RowGroupScheduler) -> str:
     if load.timeline.present == ELSEWHERE:
         holder = load.cache.holder(load.number)
         return f"{'another process or host' if holder is None else f'process {holder}'}, which makes {row_group}"
-    return f"{load.timeline.present or scheduler.usual_cause()} ({load.state.value}): {row_group}"
+    cause = load.timeline.present or scheduler.usual_cause()
+    # Whoever decodes is told so by the cause, which is "map" while a function of the user runs.
+    state = "" if load.state is State.DECODING else f" ({load.state.value})"
+    return f"{cause}{state}: {row_group}"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.runtime.cached_property import cached_property
-from dataload.telemetry.loader_stats import LoaderStats, added
+from dataload.telemetry.loader_stats import QUANTILES, LoaderStats, added
 from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.stragglers import LATE, excess
 
@@ -138,6 +138,12 @@ def over_ranks(stats: Sequence[LoaderStats]) -> LoaderStats:
     for name in ("waits", "waits_by_source"):
         setattr(total, name, {key: value / len(stats) for key, value in getattr(total, name).items()})
     return total
+
+
+def wait_quantiles(stats: LoaderStats) -> dict[str, float | None]:
+    """Return the quantiles of the waits for a batch, in seconds; None: unknown, as in files of older releases."""
+    known = any(stats.wait_histogram.counts)
+    return {name: getattr(stats, name) if known else None for name in QUANTILES}
 
 
 def epochs(passes: Sequence[Pass]) -> list[Epoch]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from dataload.reporting.aggregate import Epoch, epochs, whole
+from dataload.reporting.aggregate import Epoch, epochs, wait_quantiles, whole
 from dataload.runtime.text import counted, duration, few, precise
-from dataload.telemetry.loader_stats import QUANTILES, TIERS, LoaderStats
+from dataload.telemetry.loader_stats import TIERS, LoaderStats
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
@@ -76,7 +76,8 @@ def lines(passes: Sequence[Pass]) -> list[str]:
             shown.append(f"-- {text}")
         shown += [f"epoch {epoch.name}: {epoch.total.line()}{_end(epoch)}", *(f"   {line}" for line in epoch.late())]
     total = whole(found)
-    return [*shown, f"{_extent(passes, found)}: {total.line()}", _waits(total), *notes(passes, found)]
+    waits = filter(None, [_waits(total)])
+    return [*shown, f"{_extent(passes, found)}: {total.line()}", *waits, *notes(passes, found)]
 
 
 def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
@@ -154,8 +155,11 @@ def _extent(passes: Sequence[Pass], found: Sequence[Epoch]) -> str:
 
 
 def _waits(stats: LoaderStats) -> str:
-    """Return the quantiles of the waits for a batch."""
-    p50, p95, p99, longest = (precise(getattr(stats, name)) for name in QUANTILES)
+    """Return the quantiles of the waits for a batch; "" if they are unknown."""
+    quantiles = wait_quantiles(stats)
+    if None in quantiles.values():
+        return ""
+    p50, p95, p99, longest = map(precise, quantiles.values())
     return f"Waits for a batch: half up to {p50}, 95 % up to {p95}, 99 % up to {p99}, the longest {longest}"
 
 
@@ -188,7 +192,7 @@ def _overview(found: Sequence[Epoch]) -> str:
                 f"{total.stall_fraction:.1%}",
                 max(total.waits, key=total.waits.__getitem__) if any(total.waits.values()) else "",
             ),
-            *(precise(getattr(total, name)) for name in QUANTILES),
+            *map(precise, wait_quantiles(total).values()),
             *(_hits(total), decimal(int(total.bytes_origin)), few(late, MOST_NAMED)),
         ]
         rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
@@ -245,10 +249,10 @@ def _sources(epoch: Epoch) -> str:
 
 
 def _row(record: Pass, causes: Sequence[str], *, late: bool) -> str:
-    stats = record.stats
+    stats, quantiles = record.stats, wait_quantiles(record.stats)
     cells = [
         *(f"{record.rank}", record.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
-        *(f"{stats.stall_fraction:.1%}", precise(stats.wait_p99), precise(stats.wait_max)),
+        *(f"{stats.stall_fraction:.1%}", precise(quantiles["wait_p99"]), precise(quantiles["wait_max"])),
         *(f"{stats.waits[cause]:,.1f}" for cause in causes),
         _hits(stats),
         *(decimal(int(getattr(stats, f"bytes_{tier}"))) for tier in TIERS),

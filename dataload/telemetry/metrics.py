@@ -39,7 +39,7 @@ COUNTERS: dict[str, tuple[str, str, Value]] = {  # name: (help, its own label, v
     "batches": ("Batches handed to the training loop.", "", _of("batches")),
     "skipped_rows": ("Rows that raised and were skipped.", "", _of("skipped_rows")),
     "tokens": ("Values of packed documents, or tokens of a token budget.", "", _of("tokens")),
-    "seconds": ("Time in the loop over the loader.", "", _of("seconds")),
+    "seconds": ("Time in loops over the loader, waits included.", "", _of("seconds")),
     "wait_cause_seconds": ("Time waited for batches, by cause.", "cause", lambda stats: stats.waits),
     "bytes": (
         "Bytes, by the tier that served them.",

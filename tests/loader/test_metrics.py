@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -237,6 +238,20 @@ def test_a_taken_port_is_named(folder, port):
     for wrong in (70_000, 0, "9400"):
         with pytest.raises(ConfigError, match=f"metrics_port={wrong!r}"):
             make_loader(folder, 10, metrics_port=wrong, cache=False)
+
+
+def test_a_forked_child_is_told_whose_port_it_wants(folder, port):
+    list(make_loader(folder, 10, metrics_port=port, cache=False))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    if not (child := os.fork()):
+        try:
+            make_loader(folder, 10, metrics_port=port, cache=False)
+        except ConfigError as error:
+            sender.send(str(error))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert f"the process that forked this one serves port {port}" in receiver.recv()
 
 
 def test_without_the_package_the_extra_is_named(folder, monkeypatch):
