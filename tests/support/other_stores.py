@@ -124,8 +124,11 @@ def running(name: str, folder: Path) -> Iterator[OtherServer]:
 @pytest.fixture(name="server", scope="module", params=STORES)
 def other_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherServer]:
     """In place of the fixture of moto."""
-    with running(request.param, tmp_path_factory.mktemp(request.param)) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "rclone":  # It sends the checksum of the whole object with a range.
+            patch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+        with running(request.param, tmp_path_factory.mktemp(request.param)) as found:
+            yield found
 
 
 @pytest.fixture(name="bucket")
