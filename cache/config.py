@@ -54,8 +54,9 @@ class CacheConfig:
         consistency: When `tiercache` checks an object's version: once per "generation" (listing), at every "open", or
             never again once known ("immutable", for objects that nobody overwrites: a restarted job asks for none of
             them). A dataset lists its objects once and reads those versions.
-        engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3 if it supports
-            all options of the s3fs filesystem. Else it uses fsspec, which takes three times the CPU time, and the log
+        engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3, Google
+            Cloud Storage and Azure, and a client of its own for HTTP(S) and the Hugging Face Hub, if they support all
+            options of the fsspec filesystem. Else it uses fsspec, which takes three times the CPU time, and the log
             and `stats()` say why.
         in_flight: Limit on concurrent requests to the origin, for each process. `make_loader` divides it equally among
             the ranks of a host and their background decoders. Workers, which seldom fetch, may have as many as their

@@ -34,6 +34,9 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 
+# Else gcsfs asks Google over gRPC what kind of bucket one of an emulator is, for a minute.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
     test_map test_docs test_mesh test_cli test_faulty_stores test_loader test_mixed_loader test_origin_server
@@ -221,7 +224,7 @@ def children(process: int) -> set[int]:
 def lives_on(thread: threading.Thread) -> bool:
     """Return whether a thread may outlive a test: pools end with their dataset or with the process."""
     pools = ("dataload-blocks", "dataload-decode", "dataload-load", "dataload-map")
-    others = ("dataload-stalls", "fsspecIO", "asyncio_", "Dummy-")
+    others = ("dataload-stalls", "fsspecIO", "gcsfs-deferred-close", "asyncio_", "Dummy-")
     return thread.name.startswith((*pools, *others)) or "process_request" in thread.name
 
 

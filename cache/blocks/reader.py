@@ -15,6 +15,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.local.read_only import ReadOnlyTier, is_read_only
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
+from dataload.cache.origin.hub import without_commit
 from dataload.cache.origin.limiter import limiter_of
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
@@ -56,8 +57,8 @@ class Object:
 
     @property
     def stable_path(self) -> str:
-        """The path that identifies the object: without the signature, if it is a presigned URL."""
-        return without_signature(self.path)
+        """The path that identifies the object: without signature, and without commit on the Hub."""
+        return without_commit(without_signature(self.path))
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> Object:

@@ -1,4 +1,4 @@
-"""The credentials of a store in S3, for as long as the store accepts them."""
+"""The credentials of a store, for as long as the store accepts them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,96 @@ FIRST_PAUSE, LONGEST_PAUSE = 10.0, 80.0  # seconds
 Fetched = dict[str, Any]  # as a credential provider of obstore returns them
 
 
+def provided(key: str, secret: str, token: str | None, expires_at: datetime | None = None) -> Fetched:
+    """Return credentials as a provider of obstore does."""
+    return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires_at}
+
+
+def fetched(filesystem: Any) -> Fetched:
+    """Return the credentials of an s3fs filesystem."""
+    if given := _given(filesystem):
+        return given
+    filesystem.connect()  # One that another process has sent has no session yet.
+    return _of_session(filesystem, filesystem.session)
+
+
+def renewed(filesystem: Any, held: Fetched | None) -> Fetched | None:
+    """Return the credentials of a new session of s3fs, which uses them from now on; None if they are no other ones."""
+    if not hasattr(filesystem, "call_s3") or filesystem.anon or _given(filesystem):
+        return None
+    if filesystem.storage_options.get("session") is not None:  # The caller's, which renews what it has.
+        return None
+    from aiobotocore.session import AioSession  # type: ignore[import-untyped]  # s3fs has imported it.
+
+    session = AioSession(**filesystem.kwargs)
+    found = _of_session(filesystem, session)
+    rejected = [] if held is None else [held]
+    if filesystem.session is not None:  # Without one, s3fs will open a new one, too.
+        used: Fetched = {}
+        with suppress(Exception):  # The session may have sources that are no longer valid.
+            used = _of_session(filesystem, filesystem.session)
+        rejected.append(used)
+        if _identity(used) != _identity(found):  # Another client takes time and memory.
+            filesystem.session = session  # Older releases of s3fs would keep the one before.
+            filesystem.connect(refresh=True)
+    return found if any(_identity(each) != _identity(found) for each in rejected) else None
+
+
+def _renewal(credentials: Fetched | None) -> datetime | None:
+    """Return when to fetch credentials again; None if they do not expire."""
+    expires_at: datetime | None = None if credentials is None else credentials["expires_at"]
+    return expires_at and expires_at - min(RENEWED_BEFORE, (expires_at - datetime.now(UTC)) / 2)
+
+
+def _identity(credentials: Fetched) -> tuple[Any, ...]:
+    return tuple(credentials.get(name) for name in ("access_key_id", "secret_access_key", "token"))
+
+
+def _given(filesystem: Any) -> Fetched | None:
+    """Return the credentials that the options of an s3fs filesystem name."""
+    is_given = filesystem.key and filesystem.secret
+    return provided(filesystem.key, filesystem.secret, filesystem.token) if is_given else None
+
+
+def _of_session(filesystem: Any, session: Any) -> Fetched:
+    """Return the credentials of a session. They expire if the session renews them."""
+    found: Fetched = sync(filesystem.loop, _asked, session)
+    return found
+
+
+async def _asked(session: Any) -> Fetched:
+    found = await session.get_credentials()
+    if found is None:
+        raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
+    frozen = await found.get_frozen_credentials()
+    expires_at = getattr(found, "_expiry_time", None)  # botocore has no public name for it.
+    return provided(frozen.access_key, frozen.secret_key, frozen.token, expires_at and expires_at.astimezone(UTC))
+
+
 class Credentials:
-    """A credential provider of obstore, over the s3fs session, which knows profiles, roles and instance metadata.
+    """A credential provider of obstore, over the fsspec filesystem, which knows profiles, roles and instance metadata.
 
     Any thread may call it.
 
     Args:
-        filesystem: Returns the s3fs filesystem. Others have no credentials to renew.
-        received: Credentials to use first; None: those of the session.
+        filesystem: Returns the filesystem.
+        received: Credentials to use first; None: those of the filesystem.
+        fetch: Returns the credentials of the filesystem.
+        others: Returns other ones than those that the store has rejected; None if there are none.
 
     Attributes:
         number: How many other credentials came before these.
     """
 
-    def __init__(self, filesystem: Callable[[], Any], received: Fetched | None = None) -> None:
+    def __init__(
+        self,
+        filesystem: Callable[[], Any],
+        received: Fetched | None = None,
+        fetch: Callable[[Any], Fetched] = fetched,
+        others: Callable[[Any, Fetched | None], Fetched | None] = renewed,
+    ) -> None:
         self.number = 0
+        self._fetch, self._others = fetch, others
         self._filesystem = filesystem
         self._mutex = threading.Lock()
         self._held = received
@@ -47,7 +122,7 @@ class Credentials:
             return held
         number = self.number
         try:
-            found = _fetched(self._filesystem())
+            found = self._fetch(self._filesystem())
         except Exception:
             if held is None or datetime.now(UTC) >= held["expires_at"]:
                 raise
@@ -82,67 +157,8 @@ class Credentials:
                 self._paused_until = now + self._pause
 
     def _finds_others(self) -> bool:
-        """Hold the credentials of a new session, if they are other ones, and let s3fs use them."""
-        filesystem = self._filesystem()
-        if not hasattr(filesystem, "call_s3") or filesystem.anon or _given(filesystem):
+        found = self._others(self._filesystem(), self._held)
+        if found is None:
             return False
-        if filesystem.storage_options.get("session") is not None:  # The caller's, which renews what it has.
-            return False
-        from aiobotocore.session import AioSession  # type: ignore[import-untyped]  # s3fs has imported it.
-
-        session = AioSession(**filesystem.kwargs)
-        found = _of_session(filesystem, session)
-        rejected = [] if self._held is None else [self._held]
-        if filesystem.session is not None:  # Without one, s3fs will open a new one, too.
-            used: Fetched = {}
-            with suppress(Exception):  # The session may have sources that are no longer valid.
-                used = _of_session(filesystem, filesystem.session)
-            rejected.append(used)
-            if _identity(used) != _identity(found):  # Another client takes time and memory.
-                filesystem.session = session  # Older releases of s3fs would keep the one before.
-                filesystem.connect(refresh=True)
         self._held, self._renew_at = found, _renewal(found)
-        return any(_identity(each) != _identity(found) for each in rejected)
-
-
-def provided(key: str, secret: str, token: str | None, expires_at: datetime | None = None) -> Fetched:
-    """Return credentials as a provider of obstore does."""
-    return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires_at}
-
-
-def _renewal(credentials: Fetched | None) -> datetime | None:
-    """Return when to fetch credentials again; None if they do not expire."""
-    expires_at: datetime | None = None if credentials is None else credentials["expires_at"]
-    return expires_at and expires_at - min(RENEWED_BEFORE, (expires_at - datetime.now(UTC)) / 2)
-
-
-def _identity(credentials: Fetched) -> tuple[Any, ...]:
-    return tuple(credentials.get(name) for name in ("access_key_id", "secret_access_key", "token"))
-
-
-def _given(filesystem: Any) -> Fetched | None:
-    """Return the credentials that the options of an s3fs filesystem name."""
-    is_given = filesystem.key and filesystem.secret
-    return provided(filesystem.key, filesystem.secret, filesystem.token) if is_given else None
-
-
-def _fetched(filesystem: Any) -> Fetched:
-    if given := _given(filesystem):
-        return given
-    filesystem.connect()  # One that another process has sent has no session yet.
-    return _of_session(filesystem, filesystem.session)
-
-
-def _of_session(filesystem: Any, session: Any) -> Fetched:
-    """Return the credentials of a session. They expire if the session renews them."""
-    found: Fetched = sync(filesystem.loop, _asked, session)
-    return found
-
-
-async def _asked(session: Any) -> Fetched:
-    found = await session.get_credentials()
-    if found is None:
-        raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
-    frozen = await found.get_frozen_credentials()
-    expires_at = getattr(found, "_expiry_time", None)  # botocore has no public name for it.
-    return provided(frozen.access_key, frozen.secret_key, frozen.token, expires_at and expires_at.astimezone(UTC))
+        return True

@@ -64,6 +64,23 @@ class UnsuitableError(Exception):
         self.fix = fix
 
 
+class WrongBodyError(OSError):
+    """The response does not contain the requested bytes."""
+
+
+class HttpError(OSError):
+    """A web server answered with an error.
+
+    Args:
+        message: The error.
+        status: Its HTTP status.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def is_store_error(error: BaseException) -> bool:
     """Return whether the store or the network failed, as opposed to a bug in the program.
 

@@ -11,7 +11,9 @@ from dataload.runtime.redact import redacted
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_REDIRECTS = 10
 ENCRYPTS = ("http", 80, "https", 443)
-HARMLESS = frozenset({"accept", "accept-encoding", "if-match", "range"})  # headers, in lower case
+HARMLESS = frozenset(
+    {"accept", "accept-encoding", "if-match", "if-unmodified-since", "range"}
+)  # headers, in lower case
 HARMLESS_OPTIONS = frozenset({"proxy", "proxy_auth", "proxy_headers", "ssl", "timeout"})
 
 

@@ -16,10 +16,12 @@ from typing import Any, Self, TypeVar
 import fsspec
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, fallback, received_engine, shared_engine
-from dataload.cache.origin.errors import UnsuitableError, is_passing, is_refusal, is_unsupported, status
+from dataload.cache.origin.engine import Engine, fallback, received_engine, shared_engine
+from dataload.cache.origin.errors import UnsuitableError, WrongBodyError, is_passing, is_refusal, is_unsupported, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
+from dataload.cache.origin.fsspec_engine import Fsspec
 from dataload.cache.origin.guarded import guarded
+from dataload.cache.origin.hub import pinned
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
@@ -146,6 +148,12 @@ class Origin(ForkAware):
         """Return the path of a URL at this origin, without the protocol. Raise ConfigError as `check_version` does."""
         check_version(url, self._own)
         return str(self._own._strip_protocol(url.removeprefix("tiercache://")))  # noqa: SLF001 (an extension point)
+
+    def pinned(self, paths: Sequence[str]) -> list[str]:
+        """Return paths at commits, if they are of branches on the Hugging Face Hub. Raises OriginError."""
+        if address_of(self._own)[0] != "hf":
+            return list(paths)
+        return self.metadata(paths[0], lambda filesystem: pinned(filesystem, paths))
 
     def url_of(self, path: str) -> str:
         """Return the URL of a path at this origin."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from fsspec.implementations.dirfs import DirFileSystem
@@ -17,7 +18,7 @@ from dataload.runtime.redact import redacted
 
 CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
 # Google's etag changes with the metadata, such as the storage class after a read; its generation only with the content.
-VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash", "blob_id")
+VERSION_FIELDS = ("generation", "ETag", "etag", "sha256", "md5Hash", "checksum", "content_hash", "blob_id", "xet_hash")
 DERIVED = "derived:"  # begins the versions that no store has given
 OF_TABLE = f"{DERIVED}table/"  # begins those of files that never change, by the rules of their table
 MODIFIED = f"{DERIVED}modified/"  # seconds and size follow
@@ -36,9 +37,14 @@ def version_of(info: dict[str, Any]) -> str:
     It is derived from time and size for an object in S3, from `LOCAL_FIELDS` for a local file, and otherwise from all
     metadata.
     """
+    if lfs := info.get("lfs"):  # at Hugging Face, whose `blob_id` is that of a pointer
+        return str(lfs["sha256"])
     for name in VERSION_FIELDS:
         if info.get(name):
             return str(info[name])
+    if isinstance(http_date := info.get("Last-Modified"), str) and info.get("size") is not None:
+        with suppress(ValueError):  # a web server without ETags
+            return f"{MODIFIED}{int(parsedate_to_datetime(http_date).timestamp())}/{info['size']}"
     modified = info.get("LastModified")
     if isinstance(modified, datetime) and "size" in info:  # in S3, without an ETag
         return f"{MODIFIED}{int(modified.timestamp())}/{info['size']}"

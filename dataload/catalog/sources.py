@@ -189,8 +189,10 @@ def list_objects(source: Source, blocks: Blocks, partitioning: Partitioning = "h
     # cannot share a connection of FTP.
     concurrent = all(split_chain(path)[1].startswith(("http://", "https://", "s3://", "s3a://")) for path in paths)
     every = DaemonExecutor(IN_FLIGHT, "dataload-list").map if concurrent else map
-    for path, (listed, unlisted, matched) in zip(paths, every(partial(_list, blocks=blocks), paths), strict=True):
-        if (root := blocks.origin.path_of(split_chain(path)[1])) in (obj.path for obj in listed):
+    roots = blocks.origin.pinned([blocks.origin.path_of(split_chain(path)[1]) for path in paths])
+    found_at = every(partial(_list, blocks=blocks), list(zip(paths, roots, strict=True)))
+    for root, (listed, unlisted, matched) in zip(roots, found_at, strict=True):
+        if root in (obj.path for obj in listed):
             named.append(root)
         folders.update(filterfalse(has_wildcard, unlisted))
         below.update(filterfalse(has_wildcard, matched))
@@ -212,13 +214,16 @@ def list_objects(source: Source, blocks: Blocks, partitioning: Partitioning = "h
     return objects if partitioning else dict.fromkeys(objects, ())
 
 
-def _list(path: str, blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set[str]]:
+def _list(named: tuple[str, str], blocks: Blocks) -> tuple[dict[Object, Keys], list[str], set[str]]:
     """Return the objects of a path, the folders above it, and the folders between a glob's fixed part and its files.
 
     A table may be at any of these folders: their own files are not listed yet.
+
+    named: the path as the user has it, and at the origin.
     """
     origin = blocks.origin
-    root = folder = origin.path_of(split_chain(path)[1])
+    path, root = named
+    folder = root
     infos: dict[str, Any] = {}
     unlisted: list[str] = []
     is_glob = has_wildcard(root) and not (origin.is_local and Path(root).exists())

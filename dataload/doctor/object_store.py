@@ -16,7 +16,8 @@ from fsspec.asyn import sync
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.explanation import fix_of
 from dataload.cache.origin.guarded_s3 import lacks_token
-from dataload.cache.origin.obstore import bucket_region
+from dataload.cache.origin.s3 import bucket_region
+from dataload.cache.origin.stores import translation_of
 from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
@@ -175,6 +176,15 @@ def ranges(store: Store) -> Finding:
     return problem(f"{first.path}: the store answers a range request with the whole object", advice)
 
 
+def client(store: Store) -> Finding:
+    """Report which client fetches the bytes, and why."""
+    engine = store.origin.engine
+    found = f"{engine.name} fetches the bytes: {engine.reason}"
+    if engine.name == "fsspec" and engine.reason != "requested" and translation_of(store.filesystem):
+        return warning(found, "omit what it names, or go on: obstore takes a third of the CPU time")
+    return ok(found)
+
+
 def listing(store: Store) -> Finding:
     """Check that a listing of more than one page leads to the next one."""
     if not store.is_s3:
@@ -213,6 +223,8 @@ def etag(store: Store) -> Finding:
 
 def if_match(store: Store) -> Finding:
     if not store.is_s3:
+        if store.origin.engine.name in ("http", "obstore"):
+            return ok("each read names the version of its object")
         return ok("this kind of store is not sent If-Match: versions are compared with each answer, or after it")
     try:
         with store.origin.map_errors(store.first.path):

@@ -31,6 +31,7 @@ ORIGIN: dict[str, Callable[[Store], Finding]] = {
     "endpoint": object_store.endpoint,
     "clock": object_store.clock,
     "credentials": object_store.credentials,
+    "client": object_store.client,
     "region": object_store.region,
     "listing": object_store.listing,
     "ranges": object_store.ranges,

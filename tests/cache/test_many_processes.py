@@ -29,11 +29,11 @@ TRIALS = 100 if NIGHTLY else 12
 READ = f"""
 import hashlib, json, random, sys
 from dataload.benchmarks.origin import s3
-from dataload.cache.origin import obstore, origin, retries
+from dataload.cache.origin import origin, retries, translation
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.errors import OriginError
 
-retries.FIRST_PAUSE, obstore.STALL_SECONDS = 0.001, 1
+retries.FIRST_PAUSE, translation.STALL_SECONDS = 0.001, 1
 endpoint, cache, seed, options = sys.argv[1:]
 options = json.loads(options)
 origin.RETRY_SECONDS = options.pop("retry_seconds", 120)

@@ -40,9 +40,10 @@ from dataload.benchmarks.origin.s3 import resolve_range
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin import obstore, reports
+from dataload.cache.origin import obstore, reports, translation
+from dataload.cache.origin import s3 as s3_store
 from dataload.cache.origin.credentials import Credentials
-from dataload.cache.origin.errors import is_transient
+from dataload.cache.origin.errors import UnsuitableError, is_transient
 from dataload.cache.origin.origin import Origin, dump_resolved
 from dataload.cache.origin.version import version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
@@ -105,7 +106,7 @@ def test_what_obstore_cannot_be_told_is_left_to_s3fs(
 def test_other_stores_are_read_by_their_filesystem(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fs = fsspec.filesystem("tiercache", target_protocol="memory", cache_dir=str(tmp_path))
     assert fs.stats()["engine"] == "fsspec"
-    assert "is not s3fs" in fs.stats()["engine_reason"]
+    assert fs.stats()["engine_reason"] == "obstore reads no memory://"
     assert not caplog.records
 
 
@@ -426,7 +427,7 @@ def refusal(headers: dict[str, str]) -> PermissionError:
 )
 def test_a_bucket_is_asked_for_where_it_lies(endpoint_url: str, answer: Any, host: str | None) -> None:
     """On AWS the store uses the bucket's region, even if access is denied; elsewhere the configured endpoint."""
-    settings = obstore._settings_of(_Told(endpoint_url, answer), "b")
+    settings = s3_store.settings(_Told(endpoint_url, answer), "b")
     expected = f"https://s3.{host}.amazonaws.com" if host else endpoint_url
     assert settings["endpoint"] == expected
 
@@ -450,7 +451,7 @@ class _Regional(http.server.BaseHTTPRequestHandler):
 
 def test_an_overloaded_store_decides_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong region would fail all later requests of the process."""
-    monkeypatch.setattr(obstore, "AMAZON", re.compile(".*"))
+    monkeypatch.setattr(s3_store, "AMAZON", re.compile(".*"))
     monkeypatch.setattr(_Regional, "requests", 0)
     with serving(_Regional) as url:
         options = s3.storage_options(url) | {"config_kwargs": {"retries": {"max_attempts": 0}}}
@@ -470,10 +471,10 @@ def test_what_only_botocore_was_told_is_left_to_it(setting: str) -> None:
         told.s3.meta.config.proxies = {"http": "http://proxy"}
     else:
         told.s3.meta.config.s3 = {setting: "virtual" if setting == "addressing_style" else True}
-    with pytest.raises(obstore.UnsuitableError, match=setting):
-        obstore._settings_of(told, "b")
-    with pytest.raises(obstore.UnsuitableError, match="arn:aws"):
-        obstore._settings_of(_Told("http://minio:9000", None), "arn:aws:s3:::x")
+    with pytest.raises(UnsuitableError, match=setting):
+        s3_store.settings(told, "b")
+    with pytest.raises(UnsuitableError, match="arn:aws"):
+        s3_store.settings(_Told("http://minio:9000", None), "arn:aws:s3:::x")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -647,7 +648,7 @@ def test_an_origin_that_stays_down_is_one_error(
 def test_a_body_that_stalls_is_asked_for_again(
     slow_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore, "STALL_SECONDS", 1)
+    monkeypatch.setattr(translation, "STALL_SECONDS", 1)
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine="obstore")
     fs.ls(BUCKET)
     slow_store.behave(stalled=0.5, seed=1)
