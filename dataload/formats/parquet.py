@@ -24,6 +24,7 @@ from dataload.formats.parquet_columns import ParquetColumns, columns_of
 from dataload.formats.parquet_ranges import ranges_of, uncounted_bytes
 from dataload.formats.parquet_reader import LongTimesReader, ParquetReader
 from dataload.formats.parquet_thrift import (
+    DAMAGE,
     DELTA_BINARY_PACKED,
     DELTA_BYTE_ARRAY,
     DELTA_LENGTH_BYTE_ARRAY,
@@ -54,6 +55,7 @@ MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row 
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
 UNCODED_ENCODINGS = {DELTA_BYTE_ARRAY, DELTA_LENGTH_BYTE_ARRAY}  # of other writers, once a dictionary is full
+MOST_ROWS = 1 << 30  # of a row group; a footer with more is damaged
 HUGE_ROW = 64 << 20  # bytes of a row, decompressed, from which on its memory is checked
 ROW_COPIES = 3  # of a row that is decoded: in Arrow, joined, and packed
 LEAST_MEMORY = 1 << 30  # for a row, also on a small host
@@ -79,8 +81,11 @@ class ParquetFooter:
         self.schema, self._columns, self._unit = self._parts.schema, self._parts.columns, self._parts.unit
         self.lengths = [chunks.rows for chunks in self._row_groups]
         for number, chunks in enumerate(self._row_groups):
-            if chunks.rows < 0 or len(chunks) != self._columns.leaf_count:
+            if not 0 <= chunks.rows <= MOST_ROWS or len(chunks) != self._columns.leaf_count:
                 raise ValueError(f"row group {number} of {chunks.rows} rows and {len(chunks)} columns")
+            if (leaf := chunks.misfit(self._parts.flat)) is not None:
+                values = chunks[leaf].num_values
+                raise ValueError(f"row group {number} of {chunks.rows} rows, with {values} values in its column {leaf}")
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
@@ -191,11 +196,11 @@ class ParquetFooter:
                 return flatten_table(file.read_row_group(number, columns=[column], use_threads=False)).column(0)
 
         try:
-            return values_at(chunks[0], rows, self.lengths[number], fetch, read)
+            return values_at(chunks[0], rows, self.lengths[number], obj.size, fetch, read)
         except DataloadError:
             raise
-        except (pa.ArrowException, OSError, ValueError, LookupError):  # Who reads all of it says what is damaged.
-            return None
+        except (pa.ArrowException, OSError, *DAMAGE, LookupError, TypeError, OverflowError):
+            return None  # Who reads all of it says what is damaged.
 
     @contextmanager
     def open_row_group(
@@ -298,6 +303,7 @@ class _Parts:
         metadata: That of a file without rows.
         schema: Its schema, without metadata.
         columns: The columns of the schema.
+        flat: By leaf column, whether it has one value in each row, and no lists.
         unit: That of times of 96 bits; None: ns.
         uncounted: See `uncounted_bytes`.
     """
@@ -305,6 +311,7 @@ class _Parts:
     metadata: pq.FileMetaData
     schema: pa.Schema
     columns: ParquetColumns
+    flat: Sequence[bool]
     unit: str | None
     uncounted: int
 
@@ -324,7 +331,9 @@ def _parts_of(footer: bytes) -> _Parts:
     columns = columns_of(stored := columns_of(schema).stored(schema))
     if columns.leaf_count != metadata.num_columns:
         raise ValueError(f"{metadata.num_columns} columns, but its schema has {columns.leaf_count}")
-    return _Parts(metadata, stored, columns, unit, uncounted_bytes(metadata.created_by))
+    leaves = range(metadata.num_columns)
+    flat = [not metadata.schema.column(leaf).max_repetition_level for leaf in leaves]
+    return _Parts(metadata, stored, columns, flat, unit, uncounted_bytes(metadata.created_by))
 
 
 @contextmanager
@@ -335,7 +344,7 @@ def _reading(obj: Object) -> Iterator[None]:
     except Exception:
         where = f"{obj.name} has a Parquet footer that cannot be read"
         # pyarrow raises these for names that are no text, and for numbers that are out of range.
-        with as_data_error(where, ValueError, LookupError, TypeError, OverflowError):
+        with as_data_error(where, *DAMAGE, LookupError, TypeError, OverflowError):
             raise
 
 

@@ -31,6 +31,7 @@ def values_at(
     chunk: Chunk,
     rows: Int64,
     length: int,
+    size: int,
     fetch: Callable[[Sequence[Span]], list[memoryview]],
     read: Callable[[Any], pa.ChunkedArray],
 ) -> pa.ChunkedArray | None:
@@ -40,6 +41,7 @@ def values_at(
         chunk: The column chunk, of one leaf.
         rows: The rows, ascending: int64 [n].
         length: Rows of the row group.
+        size: Bytes of the file.
         fetch: Returns the bytes of some ranges of the file.
         read: Returns the column, given a stream of the file.
 
@@ -58,7 +60,7 @@ def values_at(
     start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
     end = start + chunk.total_compressed_size
     edges = [start, *(edge for page in pages for edge in (page.offset, page.offset + page.size)), end]
-    if not pages or firsts[0] or (np.diff(firsts) < 0).any() or edges != sorted(edges):
+    if not pages or firsts[0] or (np.diff(firsts) < 0).any() or edges != sorted(edges) or end > size:
         return None
     chosen = np.unique(np.searchsorted(firsts, rows, "right") - 1).tolist()
     spans = [(start, pages[0].offset)] if pages[0].offset > start else []
@@ -66,8 +68,8 @@ def values_at(
     rest = chunk.total_compressed_size - sum(stop - first for first, stop in spans)
     if rest < HEADER_BYTES:
         return None
-    size = _varint((rest - HEADER_BYTES) << 1)
-    content = b"".join([*fetch(spans), PASSED_OVER % (size, size)])
+    passed_over = _varint((rest - HEADER_BYTES) << 1)
+    content = b"".join([*fetch(spans), PASSED_OVER % (passed_over, passed_over)])
     values = read(_Chunk(content, start, end))
     if len(values) != sum(firsts[number + 1] - firsts[number] for number in chosen):
         return None

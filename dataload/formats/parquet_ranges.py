@@ -36,7 +36,7 @@ def ranges_of(chunks: Sequence[Chunk], capacity: int, uncounted: int, size: int)
         size: Size of the file in bytes.
 
     Raises:
-        ValueError: A chunk begins before the file, or has a negative size.
+        ValueError: A chunk is not inside of the file, or has a negative size.
     """
     spans = []
     for chunk in chunks:
@@ -44,8 +44,8 @@ def ranges_of(chunks: Sequence[Chunk], capacity: int, uncounted: int, size: int)
         if chunk.dictionary_page_offset:
             first = min(first, chunk.dictionary_page_offset)
         stop = first + chunk.total_compressed_size
-        if not 0 <= first <= stop:
-            raise ValueError(f"its footer names bytes {first} to {stop}, so it is damaged")
+        if not 0 <= first <= stop <= size:
+            raise ValueError(f"its footer names bytes {first} to {stop} of {size}, so it is damaged or cut short")
         spans.append((first, max(stop, min(stop + uncounted, size))))
     spans.sort()
     return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans

@@ -12,7 +12,7 @@ https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -29,6 +29,9 @@ WIDTHS = [1, 4, 8, 12, 4, 8, 0]  # in bytes, of values of these types
 BYTE_ARRAY, FIXED_LENGTH = 6, 7
 DELTA_BINARY_PACKED, DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY = 5, 6, 7  # encodings
 
+DAMAGE = ValueError, IndexError, RecursionError
+"""What the functions of this module raise for damaged bytes."""
+
 Wanted: TypeAlias = Mapping[int, tuple[int, Any]]
 """The fields of a struct that are read, by number: the type of each, and what is read of its parts."""
 
@@ -38,22 +41,31 @@ NOTHING: tuple[int, Wanted] = 0, {}
 BOUNDS = (1, 2, 5, 6)  # fields of Statistics
 TEXT_BYTES, REPETITION_LEVELS, DEFINITION_LEVELS = 1, 2, 3  # fields of SizeStatistics
 LEVELS: tuple[int, Any] = LIST, (I64, {})
+STRUCTS: tuple[int, Any] = LIST, (STRUCT, {})
+TEXTS: tuple[int, Any] = LIST, (BINARY, {})
 REPETITION, NAME, CHILDREN, FIELD_ID = 3, 4, 5, 9  # fields of SchemaElement
 REPEATED = 2
 METADATA, CRYPTO_METADATA, STATISTICS, NULL_COUNT = 3, 8, 12, 3
-COLUMNS, WHOLE, ROWS, TOTAL_STORED = 1, 2, 3, 6  # fields of RowGroup
+WITH_COLUMN_KEY = 2  # field of ColumnCryptoMetaData
+COLUMNS, WHOLE, ROWS, SORTING, TOTAL_STORED = 1, 2, 3, 4, 6  # fields of RowGroup
+SCHEMA, ROW_GROUPS, KEY_VALUES, ORDERS = 2, 4, 5, 7  # fields of FileMetaData
 REQUIRED = {COLUMNS, WHOLE, ROWS}
+PATH, CHUNK_KEY_VALUES, ENCODING_STATISTICS = 3, 8, 13  # fields of ColumnMetaData
 FIELDS = {"codes": 2, "values": 5, "whole": 6, "stored": 7, "data": 9, "dictionary": 11}  # of ColumnMetaData
+# Lists are wanted for their element's type alone: Arrow reads the type that it expects, whatever a list says.
 CHUNK: Wanted = {
     METADATA: (
         STRUCT,
         {
             **dict.fromkeys(FIELDS.values(), (I64, {})),
             FIELDS["codes"]: (LIST, (I32, {})),
+            PATH: TEXTS,
+            CHUNK_KEY_VALUES: STRUCTS,
+            ENCODING_STATISTICS: STRUCTS,
             STATISTICS: (STRUCT, {NULL_COUNT: (I64, {})}),
         },
     ),
-    CRYPTO_METADATA: (STRUCT, {}),
+    CRYPTO_METADATA: (STRUCT, {WITH_COLUMN_KEY: (STRUCT, {1: TEXTS})}),
 }
 ALL_STATISTICS: Wanted = {
     METADATA: (
@@ -65,12 +77,19 @@ ALL_STATISTICS: Wanted = {
         },
     )
 }
-GROUP: Wanted = {COLUMNS: (LIST, (STRUCT, CHUNK)), **dict.fromkeys((WHOLE, ROWS, TOTAL_STORED), (I64, {}))}
+GROUP: Wanted = {
+    COLUMNS: (LIST, (STRUCT, CHUNK)),
+    SORTING: STRUCTS,
+    **dict.fromkeys((WHOLE, ROWS, TOTAL_STORED), (I64, {})),
+}
 FIRST_FIELDS = 0x10 | I32, 0x10 | LIST, 0x10 | I64  # the heads of a footer's version, schema and number of rows
 NO_ROWS = bytes([0x10 | I64, 0, 0x10 | LIST, STRUCT])
 PAGE_INDEX: Wanted = {4: (I64, {}), 5: (I32, {})}  # where the OffsetIndex is, and its size
 OFFSET_INDEX: Wanted = {1: (LIST, (STRUCT, {1: (I64, {}), 2: (I32, {}), 3: (I64, {})}))}
 MOST_TEXT = 64  # bytes of a text in a usual chunk: a name, or a bound
+MOST_FIELDS = 255  # of a usual struct: their numbers, of 16 bits, cannot begin again
+MOST_NUMBER = 10  # bytes of a number
+FIELD_NUMBERS = 0xFFFF  # Arrow's numbers of fields have 16 bits.
 
 
 class Chunk:
@@ -161,6 +180,7 @@ class Chunks:
         if not group.keys() >= REQUIRED:
             raise ValueError("a row group without columns, bytes or rows")
         self._found: list[Found] = group[COLUMNS]
+        self._rows = group[ROWS]
         self.rows, self.whole_bytes = _integer(group[ROWS]), _integer(group[WHOLE])
         self.encrypted = {leaf for leaf, found in enumerate(self._found) if type(found) is dict and found["encrypted"]}
         self.stored_bytes = _integer(group.get(TOTAL_STORED, b"\0"))  # Old writers don't tell.
@@ -172,6 +192,19 @@ class Chunks:
 
     def __getitem__(self, leaf: int) -> Chunk:
         return Chunk(self._found[leaf])
+
+    def misfit(self, flat: Sequence[bool]) -> int | None:
+        """Return the first leaf column whose number of values is not that of the rows; None: all are.
+
+        Args:
+            flat: By leaf column, whether it has one value in each row. Others have at least one.
+        """
+        other = [leaf for leaf, found in enumerate(self._found) if found["values"] != self._rows]
+        for leaf in other:
+            values = _integer(self._found[leaf]["values"])
+            if leaf not in self.encrypted and (values < self.rows or (flat[leaf] and values > self.rows)):
+                return leaf
+        return None
 
     def null_count(self, leaf: int) -> int | None:
         """Return the nulls of a chunk; None: unknown."""
@@ -203,11 +236,12 @@ def schema_of(footer: bytes) -> tuple[list[Element], int]:
     Raises:
         ValueError: The bytes are no footer.
         IndexError: They are cut short.
+        RecursionError: They have structs or lists in more levels than any footer.
     """
     at, number, elements = 0, 0, list[Element]()
     while head := footer[at]:
-        at, number = at + 1, number + (head >> 4)
-        if number == 2 and head & 15 == LIST:  # Fields below the schema have small numbers, so heads of one byte.
+        number, at = _field_number(footer, at + 1, head, number)
+        if number == SCHEMA and head & 15 == LIST:
             size, kind, at = _list_head(footer, at)
             for _ in range(size if kind == STRUCT else 0):
                 element, at = _element(footer, at)
@@ -220,16 +254,11 @@ def schema_of(footer: bytes) -> tuple[list[Element], int]:
 def _element(data: bytes, at: int) -> tuple[Element, int]:
     number, found, name, text = 0, dict[int, int](), slice(0, 0), b""
     while head := data[at]:
-        at += 1
-        if head > 15:
-            number += head >> 4
-        else:
-            start, at = at, _skip(data, at, I32)
-            number = _integer(data[start:at])
+        number, at = _field_number(data, at + 1, head, number)
         start, at = at, _skip(data, at, head & 15)
-        if number == NAME:
+        if number == NAME and head & 15 == BINARY:
             name, text = slice(start, at), data[_varint(data, start)[1] : at]
-        elif head & 15 in INTEGERS:
+        elif head & 15 == I32:
             found[number] = _integer(data[start:at])
     repeated = found.get(REPETITION) == REPEATED
     return Element(name, text.decode(), found.get(CHILDREN, 0), repeated, found.get(FIELD_ID)), at + 1
@@ -251,18 +280,19 @@ def row_groups_of(footer: bytes) -> tuple[list[Chunks], bytes]:
     Raises:
         ValueError: The bytes are no footer.
         IndexError: They are cut short.
+        RecursionError: They have structs or lists in more levels than any footer.
     """
     if (beginning := _beginning(footer)) is None:
-        fields, _ = _struct(footer, 0, {4: (LIST, (STRUCT, GROUP))})
-        return list(map(Chunks, fields.get(4, []))), footer
+        fields, _ = _struct(footer, 0, {ROW_GROUPS: (LIST, (STRUCT, GROUP))})
+        return list(map(Chunks, fields.get(ROW_GROUPS, []))), footer
     schema, start = beginning
     groups, end = _list(footer, start, STRUCT, GROUP)
     return list(map(Chunks, groups)), footer[:schema] + NO_ROWS + footer[end:]
 
 
 def check_fields(footer: bytes) -> None:
-    """Raise ValueError or IndexError for what follows the row groups of a footer, unless it is the rest of a footer."""
-    _struct(footer, 0, {4: (LIST, (STRUCT, {}))})
+    """Raise one of `DAMAGE` for what follows the row groups of a footer, unless it is the rest of a footer."""
+    _struct(footer, 0, dict.fromkeys((SCHEMA, ROW_GROUPS, KEY_VALUES, ORDERS), STRUCTS))
 
 
 def _beginning(footer: bytes) -> tuple[int, int] | None:
@@ -294,7 +324,7 @@ def pages_of(index: bytes) -> list[Page]:
     """Return the pages of a column chunk but for its dictionary, given the bytes of its `page_index`.
 
     Raises:
-        ValueError, IndexError, KeyError: They are damaged.
+        ValueError, LookupError, RecursionError: They are damaged.
     """
     fields, _ = _struct(index, 0, OFFSET_INDEX)
     return [Page(*(_integer(page[number]) for number in (1, 2, 3))) for page in fields[1]]
@@ -322,22 +352,28 @@ def _usual_chunk() -> re.Pattern[bytes]:
     is read may be anything.
     """
     number = _heads(INTEGERS) + NUMBER
-    numbers = b"(?:%b)*+\x00" % number
+    numbers = b"(?:%b){,%d}+\x00" % (number, MOST_FIELDS)
     levels, structs = _items(I64, NUMBER, range(8)), _items(STRUCT, numbers, range(1, 8))
-    sizes = b"(?:%b|%b%b)*+\x00" % (number, _heads({LIST}), levels)
+    sizes = b"(?:%b|%b%b){,%d}+\x00" % (number, _heads({LIST}), levels, MOST_FIELDS)
     part = {b"n": NUMBER, b"t": _TEXT, b"numbers": numbers, b"levels": levels, b"structs": structs}
     part[b"codes"], part[b"path"] = _items(I32, NUMBER, range(8)), _items(BINARY, _TEXT, range(1, 6))
     # What Arrow writes comes first: it is faster to match than any fields.
     part[b"bounds"] = rb"\x28%(t)b\x18%(t)b(?:[\x11\x12]{2})?\x00" % part
-    part[b"bounds"] += b"|(?:%b|%b|%b%b)*+\x00" % (number, _heads(BOOLEANS), _heads({BINARY}), _TEXT)
+    part[b"bounds"] += b"|(?:%b|%b|%b%b){,%d}+\x00" % (
+        number,
+        _heads(BOOLEANS),
+        _heads({BINARY}),
+        _TEXT,
+        MOST_FIELDS,
+    )
     part[b"rest"] = rb"\x19%(structs)b(?:\x3c(?:\x16%(n)b\x19|\x29)%(levels)b\x19%(levels)b\x00)?\x00" % part
-    part[b"rest"] += b"|(?:%b|%b(?:%b|%b)|%b%b)*+\x00" % (
+    part[b"rest"] += b"|(?:%b|%b%b|%b%b){,%d}+\x00" % (
         number,
         _heads({LIST}),
-        levels,
         structs,
         _heads({STRUCT}),
         sizes,
+        MOST_FIELDS,
     )
     return re.compile(
         rb"\x26%(n)b\x1c"  # an offset, and the metadata
@@ -380,7 +416,7 @@ def _byte(value: int) -> bytes:
     return rb"\x%02x" % value
 
 
-NUMBER = rb"[\x80-\xff]*+."  # All its bytes but the last one have the highest bit.
+NUMBER = rb"[\x80-\xff]{,%d}+[\x00-\x7f]" % (MOST_NUMBER - 1)  # All its bytes but the last have the highest bit.
 _TEXT = b"(?:%b)" % b"|".join(_byte(size) + b".{%d}" % size for size in range(MOST_TEXT))
 
 
@@ -421,12 +457,7 @@ def _struct(data: bytes, at: int, wanted: Wanted) -> tuple[dict[int, Any], int]:
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
-        at += 1
-        if head > 15:
-            number += head >> 4
-        else:
-            start, at = at, _skip(data, at, I32)
-            number = _integer(data[start:at]) & 0xFFFF  # Arrow's numbers have 16 bits.
+        number, at = _field_number(data, at + 1, head, number)
         kind = head & 15
         form, parts = wanted.get(number, NOTHING)
         if kind != form:  # A field of another type is none for Thrift's readers too.
@@ -453,6 +484,8 @@ def _list(data: bytes, at: int, kind: int, parts: Wanted) -> tuple[list[Any], in
         raise ValueError(f"a list of Thrift's type {element}")
     if parts is CHUNK:
         return _chunks(data, at, size)
+    if not parts and kind not in INTEGERS:
+        return [], _skip_items(data, at, size, kind)
     values: list[Any] = []
     for _ in range(size):
         start = at
@@ -468,9 +501,12 @@ def _list(data: bytes, at: int, kind: int, parts: Wanted) -> tuple[list[Any], in
 def _skip(data: bytes, at: int, kind: int) -> int:
     """Return where a value ends."""
     if kind in INTEGERS:
-        while data[at] > 127:
-            at += 1
-        return at + 1
+        end = at
+        while data[end] > 127:
+            end += 1
+        if end - at >= MOST_NUMBER:
+            raise ValueError(f"a number of {end + 1 - at} bytes")
+        return end + 1
     if kind == BINARY:
         size, at = _varint(data, at)
         return at + size
@@ -479,15 +515,22 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         return at if found else _skip_fields(data, at)
     if kind in LISTS:
         size, element, at = _list_head(data, at)
-        if element == STRUCT:
-            found, at = _usual(_usual_struct(), data, at, size)
-            size -= len(found)
-        for _ in range(size):
-            at = _skip(data, at, BYTE if element in BOOLEANS else element)
-        return at
+        return _skip_items(data, at, size, BYTE if element in BOOLEANS else element)
     if kind in FIXED_BYTES:
         return at + FIXED_BYTES[kind]
     raise ValueError(f"a field of Thrift's type {kind}")  # No part of a footer has a map.
+
+
+def _skip_items(data: bytes, at: int, size: int, kind: int) -> int:
+    """Return where the items of a list end."""
+    if kind in FIXED_BYTES:  # A list that says it has 2**60 of them ends at once.
+        return at + size * FIXED_BYTES[kind]
+    if kind == STRUCT:
+        found, at = _usual(_usual_struct(), data, at, min(size, len(data)))
+        size -= len(found)
+    for _ in range(size):
+        at = _skip(data, at, kind)
+    return at
 
 
 def _skip_fields(data: bytes, at: int) -> int:
@@ -499,6 +542,14 @@ def _skip_fields(data: bytes, at: int) -> int:
     return at + 1
 
 
+def _field_number(data: bytes, at: int, head: int, before: int) -> tuple[int, int]:
+    """Return the number of a field, and where its value begins. before: the number of the field before it."""
+    if head > 15:
+        return (before + (head >> 4)) & FIELD_NUMBERS, at
+    end = _skip(data, at, I32)
+    return _integer(data[at:end]) & FIELD_NUMBERS, end
+
+
 def _list_head(data: bytes, at: int) -> tuple[int, int, int]:
     """Return the size of a list, the type of its elements, and where they begin."""
     head = data[at]
@@ -507,20 +558,18 @@ def _list_head(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while (byte := data[at]) > 127:
-        value |= (byte & 127) << shift
-        shift, at = shift + 7, at + 1
-    return value | byte << shift, at + 1
+    """Return a size, and where it ends."""
+    value, end = 0, _skip(data, at, I32)
+    for byte in reversed(data[at:end]):
+        value = value << 7 | byte & 127
+    return value, end
 
 
 def _integer(data: bytes) -> int:
     """Return the signed integer in these bytes."""
     if len(data) == 1:
         return _OF_ONE_BYTE[data[0]]
-    value = 0
-    for byte in reversed(data):
-        value = value << 7 | byte & 127
+    value, _ = _varint(data, 0)
     return (value >> 1) ^ -(value & 1)
 
 

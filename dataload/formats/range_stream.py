@@ -233,10 +233,8 @@ def zeros_around(ranges: Iterable[Span], size: int) -> tuple[pa.Buffer, memoryvi
 
 
 def _check_end(obj: Object, ranges: Sequence[Span]) -> None:
-    if ranges and ranges[-1][1] > obj.size:
-        raise DataError(
-            f"{obj.name}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
-        )
+    if (end := max((stop for _, stop in ranges), default=0)) > obj.size:  # They may overlap.
+        raise DataError(f"{obj.name}: its footer names bytes up to {end}, it has {obj.size}: is it cut short?")
 
 
 def _allocate(size: int) -> memoryview:

@@ -18,8 +18,9 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
 from dataload.formats.arrow_types import has_members, is_list
+from dataload.formats.base import as_data_error
 from dataload.formats.hive_partitions import Constants
-from dataload.formats.parquet_thrift import Element, schema_of, text_of
+from dataload.formats.parquet_thrift import DAMAGE, Element, schema_of, text_of
 from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
 
@@ -117,11 +118,9 @@ def with_table_names(packed: memoryview, obj: TableFile) -> tuple[memoryview, di
     footer, known = bytes(packed[:-TRAILER]), _KNOWN.setdefault(obj.columns, [])
     names = next((names for schema, names in known if footer.startswith(schema)), None)
     if names is None:
-        try:
+        with as_data_error(f"{obj.name} has a Parquet footer whose schema cannot be read", *DAMAGE):
             elements, end = schema_of(footer)
-        except (ValueError, IndexError) as error:
-            raise DataError(f"{obj.name} has a Parquet footer whose schema cannot be read: {error}") from error
-        names = _Names(elements, obj)
+            names = _Names(elements, obj)
         known[:] = [(footer[:end], names), *known[: MOST_KNOWN - 1]]
     if not names.changed:
         return packed, {}

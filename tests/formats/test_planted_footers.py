@@ -15,10 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from decoded import plain
-from thrift import Struct, with_footer
+from thrift import Struct, fields_of, with_footer, with_length, written
 
 from dataload import make_dataset
+from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
+from dataload.formats.base import Footer
+from dataload.formats.detect import parse_footer
+from dataload.formats.table_columns import ID, STORED, TableColumns, TableFile
 
 I32, I64, BINARY, LIST, STRUCT = 5, 6, 8, 9, 12
 METADATA, CRYPTO_METADATA, ENCRYPTION_ALGORITHM = 3, 8, 8
@@ -180,3 +184,129 @@ def test_opening_a_footer_takes_few_steps_a_column(tmp_path: Path) -> None:
         threading.setprofile(None)
         sys.setprofile(None)
     assert 0 < calls.total() < 4 * 4000, calls.most_common(9)
+
+
+def _footer_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    data = sink.getvalue().to_pybytes()
+    return data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
+
+
+def _parsed(footer: bytes, by: Any = None, size: int = 10_000) -> Footer:
+    """Return the footer of x.parquet, perhaps as a file of a table whose columns are known by name or by id."""
+    obj = Object("/x.parquet", size, "")
+    if by is not None:
+        columns = TableColumns(pa.schema([pa.field("x", pa.int64(), metadata={ID: b"1", STORED: b'["x"]'})]), by)
+        obj = TableFile("/x.parquet", size, "", columns=columns)
+    return parse_footer(memoryview(with_length(footer)), obj)
+
+
+MUCH = b"\xff" * 8 + b"\x7f"  # 2**63 - 1 as a size
+DEEP_FIELDS, DEEP_LISTS = 0x90 | STRUCT, 0x90 | LIST  # heads of a field 16, which no footer has
+TAILS = {
+    "structs in structs": bytes([DEEP_FIELDS]) + bytes([0x10 | STRUCT]) * 5000,
+    "lists in lists": bytes([DEEP_LISTS]) + bytes([0x10 | LIST]) * 5000,
+    "a list of 2**63 booleans": bytes([DEEP_LISTS, 0xF1]) + MUCH,
+    "a list of 2**63 bytes": bytes([DEEP_LISTS, 0xF3]) + MUCH,
+    "a list of 2**63 doubles": bytes([DEEP_LISTS, 0xF7]) + MUCH,
+    "a list of 2**63 structs": bytes([DEEP_LISTS, 0xF0 | STRUCT]) + MUCH,
+    "a text of 2**63 bytes": bytes([0x90 | BINARY]) + MUCH,
+    "a number of a megabyte": bytes([0x90 | I64]) + b"\xff" * (1 << 20) + b"\1",
+    "a text whose size is a number of a megabyte": bytes([0x90 | BINARY]) + b"\xff" * (1 << 20) + b"\1",
+}
+OF_TABLES = None, "name", "id"
+
+
+@pytest.mark.parametrize("by", OF_TABLES)
+@pytest.mark.parametrize("tail", TAILS)
+def test_a_footer_that_never_ends_is_an_error_at_once(tail: str, by: Any) -> None:
+    """Most of these would take a decade, or more memory than there is."""
+    footer = _footer_of(pa.table({"x": [1, 2]}))
+    with pytest.raises(DataError, match=r"x\.parquet has a Parquet footer"):
+        _parsed(footer[:-1] + TAILS[tail] + b"\0", by)
+    with pytest.raises(DataError, match=r"x\.parquet has a Parquet footer"):
+        _parsed(TAILS[tail] + footer, by)
+
+
+def test_field_numbers_of_more_than_16_bits_hide_no_second_list_of_row_groups() -> None:
+    """Arrow counts them in 16 bits, and would take the last list."""
+    footer = _footer_of(pa.table({"x": [1, 2]}))
+    fields, step = divmod(0x10000 + 4 - max(fields_of(footer)), 15)
+    assert step
+    again = bytes([0xF0 | I64, 0]) * fields + bytes([step << 4 | LIST, STRUCT])
+    with pytest.raises(DataError, match="two fields 4"):
+        _parsed(footer[:-1] + again + b"\0")
+
+
+CHANGED_ROWS = {  # of the first row group, or of its chunk of a column: which rows, and which values
+    "fewer rows": lambda group: group.update({3: (I64, 2)}),
+    "no rows": lambda group: group.update({3: (I64, 0)}),
+    "more rows": lambda group: group.update({3: (I64, 8)}),
+    "fewer numbers": lambda group: _metadata(group, 0).update({5: (I64, 2)}),
+    "more numbers": lambda group: _metadata(group, 0).update({5: (I64, 8)}),
+    "fewer values of lists": lambda group: _metadata(group, 1).update({5: (I64, 2)}),
+    "less than no values": lambda group: _metadata(group, 1).update({5: (I64, 1)}),
+}
+
+
+def _metadata(group: Struct, leaf: int) -> Struct:
+    found: Struct = group[1][1][1][leaf][METADATA][1]
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGED_ROWS)
+def test_a_row_group_whose_columns_have_other_rows_hides_none(tmp_path: Path, change: str) -> None:
+    pq.write_table(pa.table({"x": [1, 2], "y": [[3], [4, 5]]}), tmp_path / "whole.parquet")
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "x.parquet").write_bytes(with_footer(whole, lambda footer: CHANGED_ROWS[change](footer[4][1][1][0])))
+    with pytest.raises(DataError, match=r"x\.parquet has a Parquet footer that cannot be read: row group 0 of "):
+        make_dataset(str(tmp_path / "x.parquet"), cache=False)
+
+
+def test_more_rows_than_any_row_group_has_are_an_error_of_the_file(tmp_path: Path) -> None:
+    def change(footer: Struct) -> None:
+        group = footer[4][1][1][0]
+        group.update({3: (I64, 1 << 41)})
+        _metadata(group, 0).update({5: (I64, 1 << 41)})
+
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "whole.parquet")
+    (tmp_path / "x.parquet").write_bytes(with_footer((tmp_path / "whole.parquet").read_bytes(), change))
+    with pytest.raises(DataError, match=r"x\.parquet has a Parquet footer that cannot be read: row group 0 of "):
+        make_dataset(str(tmp_path / "x.parquet"), cache=False)
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1 << 61])
+def test_a_chunk_that_ends_behind_its_file_is_an_error_before_anything_is_fetched(tmp_path: Path, size: int) -> None:
+    """Another chunk begins behind it, and ends inside the file."""
+    pq.write_table(pa.table({"x": [1, 2], "y": [3, 4]}), tmp_path / "whole.parquet")
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    change = lambda footer: _metadata(footer[4][1][1][0], 0).update({7: (I64, size << 1)})  # noqa: E731
+    (tmp_path / "x.parquet").write_bytes(with_footer(whole, change))
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
+    content = (tmp_path / "x.parquet").read_bytes()
+    footer = _parsed(content[-8 - int.from_bytes(content[-8:-4], "little") : -8], size=len(content))
+    with pytest.raises(DataError, match=r"x\.parquet row group 0 cannot be fetched: its footer names bytes 4 to "):
+        footer.fetched(0, ["x", "y"], 100)
+    with pytest.raises(DataError, match=r"x\.parquet row group 0 cannot be fetched: its footer names bytes 4 to "):
+        dataset[0]
+
+
+LISTS_OF_OTHERS = {  # what has elements of another type than Arrow reads
+    "schema": lambda footer: footer.update({2: (LIST, (I64, [1]))}),
+    "key values": lambda footer: footer.update({5: (LIST, (I64, [1]))}),
+    "orders": lambda footer: footer.update({7: (LIST, (I64, [1]))}),
+    "sorting columns": lambda footer: footer[4][1][1][0].update({4: (LIST, (I64, [1]))}),
+    "path": lambda footer: _metadata(footer[4][1][1][0], 0).update({3: (LIST, (I64, [1]))}),
+    "encoding statistics": lambda footer: _metadata(footer[4][1][1][0], 0).update({13: (LIST, (I64, [1]))}),
+}
+
+
+@pytest.mark.parametrize("name", LISTS_OF_OTHERS)
+@pytest.mark.parametrize("short", [False, True])
+def test_a_list_of_another_type_than_arrow_reads_is_refused(name: str, *, short: bool) -> None:
+    """Arrow takes its elements for what they should be, and so finds other chunks behind it."""
+    footer = fields_of(_footer_of(pa.table({"x": [1, 2]})))
+    LISTS_OF_OTHERS[name](footer)
+    with pytest.raises(DataError, match=r"a list of Thrift's type 6"):
+        _parsed(written(footer, short=short))

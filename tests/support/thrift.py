@@ -15,10 +15,19 @@ Struct = dict[int, tuple[int, Any]]
 def with_footer(data: bytes, change: Callable[[Struct], None]) -> bytes:
     """Return a Parquet file whose footer was changed in place."""
     size = int.from_bytes(data[-8:-4], "little")
-    footer = _Reader(data[-8 - size : -8]).struct()
+    footer = fields_of(data[-8 - size : -8])
     change(footer)
-    changed = _struct(footer)
-    return data[: -8 - size] + changed + len(changed).to_bytes(4, "little") + b"PAR1"
+    return data[: -8 - size] + with_length(written(footer))
+
+
+def with_length(footer: bytes) -> bytes:
+    """Return the end of a Parquet file: its footer and what follows."""
+    return footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+def fields_of(footer: bytes) -> Struct:
+    """Return the fields of a footer."""
+    return _Reader(footer).struct()
 
 
 class _Reader:
@@ -57,14 +66,18 @@ class _Reader:
         return byte if byte < 128 else (byte & 127) | self._varint() << 7
 
 
-def _struct(fields: Struct) -> bytes:
-    written = b"".join(
-        bytes([kind]) + _varint(number << 1) + _value(kind, value) for number, (kind, value) in sorted(fields.items())
-    )
-    return written + b"\0"
+def written(fields: Struct, *, short: bool = False) -> bytes:
+    """Return a footer. short: whether heads of fields have one byte, as writers write them."""
+    parts, last = list[bytes](), 0
+    for number, (kind, value) in sorted(fields.items()):
+        step = number - last if short else 0
+        parts += [bytes([step << 4 | kind]) if 0 < step < 16 else bytes([kind]) + _varint(number << 1)]
+        parts += [_value(kind, value, short=short)]
+        last = number
+    return b"".join(parts) + b"\0"
 
 
-def _value(kind: int, value: Any) -> bytes:
+def _value(kind: int, value: Any, *, short: bool) -> bytes:
     if kind in BOOLEANS:
         return b""
     if kind in (BYTE, DOUBLE):
@@ -76,8 +89,10 @@ def _value(kind: int, value: Any) -> bytes:
     if kind in LISTS:
         element, values = value
         each = BYTE if element in BOOLEANS else element
-        return bytes([0xF0 | element]) + _varint(len(values)) + b"".join(_value(each, item) for item in values)
-    return _struct(value)
+        head = bytes([len(values) << 4 | element]) if short and len(values) < 15 else b""
+        head = head or bytes([0xF0 | element]) + _varint(len(values))
+        return head + b"".join(_value(each, item, short=short) for item in values)
+    return written(value, short=short)
 
 
 def _varint(value: int) -> bytes:
