@@ -83,6 +83,7 @@ class Blocks(ForkAware):
         tier: Caches the blocks.
         config: The settings of the cache.
         bypasses_cache: Whether no blocks of row groups are cached, because no neighbours are needed in time.
+        uses_cache: False: no bytes are read that this cache, or a caller, has kept of an object.
 
     Attributes:
         block_bytes: Size of a block; the last block of an object may be shorter.
@@ -94,8 +95,10 @@ class Blocks(ForkAware):
         tier: Tier,
         config: CacheConfig,
         bypasses_cache: bool = False,
+        uses_cache: bool = True,
     ) -> None:
         self.origin = origin
+        self.uses_cache = uses_cache
         self.tier = tier
         self.config = config
         self.block_bytes = config.block
@@ -141,8 +144,8 @@ class Blocks(ForkAware):
         """Return a reader that caches `UNCACHED_BYTES` in the memory of this process, and nothing on disk."""
         return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig())
 
-    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, CacheConfig, bool]]:
-        return Blocks, (self.origin, self.tier, self.config, self._bypasses_cache)
+    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, CacheConfig, bool, bool]]:
+        return Blocks, (self.origin, self.tier, self.config, self._bypasses_cache, self.uses_cache)
 
     def key(
         self, obj: Object, what: str, group: str = "", check: Check | None = None, size: int | None = None
@@ -275,7 +278,7 @@ class Blocks(ForkAware):
 
     def past_the_cache(self) -> Blocks:
         """Return a reader of the same objects that reads nothing from the cache."""
-        return Blocks(self.origin, MemoryTier(UNCACHED_BYTES), self.config)
+        return Blocks(self.origin, MemoryTier(UNCACHED_BYTES), self.config, uses_cache=False)
 
     def settle(self) -> None:
         """Wait until blobs that other hosts will read are written, or given up."""

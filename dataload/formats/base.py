@@ -62,10 +62,12 @@ class Footer(Protocol):
         key_values: The metadata of the file or of its schema.
         renamed: Of a file of a table, how the file calls columns that the table calls otherwise, by the table's name.
         mark: A digest that copies of the file share, and other files of its name and size do not; "": there is none.
+        file: The file, if it is small enough to be cached in place of its footer. Its rows are read from there.
     """
 
     renamed: Mapping[str, str]
     mark: str
+    file: memoryview | None
 
     @property
     def streams(self) -> bool: ...

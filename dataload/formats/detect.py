@@ -34,16 +34,18 @@ class Format(NamedTuple):
         parse: parse(packed, obj) returns the footer in these bytes. It raises DataError if they cannot be read.
         pack: pack(obj, blocks, footer) returns the bytes to cache for a file that ends in `footer`.
         requests: requests(obj, packed, tail) returns the bytes of each request beside that for the last `tail` bytes.
+        keeps_files: Whether a small file is cached whole in place of its footer, so that its rows need no request.
     """
 
     magic: bytes
     parse: Callable[[memoryview, Object], Footer]
     pack: Callable[[Object, Blocks, bytes], bytes] = lambda _obj, _blocks, footer: footer
     requests: Callable[[Object, memoryview, int], list[int]] = lambda _, packed, tail: [len(packed) - tail]
+    keeps_files: bool = False
 
 
 FORMATS = (
-    Format(parquet.MAGIC, parquet.ParquetFooter.from_bytes),
+    Format(parquet.MAGIC, parquet.ParquetFooter.from_bytes, keeps_files=True),
     Format(messages.MAGIC, ArrowFooter.from_bytes, messages.index_of_file, messages.requests),
 )
 
@@ -58,9 +60,19 @@ def parse_footer(packed: memoryview, obj: Object) -> Footer:
     found = format_of(packed)
     if found is None:
         raise DataError(f"{obj.name} has a footer of no known format")
-    footer = _parsed(packed, obj, found)
+    if found.keeps_files and len(packed) == obj.size:
+        footer = _parsed(packed[-_footer_bytes(packed, found) :], obj, found)
+        footer.file = packed
+    else:
+        footer = _parsed(packed, obj, found)
     footer.mark = hashlib.blake2b(packed, digest_size=MARK_BYTES).hexdigest()
     return footer
+
+
+def _footer_bytes(end: bytes | memoryview, found: Format) -> int:
+    """Return the size of a file's footer with its length and magic, given the last bytes of the file."""
+    trailer = LENGTH_BYTES + len(found.magic)
+    return int.from_bytes(end[-trailer:][:LENGTH_BYTES], "little") + trailer
 
 
 def _parsed(packed: memoryview, obj: Object, found: Format) -> Footer:
@@ -88,6 +100,8 @@ def fetched_beside_tail(obj: Object, packed: memoryview) -> list[int]:
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     """Return the bytes of a file's footer: Parquet's own, or the packed metadata of Arrow messages.
 
+    A small Parquet file, which the first request fetches whole, is returned whole.
+
     Raises:
         DataError: The file is empty, or neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
@@ -97,9 +111,8 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     start = max(0, obj.size - tail_bytes(obj))
     tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version))
     for known in FORMATS:
-        trailer = LENGTH_BYTES + len(known.magic)
-        if tail.endswith(known.magic) and len(tail) >= trailer:
-            size = int.from_bytes(tail[-trailer:][:LENGTH_BYTES], "little") + trailer
+        if tail.endswith(known.magic) and len(tail) >= LENGTH_BYTES + len(known.magic):
+            size = _footer_bytes(tail, known)
             if size > obj.size:
                 raise DamagedError(
                     f"{obj.name} is cut short: its footer says {size} bytes, and the object has {obj.size}: write it "
@@ -107,7 +120,7 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
                 )
             if size > len(tail):
                 tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
-            return known.pack(obj, blocks, tail[-size:])
+            return tail if known.keeps_files and len(tail) == obj.size else known.pack(obj, blocks, tail[-size:])
     if tail.endswith(parquet.ENCRYPTED_MAGIC):
         raise DataError(f"{obj.name} {parquet.ENCRYPTED}")
     if tail.endswith(messages.FEATHER_1):

@@ -72,6 +72,7 @@ class ParquetFooter:
         self._obj = obj
         self.renamed: Mapping[str, str] = {}
         self.mark = ""
+        self.file: memoryview | None = None
         footer = bytes(data[:-TRAILER])
         self._row_groups, for_arrow = row_groups_of(footer)
         self._parts = _parts_of(for_arrow)
@@ -131,6 +132,8 @@ class ParquetFooter:
         return False
 
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
+        if self.file is not None:
+            return [], []
         ranges = self._ranges(number, columns, capacity)
         if self._shares_blocks(number):
             return ranges, []
@@ -188,6 +191,8 @@ class ParquetFooter:
         def fetch(spans: Sequence[Span]) -> list[memoryview]:
             if any(not 0 <= start <= stop <= obj.size for start, stop in spans):
                 raise ValueError(f"its index names {spans} of {obj.size} bytes")
+            if self.file is not None and blocks.uses_cache:
+                return [self.file[start:stop] for start, stop in spans]
             return blocks.map(lambda span: blocks.fetch(obj, *span), spans)
 
         def read(stream: Any) -> pa.ChunkedArray:
@@ -211,11 +216,13 @@ class ParquetFooter:
         ranges = self._ranges(number, columns, capacity)
         size = self.stored_bytes(number)
         is_small = size < SHARED_BYTES
-        if blocks.retains_blocks and self._shares_blocks(number):
-            fetch = _from_blocks
+        if self.file is not None and blocks.uses_cache:
+            bytes_of = partial(_from_file, self.file)
+        elif blocks.retains_blocks and self._shares_blocks(number):
+            bytes_of = partial(_from_blocks, blocks, obj)
         else:
             fetch = _from_origin if size <= TINY_BYTES and blocks.origin.is_local else _from_pool
-        bytes_of = partial(fetch, blocks, obj)
+            bytes_of = partial(fetch, blocks, obj)
         stream: HeldBeginning | RangeStream
         buffer = _buffer_bytes(ranges, capacity)
         if is_small and ranges and ranges[-1][1] <= MOST_BEGINNING:
@@ -275,7 +282,7 @@ class ParquetFooter:
         return frozenset(found)
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
-        return blocks.origin.is_local or not self._shares_blocks(number)
+        return self.file is not None or blocks.origin.is_local or not self._shares_blocks(number)
 
     def _rows_at_once(self, number: int, columns: Collection[str]) -> int | None:
         """Return how many rows of lists Arrow decodes at a time; None: all of them.
@@ -394,6 +401,11 @@ def _from_pool(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> F
 def _from_origin(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
     """Fetch the range in this thread, because another one would take longer to begin."""
     blocks.fetch_into(obj, start, memory)
+    return _DONE
+
+
+def _from_file(file: memoryview, start: int, memory: memoryview) -> Future[None]:
+    memory[:] = file[start : start + len(memory)]
     return _DONE
 
 

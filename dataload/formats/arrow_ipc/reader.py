@@ -37,6 +37,7 @@ class ArrowFooter:
         self._head = messages[0]
         self.renamed: Mapping[str, str] = {}
         self.mark = ""
+        self.file: memoryview | None = None
         schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata))
         self.key_values: Mapping[bytes, bytes] = schema.metadata or {}
         self.schema: pa.Schema = schema.remove_metadata()
