@@ -34,7 +34,8 @@ class Format(NamedTuple):
         parse: parse(packed, obj) returns the footer in these bytes. It raises DataError if they cannot be read.
         pack: pack(obj, blocks, footer) returns the bytes to cache for a file that ends in `footer`.
         requests: requests(obj, packed, tail) returns the bytes of each request beside that for the last `tail` bytes.
-        keeps_files: Whether a small file is cached whole in place of its footer, so that its rows need no request.
+        keeps_files: Whether a small file of a store is cached whole in place of its footer, so that its rows need no
+            request.
     """
 
     magic: bytes
@@ -61,6 +62,7 @@ def parse_footer(packed: memoryview, obj: Object) -> Footer:
     if found is None:
         raise DataError(f"{obj.name} has a footer of no known format")
     if found.keeps_files and len(packed) == obj.size:
+        packed = memoryview(bytes(packed))  # A blob that is cut short under its mapping would end the process later.
         footer = _parsed(packed[-_footer_bytes(packed, found) :], obj, found)
         footer.file = packed
     else:
@@ -100,7 +102,7 @@ def fetched_beside_tail(obj: Object, packed: memoryview) -> list[int]:
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     """Return the bytes of a file's footer: Parquet's own, or the packed metadata of Arrow messages.
 
-    A small Parquet file, which the first request fetches whole, is returned whole.
+    A small Parquet file of a store, which the first request fetches whole, is returned whole.
 
     Raises:
         DataError: The file is empty, or neither Parquet nor Arrow IPC.
@@ -120,7 +122,8 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
                 )
             if size > len(tail):
                 tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
-            return tail if known.keeps_files and len(tail) == obj.size else known.pack(obj, blocks, tail[-size:])
+            is_kept = known.keeps_files and len(tail) == obj.size and not blocks.origin.is_local
+            return tail if is_kept else known.pack(obj, blocks, tail[-size:])
     if tail.endswith(parquet.ENCRYPTED_MAGIC):
         raise DataError(f"{obj.name} {parquet.ENCRYPTED}")
     if tail.endswith(messages.FEATHER_1):

@@ -90,7 +90,7 @@ def test_it_reads_s3_without_s3fs(decoder: BackgroundDecoder) -> None:
 def test_an_error_of_the_process_is_raised_by_the_caller(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, not_here: None
 ) -> None:
-    dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
+    dataset = make_dataset(dataset_of([[200] * 3]), storage_options=bucket.options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.row_groups)
     make_in_background(decoder, 0)
     assert decoder._process.ready.wait(200)

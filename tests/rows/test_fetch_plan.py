@@ -127,10 +127,10 @@ def test_a_thread_that_computes_holds_the_lock(
 
         return noting
 
-    dataset = make_dataset(dataset_of([[5]] * 60), storage_options=bucket.options, cache=cache)
+    dataset = make_dataset(dataset_of([[300]] * 60), storage_options=bucket.options, cache=cache)
     monkeypatch.setattr(file_maker, "decode", noted("decode", file_maker.decode))
     monkeypatch.setattr(ObjectStore, "_request", noted("request", ObjectStore._request))
-    assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 300
+    assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 300)) == 18_000
     decoding = ("decode", "dataload-load", True) if most_bytes else ("decode", "dataload-decode", False)
     assert seen == {decoding, ("request", "dataload-blocks-read", False)}
 

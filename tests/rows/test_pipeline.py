@@ -251,21 +251,21 @@ def test_a_row_group_that_cannot_be_fetched_waits_for_no_decoder(tmp_path: Path)
 
 def test_row_groups_are_fetched_once_by_several_loops(bucket: Any, dataset_of: Any, tmp_path: Path) -> None:
     """Each has its own cache object of one folder, as ranks have."""
-    url = dataset_of([[5]] * 60)
+    url = dataset_of([[300]] * 60)  # of more than 8 KiB
     caches = [CacheConfig(str(tmp_path / "cache")) for _ in range(3)]
     datasets = [make_dataset(url, storage_options=bucket.options, cache=cache) for cache in caches]
     bucket.server.reset()
     found: list[list[int]] = []
 
     def read(dataset: Any) -> None:
-        found.append(sorted(number for batch in make_loader(dataset, 10) for number in batch["row_id"].tolist()))
+        found.append(sorted(number for batch in make_loader(dataset, 300) for number in batch["row_id"].tolist()))
 
     threads = [threading.Thread(target=read, args=[dataset]) for dataset in datasets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [list(range(300))] * 3
+    assert found == [list(range(18_000))] * 3
     assert bucket.server.stats()["get_requests"] == 60
 
 
