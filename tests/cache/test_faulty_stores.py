@@ -627,7 +627,7 @@ def numbers(groups: int, rows: int) -> bytes:
 
 
 # A row group that is made with others, row groups that share a cached block, and one that a thread decodes.
-SHAPES = {"alone": (8, 1, 1000), "in a block": (1, 4, 1000), "large": (1, 1, 300_000)}
+SHAPES = {"alone": (8, 1, 3000), "in a block": (1, 4, 1000), "large": (1, 1, 300_000)}
 
 
 @contextmanager

@@ -633,7 +633,7 @@ def test_faults_in_passing_change_no_byte(
 def test_an_origin_that_stays_down_is_one_error(
     slow_store: Server, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.origin.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("dataload.cache.origin.origin.RETRY_SECONDS", 2)
     monkeypatch.setattr("dataload.cache.origin.retries.FIRST_PAUSE", 0.001)
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
     fs.ls(BUCKET)
