@@ -472,8 +472,15 @@ def test_the_capacity_follows_new_weights_when_an_epoch_begins(
 # Bytes
 
 
-def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any) -> None:
-    mixture = mix(sources(), WEIGHTS, num_rows=600)
+@pytest.fixture
+def larger(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> dict[str, Dataset]:
+    """Sources whose files are too large to be cached with their footers."""
+    options = {"storage_options": bucket.options, "cache": cache}
+    return {name: make_dataset(dataset_of([[300]] * 2, name), **options) for name in NAMES}
+
+
+def test_each_byte_is_fetched_once_over_all_epochs(larger: dict[str, Dataset], bucket: Any) -> None:
+    mixture = mix(larger, WEIGHTS, num_rows=3000)
     bucket.server.reset()  # The footers are there.
     loader = make_loader(mixture, 16, world=World(0, 1))
     list(loader)
@@ -490,12 +497,11 @@ def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any
 
 @pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 1])
-def test_statistics_by_source(sources: Sources, tmp_path: Path, workers: int) -> None:
+def test_statistics_by_source(larger: dict[str, Dataset], tmp_path: Path, workers: int) -> None:
     """Source c is cached before, so only a and b are fetched and waited for."""
-    datasets = sources()
-    list(make_loader(datasets["c"], 8, world=World(0, 1)))
+    list(make_loader(larger["c"], 8, world=World(0, 1)))
     options = {"transform": dict, "num_workers": workers} if workers else {}
-    loader = make_loader(mix(datasets, WEIGHTS, num_rows=100), 10, stats_dir=tmp_path, world=World(0, 1), **options)
+    loader = make_loader(mix(larger, WEIGHTS, num_rows=100), 10, stats_dir=tmp_path, world=World(0, 1), **options)
     list(loader)
     stats = loader.stats()
     assert stats.rows_by_source == {"a": 50, "b": 30, "c": 20}

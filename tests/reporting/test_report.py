@@ -215,8 +215,9 @@ def test_of_a_long_run_little_is_kept(tmp_path):
     assert kept < 3000 * 300
 
 
-def test_the_loader_writes_its_epochs(loader_of, tmp_path):
-    loader = loader_of(stats_dir=tmp_path / "stats")
+def test_the_loader_writes_its_epochs(dataset_of, bucket, cache, tmp_path):
+    dataset = make_dataset(dataset_of([[500]]), storage_options=bucket.options, cache=cache)
+    loader = make_loader(dataset, 50, stats_dir=tmp_path / "stats")
     for _ in range(2):
         list(loader)
     for _ in loader:
@@ -224,7 +225,7 @@ def test_the_loader_writes_its_epochs(loader_of, tmp_path):
     whole, again, broken = read(tmp_path / "stats")
     assert [one.stats.epoch for one in (whole, again, broken)] == [0, 1, 2]
     assert [one.ended for one in (whole, again, broken)] == [True, True, False]
-    assert (whole.stats.rows, whole.stats.batches, broken.stats.rows) == (100, 10, 10)
+    assert (whole.stats.rows, whole.stats.batches, broken.stats.rows) == (500, 10, 50)
     assert whole.stats.bytes_origin > 0
     assert whole.stats.seconds >= whole.stats.wait_seconds == pytest.approx(sum(whole.stats.waits.values()))
 

@@ -1006,21 +1006,21 @@ def fetched(bucket: Any, before: int) -> int:
 
 def test_a_new_snapshot_fetches_only_its_new_files(bucket, tmp_path, options):
     for number in range(10):
-        bucket.put_table(f"data/{number}.parquet", pa.table({"id": range(1000 * number, 1000 * (number + 1))}))
+        bucket.put_table(f"data/{number}.parquet", pa.table({"id": range(3000 * number, 3000 * (number + 1))}))
     how = {"storage_options": bucket.options, **options}
     loader = make_loader(bucket.url("data"), 100, **how)
-    assert len(ended(loader)) == 10_000
-    new = bucket.put_table("data/new.parquet", pa.table({"id": range(10_000, 11_000)}))
+    assert len(ended(loader)) == 30_000
+    new = bucket.put_table("data/new.parquet", pa.table({"id": range(30_000, 33_000)}))
     before = len(bucket.server.requests)
     assert loader.dataset.refresh()
-    assert sorted(ended(loader)) == list(range(11_000))
+    assert sorted(ended(loader)) == list(range(33_000))
     assert 0 < fetched(bucket, before) <= 2 * new  # Its footer comes in a request of its own, which has all of it.
     seen, state = begun(bucket.url("data"), **how)
-    newer = bucket.put_table("data/newer.parquet", pa.table({"id": range(11_000, 12_000)}))
+    newer = bucket.put_table("data/newer.parquet", pa.table({"id": range(33_000, 36_000)}))
     loader = make_loader(bucket.url("data"), 100, **how)
     before = len(bucket.server.requests)  # without the footers, of which neighbours are cached together
     loader.load_state_dict(state, on_change="continue")
-    assert sorted(seen + ended(loader)) == list(range(12_000))
+    assert sorted(seen + ended(loader)) == list(range(36_000))
     assert 0 < fetched(bucket, before) <= newer
 
 
