@@ -598,6 +598,19 @@ def save_until_killed(url, environ, report, calls, size, *, late):
         report.write_text(str(value))
 
 
+def test_the_manifest_is_written_last(bucket, run_url):
+    """So whenever a kill comes, a folder with a manifest is complete. Uploads of several parts are completed before."""
+    run = Checkpoints(run_url, 2)
+    before = len(bucket.server.requests)
+    save(run, 0, size=20_000_000)
+    run.close()
+    written = [sent.path for sent in bucket.server.requests[before:] if sent.method in ("PUT", "POST")]
+    own = [path.rpartition("/")[2] for path in written if "/checkpoint-000001/" in path]
+    assert own.count("manifest.json") == 1
+    assert own[-1] == "manifest.json"
+    assert {".metadata", "__0_0.distcp", "state.json"} <= set(own)
+
+
 @pytest.mark.parametrize(("kills", "size"), [(3, 300_000), pytest.param(30, 3_000_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_whatever_a_kill_interrupts_the_newest_complete_checkpoint_loads(ranks, server, run_url, tmp_path, kills, size):
