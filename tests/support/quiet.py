@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 PROGRESS = re.compile(
-    r"epoch \d+/\d+: .*% of it waiting.*"
+    r"epoch \d+ of \d+: .*% of it waiting.*"
     r"|(warming|converting|reading footers|counting nulls|verifying|evicting): .* to go"
 )
 
