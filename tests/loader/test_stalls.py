@@ -44,7 +44,9 @@ print(sum(len(batch["b"]) for batch in loader), flush=True)
 def origin(tmp_path: Path) -> Iterator[Origin]:
     path = tmp_path / "origin"
     (path / "bucket/data").mkdir(parents=True)
-    pq.write_table(pa.table({"b": np.arange(40)}), path / "bucket/data/x.parquet", row_group_size=40)
+    # A smaller file would be cached with its footer.
+    table = pa.table({"b": np.arange(40), "c": [os.urandom(300) for _ in range(40)]})
+    pq.write_table(table, path / "bucket/data/x.parquet")
     with Origin(path) as origin:
         yield origin
 
