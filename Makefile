@@ -113,7 +113,7 @@ packers: setup
 # Convert datasets of other libraries, and compare the rows with what these libraries read.
 sources: .venv-peers/.ready
 	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --group sources
-	.venv-peers/bin/python -m pytest -m "slow or not slow" tests/conversion/test_sources.py
+	.venv-peers/bin/python -m pytest -m "slow or not slow" tests/conversion/test_other_libraries.py
 
 # Measure the GPU utilization of the loader; without a GPU, check that the program runs.
 gpu: setup

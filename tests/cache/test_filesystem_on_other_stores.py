@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import test_filesystem as on_moto
 from botocore.exceptions import ClientError
-from conftest import Bucket
 from fsspec.tests.abstract import AbstractGetTests, AbstractOpenTests
 from other_stores import by_condition, other_bucket, other_server  # noqa: F401 (fixtures)
 from test_abstract_filesystem import OverS3
@@ -55,7 +54,7 @@ def status_of(request: Any, **arguments: Any) -> int:
     return int(answer["ResponseMetadata"]["HTTPStatusCode"])
 
 
-def test_what_the_store_does_with_conditions_and_checksums(bucket: Bucket, request: pytest.FixtureRequest) -> None:
+def test_what_the_store_does_with_conditions_and_checksums(bucket: Any, request: pytest.FixtureRequest) -> None:
     client, at = bucket.client, {"Bucket": bucket.name, "Key": "object"}
     bucket.put("object", b"old")
     upload = {**at, "UploadId": client.create_multipart_upload(**at)["UploadId"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,16 @@ from faulty_store import Answer, Asked, faulty_store
 from dataload import make_loader
 from dataload.cache.config import CacheConfig
 from dataload.errors import DataError
-from tests.conftest import rows_table
 
 FILES, ROWS = 40, 20
 
 
-def test_a_small_file_is_fetched_once_in_one_request(bucket: Any, cache: CacheConfig) -> None:
+def test_a_small_file_is_fetched_once_in_one_request(
+    bucket: Any, table_of: Callable[[int, int], pa.Table], cache: CacheConfig
+) -> None:
     """Files with one row group and with several, which share cached blocks if they are larger."""
     sizes = [
-        bucket.put_table(f"{number:03}.parquet", rows_table(number * ROWS, ROWS), row_group_size=6 + number % 2 * ROWS)
+        bucket.put_table(f"{number:03}.parquet", table_of(number * ROWS, ROWS), row_group_size=6 + number % 2 * ROWS)
         for number in range(FILES)
     ]
     assert max(sizes) < 8 << 10

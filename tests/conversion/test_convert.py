@@ -23,7 +23,6 @@ import pyarrow.dataset as pa_dataset
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 import pytest
-from conftest import Bucket
 from pyarrow import feather
 from test_row_sums import COLUMNS
 
@@ -214,7 +213,7 @@ def test_dictionaries_survive_a_shuffle(small: None, tmp_path: Path) -> None:
     assert sorted(pq.read_table(tmp_path / "out")["x"].to_pylist()) == expected
 
 
-def test_from_and_to_s3(small: None, bucket: Bucket, tmp_path: Path) -> None:
+def test_from_and_to_s3(small: None, bucket: Any, tmp_path: Path) -> None:
     table = rows()
     bucket.put_table("in/x.parquet", table, row_group_size=100)
     options = {"storage_options": bucket.options}
@@ -332,7 +331,7 @@ def test_a_second_conversion_is_refused(small: None, tmp_path: Path, monkeypatch
 
 
 def test_a_second_conversion_to_s3_is_refused(
-    small: None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: None, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lease, "patience", lambda *_: 0.0)
     pq.write_table(rows(), tmp_path / "in.parquet")
@@ -350,7 +349,7 @@ def test_a_second_conversion_to_s3_is_refused(
 
 
 def test_a_conversion_whose_lease_was_taken_over_writes_no_more(
-    small: None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: None, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(rows(), tmp_path / "in.parquet")
     conversion = Conversion(tmp_path / "in.parquet", bucket.url("out"), to_storage_options=bucket.options)
@@ -365,7 +364,7 @@ def test_a_conversion_whose_lease_was_taken_over_writes_no_more(
     assert bucket_names(bucket) == names
 
 
-def bucket_names(bucket: Bucket) -> list[str]:
+def bucket_names(bucket: Any) -> list[str]:
     listed = bucket.client.list_objects_v2(Bucket=bucket.name, Prefix="out/_").get("Contents", [])
     listed += bucket.client.list_objects_v2(Bucket=bucket.name, Prefix="out/part").get("Contents", [])
     return sorted(f"{each['Key']} {each['ETag']}" for each in listed)
@@ -385,7 +384,7 @@ def write_source(kind: str, path: Path, first: int) -> None:
 @pytest.mark.parametrize("place", ["local", "s3"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
 def test_a_file_that_is_replaced_meanwhile_is_an_error(
-    kind: str, place: str, small: None, bucket: Bucket, tmp_path: Path
+    kind: str, place: str, small: None, bucket: Any, tmp_path: Path
 ) -> None:
     """No row of the new version mixes with those of the old one."""
     path, url, options = tmp_path / f"in.{kind}", str(tmp_path / f"in.{kind}"), {}
@@ -443,7 +442,7 @@ def test_a_cut_file_is_a_lost_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("place", ["local", "s3", "memory"])
 def test_an_interrupt_leaves_no_half_file(
-    error: type[BaseException], place: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], place: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(rows(), tmp_path / "in.parquet")
     root = {"local": str(tmp_path / "out"), "s3": bucket.url("out"), "memory": f"memory://{tmp_path.name}/out"}[place]
@@ -516,7 +515,7 @@ def test_sources_without_rows_or_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a [b]*?", "100% #1&x=ü", "new\nline", "'quotes\"", "~$HOME"])
-def test_names_with_odd_characters(name: str, bucket: Bucket, tmp_path: Path) -> None:
+def test_names_with_odd_characters(name: str, bucket: Any, tmp_path: Path) -> None:
     table = rows(10)
     folder = tmp_path / name
     folder.mkdir()
