@@ -84,10 +84,13 @@ class Reading:
     def _ahead(self) -> Iterator[tuple[Position, pa.Table]]:
         """Yield the tables, each of which a thread reads while the one before is used."""
         thread, tables = DaemonExecutor(1, "dataload-convert"), self._tables()
-        pending = thread.submit(next, tables, None)
-        while (found := awaited(pending)) is not None:
+        try:
             pending = thread.submit(next, tables, None)
-            yield found
+            while (found := awaited(pending)) is not None:
+                pending = thread.submit(next, tables, None)
+                yield found
+        finally:
+            del thread  # It ends now, and not when an error, whose traceback has this frame, is collected.
 
     def _tables(self) -> Iterator[tuple[Position, pa.Table]]:
         begin = self.position
