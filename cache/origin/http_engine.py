@@ -8,7 +8,6 @@ from contextlib import suppress
 from email.utils import formatdate, parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from dataload.cache.origin.errors import (
     HttpError,
@@ -22,7 +21,7 @@ from dataload.cache.origin.fsspec_engine import Fsspec
 from dataload.cache.origin.http import Connections, Response
 from dataload.cache.origin.hub import names_commit, resolved
 from dataload.cache.origin.identity import address_of
-from dataload.cache.origin.translation import OF_FSSPEC, is_class, unknown_options
+from dataload.cache.origin.translation import OF_FSSPEC, has_proxy, is_class, unknown_options
 from dataload.cache.origin.version import MODIFIED, OF_TABLE, Answer, is_tag
 
 LEAST_TIME = "it takes less CPU time than the filesystem"
@@ -144,10 +143,7 @@ def web_engine(filesystem: Any) -> Fsspec | None:
 
 def _proxy_of(endpoint: str) -> str | None:
     """Return that a proxy leads to an endpoint; None if none does. This module knows no proxies."""
-    location = urlsplit(endpoint)
-    proxies = getproxies()
-    is_between = proxies.get(location.scheme, proxies.get("all")) and not proxy_bypass(location.hostname or "")
-    return f"a proxy leads to {location.hostname}" if is_between else None
+    return f"a proxy leads to {urlsplit(endpoint).hostname}" if has_proxy(endpoint) else None
 
 
 def _headers_of(filesystem: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from dataload.cache.origin.version import version_of
 from dataload.errors import ConfigError, OriginNotFound
 from dataload.runtime.executor import DaemonExecutor, awaited, shared_executor
 from dataload.runtime.redact import redacted
+from dataload.runtime.seekable import Seekable
 
 BLOCK_BYTES = 8 << 20  # of a request, and of what has a checksum of its own
 BLOCKS_AHEAD = 12  # of a file, that are fetched side by side and held
@@ -112,7 +112,7 @@ class StorePath:
         return BlockReader(self.origin, self._path, checksums, spans)
 
 
-class BlockReader(io.RawIOBase):
+class BlockReader(Seekable):
     """Reads an object by blocks, each of which is fetched once, and verified, if spans are read one after the other.
 
     Within a span, torch.load reads the end first. So the blocks of a short span are held until the next one is read; of
@@ -132,10 +132,10 @@ class BlockReader(io.RawIOBase):
     def __init__(
         self, origin: Origin, path: str, checksums: Sequence[str], spans: Iterable[tuple[int, int]] | None = None
     ) -> None:
-        super().__init__()
         info = origin.info(path)
+        super().__init__(int(info["size"]))
         self._origin, self._path, self._checksums = origin, path, checksums
-        self._size, self._version = int(info["size"]), version_of(info)
+        self._version = version_of(info)
         self._requests: DaemonExecutor = shared_executor(BLOCKS_AHEAD, "dataload-checkpoint")
         self._blocks: dict[int, Future[memoryview]] = {}  # held or under way
         given = [(0, self._size)] if spans is None else sorted(spans)
@@ -143,21 +143,7 @@ class BlockReader(io.RawIOBase):
         self._spans = [(start // BLOCK_BYTES, max(start, stop - 1) // BLOCK_BYTES) for start, stop in given]
         self._starts = [start for start, _ in given]
         self._wanted = {number for first, last in self._spans for number in range(first, last + 1)}
-        self._position = self._base = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
+        self._base = 0
 
     def readinto(self, buffer: Any) -> int:
         target, done = memoryview(buffer).cast("B"), 0

@@ -87,6 +87,12 @@ def is_class(filesystem: Any, *names: str) -> str | None:
     return None if kind in names else f"{kind} is not {names[0].partition('.')[0]}"
 
 
+def has_proxy(endpoint: str) -> bool:
+    """Return whether the environment names a proxy that leads to an endpoint."""
+    location, proxies = urlsplit(endpoint), getproxies()
+    return bool(proxies.get(location.scheme, proxies.get("all"))) and not proxy_bypass(location.hostname or "")
+
+
 def client_settings(endpoint: str, certificate: bytes | None = None) -> dict[str, Any]:
     """Return how obstore speaks to an endpoint.
 
@@ -95,7 +101,7 @@ def client_settings(endpoint: str, certificate: bytes | None = None) -> dict[str
     """
     location = urlsplit(endpoint)
     host = location.hostname or ""
-    if getproxies().get(location.scheme, getproxies().get("all")) and not proxy_bypass(host):
+    if has_proxy(endpoint):
         fix = f"if {host} can be reached without the proxy, add it to NO_PROXY"
         raise UnsuitableError("through a proxy, obstore would follow redirects to any host", fix=fix)
     client: Any = {"allow_http": location.scheme == "http", "proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataload.runtime.seekable import Seekable
 
-class Part(io.RawIOBase):
+
+class Part(Seekable):
     """A part of a file that is open, as a file.
 
     Args:
@@ -21,26 +22,11 @@ class Part(io.RawIOBase):
     """
 
     def __init__(self, file: Any, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length = file, start, length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
+        super().__init__(length)
+        self._file, self._start = file, start
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         self._file.seek(self._start + self._position)
         count: int = self._file.readinto(view) if view else 0
         self._position += count
