@@ -7,6 +7,8 @@ import math
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,37 +22,40 @@ from dataload.extras import check_extra
 if TYPE_CHECKING:
     from dataload.benchmarks.suite.datasets import Place
 
-COMPARISON, PROGRAM = Path("docs/comparison.md"), Path("benchmarks/run.py")  # of a clone
-USUAL = {"size": "middle", "workloads": "images,tokens,table,text", "ranks": "1,4,2", "minutes": math.inf, "limit": 6.0}
-QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "minutes": 3.0, "limit": 2.0}
+PAGES, PROGRAM = (Path("docs/comparison.md"), Path("README.md")), Path("benchmarks/run.py")  # of a clone
+USUAL = {"size": "full", "workloads": "images,tokens,text,table,photos", "ranks": "1,4", "groups": "10,128"}
+QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "groups": "10"}
+PUBLISHED_ROUNDS = 3
+PARTS = ("conditions", "datasets", "runs", "speed")  # of the results of a run
 
-PARTS = ("datasets", "runs", "feeds")  # of the results of a run
+Result = dict[str, Any]
 
 
 def bench(
-    quick: Annotated[bool, typer.Option(help="Run for about three minutes: small data, one rank.")] = False,
+    quick: Annotated[bool, typer.Option(help="Run for a few minutes: small data, one rank.")] = False,
     size: Annotated[
-        str | None,
-        typer.Option(help='Size of a dataset: "tiny", "small", "middle" (200 MB, the default), "full" (2.5 GB).'),
+        str | None, typer.Option(help='Size of a dataset: "tiny", "small", "middle" (200 MB), "full" (2.5 to 4 GB).')
     ] = None,
     workloads: Annotated[
         str | None, typer.Option(help=f"Names of workloads, comma-separated; default: {USUAL['workloads']}.")
     ] = None,
-    groups: Annotated[str, typer.Option(help="Megabytes of row groups, comma-separated.")] = "10",
+    groups: Annotated[
+        str | None, typer.Option(help=f"Megabytes of row groups, comma-separated; default: {USUAL['groups']}.")
+    ] = None,
     systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: all.")] = "",
     ranks: Annotated[
-        str | None, typer.Option(help="Numbers of ranks, comma-separated, in the order of stages; default: 1,4,2.")
+        str | None, typer.Option(help=f"Numbers of ranks, comma-separated; default: {USUAL['ranks']}.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the systems take turns in each.")] = 1,
-    origin: Annotated[
-        str, typer.Option(help='"s3": latency and bandwidth of S3; "unlimited": the cost of CPU.')
-    ] = "s3",
-    limit: Annotated[
-        float | None, typer.Option(help="Seconds of epochs after which later ones are extrapolated; default: 6.")
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of rounds, in which the systems take turns; default: 1, or 3 to publish."),
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Limit of the whole run; the rest is reported as not run.")
-    ] = None,
+    goes_on: Annotated[
+        bool,
+        typer.Option(
+            "--continue", help="Measure what the results lack. They must be of this commit, host, size and versions."
+        ),
+    ] = False,
     folder: Annotated[
         Path | None,
         typer.Option(help="Folder of the data, kept for later runs; default: .bench in a clone, else none is kept."),
@@ -64,15 +69,19 @@ def bench(
             help="Folder for JSON, tables and picture; default: benchmarks/results in a clone, else none is written."
         ),
     ] = None,
-    publish: Annotated[bool, typer.Option(help="Publish the results as latest, and in docs/comparison.md.")] = False,
+    publish: Annotated[
+        bool, typer.Option(help="Publish the results as latest, in docs/comparison.md and README.md.")
+    ] = False,
     render: Annotated[
         Path | None, typer.Option(help="Render the JSON of a run again, also of one that ended early.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Measure dataload beside other loaders.
+    """Measure the share of a job's time in which GPUs compute, with dataload and with other loaders.
 
-    Outside a clone, the data and the results are kept only in a --folder and --results that you name.
+    All takes hours and 100 GB of disk. Each measurement is kept at once: interrupt it, and go on by --continue, with
+    other workloads, systems or ranks if you like. Outside a clone, the data and the results are kept only in a --folder
+    and --results that you name.
     """
     check_extra("bench", "bench")
     from dataload.benchmarks.suite import report
@@ -86,51 +95,72 @@ def bench(
         base = Path() if in_clone else Path(stack.enter_context(TemporaryDirectory(prefix="dataload-bench-")))
         path = (results or base / "benchmarks/results") / name
         if render is not None:
-            found = _read(render)
+            found = _read("--render", render)
         else:
-            chosen = {"size": size, "workloads": workloads, "ranks": ranks, "minutes": minutes, "limit": limit}
-            asked: dict[str, Any] = (QUICK if quick else USUAL) | {
-                option: value for option, value in chosen.items() if value is not None
-            }
-            given: dict[str, Any] = {
-                "workloads": _named_workloads(asked["workloads"], asked["size"]),
-                "groups": _numbers("groups", groups, float),
-                "entries": _entries(systems),
-                "ranks": _numbers("ranks", asked["ranks"], int),
-                "rounds": rounds,
-                "origin": _origin(origin),
-                "epoch_seconds": asked["limit"],
-            }
-            data = (folder or base / ".bench").absolute()
+            chosen = {"size": size, "workloads": workloads, "ranks": ranks, "groups": groups}
+            asked = (QUICK if quick else USUAL) | {name: value for name, value in chosen.items() if value is not None}
             python = peers_python.absolute() if peers_python.exists() else None
-            found = _measured(Place(asked["size"], data, python, 60 * asked["minutes"], publish), given, path)
-        headline, more = report.headline(found), "--results FOLDER keeps all tables, a picture and JSON"
+            place = Place(asked["size"], (folder or base / ".bench").absolute(), python)
+            wanted = _entries(systems)
+            entries = tuple(entry for entry in wanted if place.python(entry))
+            if missing := [entry.name for entry in wanted if entry not in entries]:
+                typer.echo(f"not measured: {', '.join(missing)}: their environment is made by `make peers`", err=True)
+            given = {
+                "workloads": _named_workloads(asked["workloads"], asked["size"]),
+                "groups": _numbers("groups", asked["groups"], float),
+                "entries": entries,
+                "ranks": _numbers("ranks", asked["ranks"], int),
+                "rounds": rounds or (PUBLISHED_ROUNDS if publish else 1),
+            }
+            found = _measured(place, given, path, goes_on)
+        more = "--results FOLDER keeps all tables, a picture and JSON"
         if results or in_clone:
             more = f"More in {path}.md, .json and .png"
             _publish(found, path)
         if publish:
-            report.put_between_marks(COMPARISON, headline)
-    typer.echo(json.dumps(found) if as_json else f"{headline}\n\n{more}")
+            for page, text in zip(PAGES, (report.headline(found), report.first_table(found)), strict=True):
+                report.put_between_marks(page, text)
+    typer.echo(json.dumps(found) if as_json else f"{report.headline(found)}\n\n{more}")
     if render is None and (wrong := _wrong(found)):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")
 
 
-def _measured(place: Place, given: dict[str, Any], path: Path) -> dict[str, Any]:
+def _measured(place: Place, given: dict[str, Any], path: Path, goes_on: bool) -> Result:
     """Run a suite. The JSON file at `path` has the results so far."""
-    from dataload.benchmarks.machine.circumstances import circumstances
+    from dataload.benchmarks.machine.circumstances import conditions
     from dataload.benchmarks.machine.hot_memory import HotMemory
+    from dataload.benchmarks.origin.behaviour import S3
     from dataload.benchmarks.suite.suite import Suite
 
+    fixed = {"size": place.size, "origin": asdict(S3)} | conditions(place.peers_python)
+    found: Result = {"datasets": {}, "runs": [], "speed": []}
+    if goes_on:
+        found = _read("--continue", path.with_suffix(".json"))
+        _check_same(found["conditions"], fixed, path)
+        fixed["versions"] = found["conditions"]["versions"] | fixed["versions"]
+    found |= {"date": datetime.now(UTC).date().isoformat(), "conditions": fixed}
     for folder in (place.folder, path.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    found = circumstances(place.peers_python)
     with HotMemory(place.folder) as memory:
-        suite = Suite(place, **given, memory=memory)
-        suite.run(found, lambda line: typer.echo(line, err=True), lambda partial: _save(partial, path))
+        Suite(place, **given).run(
+            found, memory, lambda line: typer.echo(line, err=True), lambda partial: _save(partial, path)
+        )
     return found
 
 
-def _publish(found: dict[str, Any], path: Path) -> None:
+def _check_same(earlier: Result, now: Result, path: Path) -> None:
+    """Raise ConfigError if the results are of other conditions. The peers' environment may have come since."""
+    pairs = [(name, earlier[name], now[name]) for name in now if name != "versions"]
+    before = earlier["versions"]
+    pairs += [(f"version of {name}", before[name], found) for name, found in now["versions"].items() if name in before]
+    for name, old, new in pairs:
+        if old != new:
+            raise ConfigError(
+                f"--continue: the {name} of {path}.json is {old}, and now {new}: measure again without --continue"
+            )
+
+
+def _publish(found: Result, path: Path) -> None:
     """Write the results as JSON, tables and picture, each with its own suffix."""
     from dataload.benchmarks.suite import picture, report
 
@@ -140,7 +170,7 @@ def _publish(found: dict[str, Any], path: Path) -> None:
     _save(found, path)
 
 
-def _save(found: dict[str, Any], path: Path) -> None:
+def _save(found: Result, path: Path) -> None:
     """Write the results so far as JSON. An interrupted write leaves the earlier ones."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(found, indent=1) + "\n")
@@ -169,21 +199,13 @@ def _named_workloads(text: str, size: str) -> tuple[str, ...]:
     return names
 
 
-def _origin(name: str) -> str:
-    from dataload.benchmarks.origin.behaviour import ORIGINS
-
-    if name not in ORIGINS:
-        raise ConfigError(f"--origin={name}: must be one of {', '.join(ORIGINS)}")
-    return name
-
-
-def _read(results: Path) -> Any:
+def _read(option: str, path: Path) -> Any:
     try:
-        found = json.loads(results.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--render={results}: cannot be read as the JSON of a run: {error}") from error
+        raise ConfigError(f"{option}: {path} cannot be read as the JSON of a run: {error}") from error
     if missing := [name for name in PARTS if name not in found]:
-        raise ConfigError(f"--render={results}: has no {missing[0]!r}, so it is not of this version: measure again")
+        raise ConfigError(f"{option}: {path} has no {missing[0]!r}, so it is not of this version: measure again")
     return found
 
 
@@ -203,14 +225,14 @@ def _entries(systems: str) -> tuple[Entry, ...]:
     return chosen
 
 
-def _wrong(found: dict[str, Any]) -> list[str]:
+def _wrong(found: Result) -> list[str]:
     """Return the errors of dataload. The tables have those of other systems."""
     return [
-        f"{run['dataset']}, ranks {run.get('ranks', 1)}: {error}"
-        for run in [*found["runs"], *found["feeds"]]
+        f"{run['dataset']}, ranks {run['ranks']}: {error}"
+        for run in found["runs"]
         if run["system"] == "dataload"
-        for error in [run["error"], *run.get("problems", ())[:1]]
-        if error and not error.startswith("not run")
+        for error in [run["error"], *run["problems"][:1]]
+        if error
     ]
 
 

@@ -19,7 +19,7 @@ from dataload.benchmarks.machine.usage import cpu_seconds
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.benchmarks.systems.floors import RANGE_BYTES
+from dataload.benchmarks.systems.wire import RANGE_BYTES
 
 IN_FLIGHT = 32  # as many as a process may have that is alone on its host
 LEAST_BYTES = 1 << 20  # of a bare GET

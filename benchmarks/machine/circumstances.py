@@ -1,18 +1,21 @@
-"""The environment of a benchmark run: machine, package versions, commit and date."""
+"""The conditions of a benchmark run: commit, machine and package versions."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.filesize import decimal
+from xxhash import xxh3_64_hexdigest
 
+from dataload import benchmarks
+
+CODE = ("benchmarks", "cache", "dataload", "samplers", ":!benchmarks/results")  # paths of a commit
 PACKAGES = (
     *("torch", "numpy", "pyarrow", "fsspec", "s3fs", "opencv-python-headless"),
     *("datasets", "mosaicml-streaming", "litdata", "webdataset"),
@@ -20,16 +23,16 @@ PACKAGES = (
 LIST = "import importlib.metadata as m; print(*(f'{d.name}={d.version}' for d in m.distributions()))"
 
 
-def circumstances(peers_python: Path | None) -> dict[str, Any]:
-    """Return the environment of this run as JSON values.
+def conditions(peers_python: Path | None) -> dict[str, Any]:
+    """Return what the figures of one run have in common, as JSON values.
 
     Args:
         peers_python: Interpreter of the peers' environment. Its versions are marked "(peers)". None: no such
             environment.
     """
     return {
-        "date": datetime.now(UTC).date().isoformat(),
         "commit": _commit(),
+        "host": xxh3_64_hexdigest(platform.node().encode())[:8],
         "machine": {
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
@@ -53,13 +56,17 @@ def _peers(python: Path | None) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout, with "+" for changed files; "unknown" without a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    if commit.returncode:
+    """Return the last commit of the code, "+" and a hash if files have changed since; "unknown" without a checkout."""
+    root = Path(benchmarks.__file__).resolve().parents[1]
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", "-C", str(root), *words, "--", *CODE], capture_output=True, check=True).stdout
+
+    try:
+        commit, changes = git("log", "-1", "--format=%h").decode().strip(), git("diff", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return commit + (f"+{xxh3_64_hexdigest(changes)[:6]}" if changes else "") if commit else "unknown"
 
 
 def _processor() -> str:

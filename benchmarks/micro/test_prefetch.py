@@ -20,7 +20,7 @@ from dataload.benchmarks.origin import Behaviour, Origin
 from dataload.benchmarks.origin.behaviour import S3
 from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.benchmarks.systems.floors import RANGE_BYTES
+from dataload.benchmarks.systems.wire import RANGE_BYTES
 
 IN_FLIGHT = 16
 WIRES = {"images": Behaviour(S3.latency, 20e6), "tokens": Behaviour(S3.latency, 6e6)}  # bytes/s of a connection

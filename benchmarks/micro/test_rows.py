@@ -5,7 +5,7 @@ The epochs wait for nothing, and other jobs of the machine disturb CPU time less
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import process_time
@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, mix
-from dataload.benchmarks.systems.base import Setting
-from dataload.benchmarks.systems.floors import Gather
+from dataload.benchmarks.batches import Batch, transformed, values
+from dataload.benchmarks.workloads import Workload
 
 BATCH = 256
+RUN_BYTES = 1 << 20  # fits into the cache of a core
 DISTINCT, TEXT_BYTES = 500, 120
 
 pytestmark = pytest.mark.benchmark(timer=process_time)
@@ -31,6 +32,36 @@ CHOICES: dict[str, Callable[[Any], Any]] = {
     "half of the rows": lambda whole: whole.select(np.random.default_rng(0).random(len(whole)) < 0.5),
     "three sources": lambda whole: mix(whole.split([1 / 3] * 3)),
 }
+
+
+class Gather:
+    """Shuffled batches from rows in memory. One gather makes many small batches; bytes are not copied."""
+
+    def __init__(self, workload: Workload, files: Path) -> None:
+        self._workload = workload
+        table = pq.read_table(files)
+        columns = {name: values(table[name].combine_chunks()) for name in table.column_names}
+        columns = transformed(columns, workload.prepare)
+        if workload.features:
+            columns["x"] = np.stack([columns.pop(name) for name in workload.features], axis=1)
+        self._lists = {
+            name: np.array([*column, None], object)[:-1] for name, column in columns.items() if isinstance(column, list)
+        }
+        self._arrays = {name: column for name, column in columns.items() if name not in self._lists}
+        batch_bytes = workload.batch_size * sum(array[0].nbytes for array in self._arrays.values())
+        self._batches_at_once = max(1, RUN_BYTES // batch_bytes)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        size, at_once = self._workload.batch_size, self._batches_at_once
+        order = np.random.default_rng(number).permutation(self._workload.rows)
+        for first in range(0, len(order), at_once * size):
+            run = order[first : first + at_once * size]
+            arrays = {name: np.take(array, run, axis=0, mode="clip") for name, array in self._arrays.items()}
+            lists: dict[str, list[Any]] = {name: array[run].tolist() for name, array in self._lists.items()}
+            for start in range(0, len(run), size):
+                batch: Batch = {name: array[start : start + size] for name, array in arrays.items()}
+                batch |= {name: values[start : start + size] for name, values in lists.items()}
+                yield transformed(batch, self._workload.transform)
 
 
 def drain(batches: Iterable[Any]) -> int:
@@ -58,12 +89,12 @@ def test_epoch(
 
 @pytest.mark.parametrize("name", ["table", "tokens", "text", "images"])
 @pytest.mark.parametrize("floor", ["gather", "copy", "scan"])
-def test_floor(benchmark: Any, files: Any, name: str, floor: str, tmp_path: Path, per_second: Any) -> None:
+def test_floor(benchmark: Any, files: Any, name: str, floor: str, per_second: Any) -> None:
     workload, folder = files(name)
     benchmark.group = f"warm epoch: {name}"
     table = pq.read_table(folder).combine_chunks()
     if floor == "gather":
-        gather = Gather(Setting(workload, "", "", "", folder, tmp_path, 0))
+        gather = Gather(workload, folder)
         epochs(benchmark, per_second, lambda: gather.epoch(0))
     elif floor == "copy":
         buffers = [np.frombuffer(each, np.uint8) for column in table for each in column.chunk(0).buffers() if each]

@@ -59,7 +59,6 @@ class Behaviour:
 
 # S3 as one host sees it: 30 ms, 90 MB/s a connection, 10 Gbit/s a host, and one request of 1,000 delayed by a second.
 S3 = Behaviour(latency=0.03, bytes_per_second=90e6, host_bytes_per_second=1.25e9, delayed=0.001)
-ORIGINS = {"s3": S3, "unlimited": Behaviour()}
 
 
 class Faults:

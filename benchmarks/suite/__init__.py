@@ -1,1 +1,1 @@
-"""The suite behind `dataload bench`: accelerators kept busy, and the cost of ten epochs."""
+"""The suite behind `dataload bench`: the share of a job's time in which its accelerators compute."""

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import math
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dataload.benchmarks.suite.host import last_line
+from dataload.benchmarks.accelerators import load
+from dataload.benchmarks.origin.behaviour import S3
+from dataload.benchmarks.suite.host import HostError, last_line
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.benchmarks.systems.convert import price_of
+from dataload.benchmarks.systems.convert import seconds_of
 from dataload.benchmarks.systems.registry import Entry
 from dataload.benchmarks.workloads import Truth, Workload, write
 from dataload.runtime.child_process import as_child
 
-CONVERSION_SECONDS = 1800.0
-
-Result = dict[str, Any]
+CONVERSION_SECONDS = 3600.0
+PART = 1 << 24
 
 
 @dataclass(frozen=True)
 class Place:
-    """The size and the folders of a run, its interpreters, and its time.
+    """The size of the datasets, their folder, and the interpreters.
 
     Args:
         size: Size of the workloads.
         folder: Absolute path of the data, which is kept, and of temporary files.
         peers_python: Interpreter of the peers' environment; None if it does not exist.
-        seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
-        converts_again: Whether to make the conversions of earlier runs again.
     """
 
     size: str
     folder: Path
     peers_python: Path | None
-    seconds: float = math.inf
-    converts_again: bool = False
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def data(self) -> Path:
@@ -48,11 +43,12 @@ class Place:
         return self.folder / "data"
 
     @property
-    def seconds_left(self) -> float:
-        return self.started + self.seconds - time.monotonic()
+    def scratch(self) -> Path:
+        """The folder of the job that runs."""
+        return self.folder / "job"
 
     def python(self, entry: Entry) -> Path | None:
-        """Return the interpreter of a system."""
+        """Return the interpreter of a system; None if its environment does not exist."""
         return Path(sys.executable) if entry.environment == "own" else self.peers_python
 
 
@@ -65,52 +61,66 @@ class Dataset:
     group_megabytes: float
     folder: Path
     truth: Truth
-    conversions: dict[str, Result]
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows that the accelerators of every system consume."""
+        assert S3.host_bytes_per_second
+        return load(S3.host_bytes_per_second, self.truth.parquet_bytes / self.truth.rows)
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Seconds that the accelerators compute in an epoch."""
+        return self.truth.rows / self.rows_per_second
+
+    def described(self) -> dict[str, Any]:
+        """Return the dataset and its load as JSON values."""
+        accelerator = self.workload.accelerator
+        return asdict(self.truth) | {
+            "workload": self.workload.name,
+            "row_group_megabytes": self.group_megabytes,
+            "batch_size": self.workload.batch_size,
+            "rows_per_second": self.rows_per_second,
+            "epoch_seconds": self.epoch_seconds,
+            "accelerators": self.rows_per_second / accelerator.rows_per_second,
+            "accelerator": accelerator.model,
+            "source": accelerator.source,
+        }
 
 
-def prepare(
-    name: str, workload: Workload, group: float, place: Place, entries: tuple[Entry, ...], say: Callable[[str], object]
-) -> Dataset:
-    """Write a dataset, and convert it to the systems' own formats, unless an earlier run did.
+def prepare(workload: Workload, group: float, place: Place) -> Dataset:
+    """Write a dataset, unless an earlier run did."""
+    folder = place.data / BUCKET / place.size / f"{workload.name}-{group:g}"
+    return Dataset(f"{workload.name}, {group:g} MB", workload, group, folder, write(workload, folder / "parquet"))
+
+
+def convert(dataset: Dataset, entry: Entry, place: Place, say: Callable[[str], object]) -> float:
+    """Convert a dataset to a system's own format, unless an earlier run did. Return the seconds that it took.
 
     A conversion of an earlier run counts only if nothing that it was made of has changed.
+
+    Raises:
+        HostError: The conversion failed.
+        TimeoutExpired: It was not done within CONVERSION_SECONDS.
     """
-    folder = place.data / BUCKET / place.size / f"{workload.name}-{group:g}"
-    say(f"{name}: {workload.rows:,} rows")
-    truth = write(workload, folder / "parquet")
-    conversions: dict[str, Result] = {}
-    for entry in entries:
-        python = place.python(entry)
-        if not entry.converts or python is None:
-            continue
-        price = price_of(entry, folder / "parquet", folder / entry.module)
-        if price is None or place.converts_again:
-            say(f"{name}: converting for {entry.name}")
-            task = (entry.name, workload.name, place.size, folder / "parquet", folder / entry.module)
-            patience = min(CONVERSION_SECONDS, max(0.0, place.seconds_left))
-            error = _converted(python, task, patience)
-            price = error or price_of(entry, folder / "parquet", folder / entry.module)
-        conversions[entry.name] = price or {"error": "no result"}
-    return Dataset(name, workload, group, folder, truth, conversions)
+    files, folder = dataset.folder / "parquet", dataset.folder / entry.module
+    if (seconds := seconds_of(entry, files, folder)) is None:
+        say(f"{dataset.name}: converting for {entry.name}")
+        task = (entry.name, dataset.workload.name, place.size, files, folder)
+        command = [str(place.python(entry)), *as_child("dataload.benchmarks.systems.convert", *map(str, task))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_SECONDS, check=False)
+        seconds = seconds_of(entry, files, folder)
+        if done.returncode or seconds is None:
+            raise HostError(f"not converted: {last_line(done.stderr)}")
+    return seconds
 
 
-def _converted(python: Path, task: tuple[object, ...], patience: float) -> Result | None:
-    """Run a conversion. Return its error, or None."""
-    command = [str(python), *as_child("dataload.benchmarks.systems.convert", *map(str, task))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done within {patience:.0f} s"}
-    return {"error": last_line(done.stderr)} if done.returncode else None
-
-
-def described(dataset: Dataset) -> Result:
-    """Return a dataset as JSON values."""
-    workload, accelerator = dataset.workload, dataset.workload.accelerator
-    return asdict(dataset.truth) | {
-        "workload": workload.name,
-        "row_group_megabytes": dataset.group_megabytes,
-        "batch_size": workload.batch_size,
-        "accelerator": asdict(accelerator) | {"unit": accelerator.unit, "rows_per_second": accelerator.rows_per_second},
-        "conversions": dataset.conversions,
-    }
+def ready(folder: Path) -> None:
+    """Have the files of a folder in the page cache and on disk, so that no job waits for the disk of the origin."""
+    os.sync()
+    buffer = bytearray(PART)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass

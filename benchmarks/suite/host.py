@@ -12,49 +12,54 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
-from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, PeakMemory
-from dataload.benchmarks.suite.rank import Epoch
+from dataload.benchmarks.machine.usage import PeakMemory
+from dataload.benchmarks.suite.rank import Epoch, Task
 from dataload.benchmarks.systems.base import Setting
 from dataload.runtime.child_process import as_child
 
 MASK = (1 << 64) - 1
 EXIT_SECONDS = 5.0
-NO_ANSWER = "no answer"  # begins the error of a host whose patience is over
+SAMPLE_SECONDS = 1.0  # between two samples of memory: to find all processes takes milliseconds of a core
 
 
 class HostError(Exception):
-    """A rank failed, or did not answer in time."""
+    """A rank failed."""
+
+
+class Stopped(HostError):
+    """The limit of the job is over."""
 
 
 class Host:
-    """All ranks of a system on this host. They start together, and wait for each other after every epoch.
+    """A job: all ranks of a system on this host. They start together, and wait for each other after every epoch.
 
     Args:
         python: Interpreter of the system's environment.
         system: Name of the system.
         setting: Setting of rank 0.
+        rows_per_second: Rows that all emulated accelerators consume.
         folder: An empty folder for logs and temporary files.
-        patience: Seconds until the processes are killed.
+        limit: Seconds until the processes are killed.
 
     Attributes:
-        memory: The most memory that all processes used together in epochs without emulation. Samples hold up a process
-            that maps many files, which then does not feed as many accelerators.
+        memory: The most memory that all processes used together.
     """
 
-    def __init__(self, python: Path, system: str, setting: Setting, folder: Path, patience: float) -> None:
-        self._python, self._system, self._setting, self._folder = python, system, setting, folder
-        self._started = monotonic()
-        self._until = self._started + patience
+    def __init__(
+        self, python: Path, system: str, setting: Setting, rows_per_second: float, folder: Path, limit: float
+    ) -> None:
+        self._python, self._setting, self._folder = python, setting, folder
+        self._task = Task(system, setting, rows_per_second / setting.ranks, perf_counter())
+        self._until = self._task.started + limit
         self._ended = Event()
         self._processes: list[psutil.Popen] = []
         self.memory = PeakMemory()
-        self._emulates = False
 
     def __enter__(self) -> Self:
         port = _free_port()
@@ -74,7 +79,7 @@ class Host:
                 process.stdin.close()
         for process in self._processes if kind is None else ():
             with suppress(psutil.TimeoutExpired):
-                process.wait(min(EXIT_SECONDS, max(0.1, self._until - monotonic())))
+                process.wait(min(EXIT_SECONDS, max(0.1, self._until - perf_counter())))
         self._kill()
         for process in self._processes:
             process.wait()
@@ -82,22 +87,29 @@ class Host:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def epoch(self, number: int, rows_per_second: float | None = None) -> Epoch:
-        """Read an epoch in every rank.
+    def wait_until_imported(self) -> float:
+        """Wait until all ranks have imported torch. Return the seconds since their start.
 
-        Args:
-            number: Number of the epoch, from 0.
-            rows_per_second: Rows that all emulated accelerators consume; None: without emulation.
+        Raises:
+            HostError: A rank ended, or the limit is over.
+        """
+        for rank, process in enumerate(self._processes):
+            setting = replace(self._setting, rank=rank)
+            self._write(process, pickle.dumps(replace(self._task, setting=setting)).hex())
+        seconds: float = max(self._answer(rank) for rank in range(len(self._processes)))
+        return seconds
+
+    def epoch(self) -> Epoch:
+        """Read the next epoch in every rank.
 
         Returns:
             The epoch of the host: the slowest rank's times, and sums of the rest.
 
         Raises:
-            HostError: A rank failed or the patience is over.
+            HostError: A rank failed, or the limit is over.
         """
-        self._emulates = rows_per_second is not None
-        share = rows_per_second and rows_per_second / self._setting.ranks
-        self._ask(json.dumps({"epoch": number, "rows_per_second": share}))
+        for process in self._processes:
+            self._write(process, "")
         ranks = [Epoch(**self._answer(rank)) for rank in range(self._setting.ranks)]
         return Epoch(
             seconds=max(epoch.seconds for epoch in ranks),
@@ -110,21 +122,6 @@ class Host:
             compute_seconds=sum(epoch.compute_seconds for epoch in ranks),
             total_seconds=sum(epoch.total_seconds for epoch in ranks),
         )
-
-    def extend(self, seconds: float) -> None:
-        """Kill the processes in `seconds` from now, if not later."""
-        self._until = max(self._until, monotonic() + seconds)
-
-    def wait_until_ready(self) -> None:
-        """Wait until all ranks have started Python and imported torch.
-
-        Raises:
-            HostError: A rank ended, or the patience is over.
-        """
-        for rank, process in enumerate(self._processes):
-            self._write(process, pickle.dumps((self._system, replace(self._setting, rank=rank))).hex())
-        for rank in range(len(self._processes)):
-            self._answer(rank)
 
     def _start(self, rank: int, port: int) -> psutil.Popen:
         folder = str(self._folder)
@@ -150,10 +147,6 @@ class Host:
     def _log(self, rank: int) -> Path:
         return self._folder / f"log-{rank}"
 
-    def _ask(self, asked: str) -> None:
-        for process in self._processes:
-            self._write(process, asked)
-
     def _write(self, process: psutil.Popen, line: str) -> None:
         with suppress(BrokenPipeError):  # of a process that has ended: the answer has its error
             process.stdin.write(line + "\n")
@@ -162,7 +155,7 @@ class Host:
     def _answer(self, rank: int) -> Any:
         line = self._processes[rank].stdout.readline()
         if not line:
-            raise HostError(self._error())
+            raise Stopped if perf_counter() >= self._until else HostError(self._error())
         answer = json.loads(line)
         if isinstance(answer, dict) and "error" in answer:
             raise HostError(answer["error"])
@@ -170,8 +163,6 @@ class Host:
 
     def _error(self) -> str:
         """Return the error of the first rank that failed by itself."""
-        if monotonic() >= self._until:
-            return f"{NO_ANSWER} within {self._until - self._started:.0f} s"
         codes = [process.wait() for process in self._processes]
         rank = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
         for line in self._processes[rank].stdout:
@@ -180,11 +171,10 @@ class Host:
         return f"ended with {codes[rank]}: {last_line(self._log(rank).read_text(errors='replace'))}"
 
     def _sample(self) -> None:
-        """Sample the memory until the end. Kill all ranks once one has failed or the patience is over."""
+        """Sample the memory until the end. Kill all ranks once one has failed or the limit is over."""
         while not self._ended.wait(SAMPLE_SECONDS):
-            if not self._emulates:
-                self.memory.sample(self._processes)
-            if monotonic() >= self._until or any(process.poll() for process in self._processes):
+            self.memory.sample(self._processes)
+            if perf_counter() >= self._until or any(process.poll() for process in self._processes):
                 self._kill()
                 return
 

@@ -1,8 +1,7 @@
 """One rank of a measured system, in its own process: `python -m dataload.benchmarks.suite.rank`.
 
-The first line of standard input has the name of a system and its Setting, pickled. Each further line asks for one
-epoch, and one line of JSON answers it. The system is made in the first epoch, so that its start-up counts. The process
-exits when standard input ends.
+The first line of standard input is a pickled Task. Each further line asks for an epoch, and one line of JSON answers
+it. The process exits when standard input ends.
 """
 
 from __future__ import annotations
@@ -22,23 +21,40 @@ from dataload.benchmarks.machine.usage import cpu_seconds
 from dataload.benchmarks.systems.base import Setting, System
 from dataload.benchmarks.systems.registry import named
 
-IMPORTED_BY_TRAINING = ("numpy", "torch", "pyarrow")  # before the clock starts
+IMPORTED_BY_TRAINING = ("numpy", "torch", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The work of a rank.
+
+    Args:
+        system: Name of the system.
+        setting: Its setting.
+        rows_per_second: Rows that the emulated accelerators of this rank consume.
+        started: Start of the rank's processes by `perf_counter`, which is one clock for all processes of a host.
+    """
+
+    system: str
+    setting: Setting
+    rows_per_second: float
+    started: float
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of one rank.
+    """A rank, or all ranks of a host, at the end of an epoch. Times count from the start of the processes.
 
     Args:
-        seconds: Its time; of the first epoch with the making of the system.
-        first_batch_seconds: Time until the first batch.
-        rows: Rows delivered.
+        seconds: End of the last step.
+        first_batch_seconds: Arrival of the epoch's first batch.
+        rows: Rows of this epoch.
         num_bytes: Their bytes, 0 if they were not read.
         digest: Their digest by Consumer.
         order: Checksum of their order.
-        cpu_seconds: Processor time of the rank and its children until the end of the epoch.
-        compute_seconds: Ideal compute time of the accelerators after the first step.
-        total_seconds: Total time of these steps.
+        cpu_seconds: Processor time of the rank and its children since their start.
+        compute_seconds: Compute time of all steps since the start but the first one.
+        total_seconds: Time since the end of the first step.
     """
 
     seconds: float
@@ -52,29 +68,27 @@ class Epoch:
     total_seconds: float
 
 
-def read_epoch(system: System, setting: Setting, number: int, rows_per_second: float | None, started: float) -> Epoch:
-    """Read one epoch.
+def read_epoch(system: System, setting: Setting, number: int, clock: Clock, started: float) -> Epoch:
+    """Read one epoch as the emulated accelerators take it.
 
     Args:
         system: The system.
         setting: Its setting.
         number: Number of the epoch.
-        rows_per_second: Rows that all emulated accelerators consume; None: as fast as the system delivers.
-        started: Begin of the epoch by `perf_counter`.
+        clock: The clock of the job.
+        started: See Task.
     """
     consumer = setting.workload.consumer()
-    clock = Clock(rows_per_second) if rows_per_second else None
     first_batch_at = None
     for batch in system.epoch(number):
         first_batch_at = first_batch_at or perf_counter()
         before = consumer.rows
-        if isinstance(batch, int):  # of a floor whose bytes are not read
+        if isinstance(batch, int):  # of the wire, whose bytes are not read
             consumer.rows += batch
         else:
             consumer.take(batch)
-        if clock:
-            clock.take(consumer.rows - before)
-    ended = perf_counter()
+        clock.take(consumer.rows - before)
+    ended = max(perf_counter(), clock.free_at or 0.0)
     return Epoch(
         seconds=ended - started,
         first_batch_seconds=(first_batch_at or ended) - started,
@@ -83,15 +97,15 @@ def read_epoch(system: System, setting: Setting, number: int, rows_per_second: f
         digest=consumer.digest,
         order=consumer.order,
         cpu_seconds=cpu_seconds(),
-        compute_seconds=clock.compute_seconds if clock else 0.0,
-        total_seconds=clock.total_seconds if clock else 0.0,
+        compute_seconds=clock.compute_seconds,
+        total_seconds=clock.total_seconds,
     )
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that prints of libraries are no answers
-    name, setting = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+    task: Task = pickle.loads(bytes.fromhex(sys.stdin.readline()))
     for module in IMPORTED_BY_TRAINING:
         with suppress(ImportError):
             import_module(module)
@@ -100,19 +114,12 @@ def main() -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    answer("ready")
-    line = sys.stdin.readline()
-    if not line:
-        return
-    started = perf_counter()
+    answer(perf_counter() - task.started)
+    clock = Clock(task.rows_per_second)
     try:
-        with closing(named(name).load()(setting)) as system:
-            while line:
-                asked = json.loads(line)
-                epoch = read_epoch(system, setting, asked["epoch"], asked["rows_per_second"], started)
-                answer(asdict(epoch))
-                line = sys.stdin.readline()
-                started = perf_counter()
+        with closing(named(task.system).load()(task.setting)) as system:
+            for number, _ in enumerate(sys.stdin):
+                answer(asdict(read_epoch(system, task.setting, number, clock, task.started)))
     except Exception as error:
         message = (str(error).strip().splitlines() or [""])[-1]  # A worker's error includes its traceback.
         answer({"error": f"{type(error).__name__}: {message}"})

@@ -16,24 +16,22 @@ class Entry:
         name: Name in tables.
         module: Module in this package.
         maker: Class in the module.
-        kind: "ours", "peer", "reference" for a loader whose rows are all in memory, or "floor".
+        kind: "ours", "peer", or "reference" for a bound, or for what one does without any of them.
         shuffle: The range over which rows are shuffled.
         settings: Its settings in words, for the report.
         environment: "own" for the environment of the suite, "peers" for the separate one.
         workers: Worker processes of a host with one rank. More ranks share them; each has one at least.
-        phases: "cold" for the first epoch with an empty cache, "warm" for later epochs.
         converts: Whether it needs its own format.
     """
 
     name: str
     module: str
     maker: str
-    kind: Literal["ours", "peer", "reference", "floor"]
+    kind: Literal["ours", "peer", "reference"]
     shuffle: str
     settings: str
     environment: Literal["own", "peers"] = "own"
     workers: int = 0
-    phases: tuple[str, ...] = ("cold", "warm")
     converts: bool = False
 
     def load(self) -> Any:
@@ -96,16 +94,14 @@ ENTRIES = (
         "torch's DataLoader over all rows in the memory of each rank",
     ),
     Entry(
-        *("floor: ranged GETs", "floors", "Saturator", "floor", "none"),
-        "16 connections, ranges of 8 MiB, bytes are not read",
-        phases=("cold",),
+        *("local files", "torch_files", "TorchFiles", "reference", "row groups, then rows within each"),
+        "files copied to the local disk first; torch's DataLoader with a DistributedSampler over their row groups",
+        workers=2,
     ),
     Entry(
-        *("floor: decode", "floors", "Decode", "floor", "none"),
-        "Arrow decodes local Parquet files on every core, and slices each column of each batch",
-        phases=("cold",),
+        *("the wire", "wire", "Saturator", "reference", "ranges of bytes"),
+        "ranged GETs of all bytes in every epoch, 16 connections, nothing is decoded",
     ),
-    Entry(*("floor: gather", "floors", "Gather", "floor", ALL), "numpy gathers rows in memory", phases=("warm",)),
 )
 
 

@@ -1,42 +1,54 @@
-"""A run measures every system in real ranks, survives systems that fail, and keeps its results as it goes."""
+"""A run measures every system in real ranks, survives systems that fail, and goes on where it was killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataload.benchmarks.machine.usage import PeakMemory
-from dataload.benchmarks.suite import datasets, measurement
-from dataload.benchmarks.suite import host as host_module
-from dataload.benchmarks.suite.host import Host
-from dataload.benchmarks.suite.suite import COLD, Suite
-from dataload.benchmarks.systems.convert import made_of
+from dataload.benchmarks import run as program
+from dataload.benchmarks.machine.hot_memory import HotMemory
+from dataload.benchmarks.suite import datasets, measurement, suite
+from dataload.benchmarks.suite.datasets import Place
+from dataload.benchmarks.suite.measurement import EPOCHS
+from dataload.benchmarks.suite.results import Run
+from dataload.benchmarks.suite.suite import Suite
 from dataload.benchmarks.systems.registry import named
+from dataload.errors import ConfigError
 
 Result = dict[str, Any]
 
 
-def suite_of(
-    folder: Path, *names: str, ranks: tuple[int, ...] = (1,), peers_python: Path | None = None, seconds: float = inf
-) -> Suite:
-    place = datasets.Place("tiny", folder, peers_python, seconds)
-    return Suite(place, ("images",), (10,), tuple(map(named, names)), ranks, 1, "unlimited", epoch_seconds=0.0)
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path) -> Iterator[HotMemory]:
+    with HotMemory(tmp_path, pause=0, control_bytes=1 << 20, least=0) as kept:
+        yield kept
 
 
-def results_of(suite: Suite) -> Result:
-    results: Result = {}
-    suite.run(results, lambda _: None, lambda _: None)
-    return results
+@pytest.fixture
+def measure(tmp_path: Path, memory: HotMemory) -> Callable[..., Result]:
+    """Return a function that measures systems on tiny images, and goes on with earlier results."""
+
+    def measured(
+        *names: str, results: Result | None = None, keep: Callable[[Result], object] = lambda _: None, **changed: Any
+    ) -> Result:
+        results = results or {"datasets": {}, "runs": [], "speed": []}
+        chosen = {"ranks": (1,), "rounds": 1, "groups": (10.0,), "peers_python": None} | changed
+        place = Place("tiny", tmp_path, chosen.pop("peers_python"))
+        Suite(place, ("images",), entries=tuple(map(named, names)), **chosen).run(results, memory, lambda _: None, keep)
+        return results
+
+    return measured
 
 
-def program(folder: Path, text: str) -> Path:
+def script(folder: Path, text: str) -> Path:
     """Return an executable that runs a shell script instead of a peers' Python."""
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{text}\n")
@@ -45,139 +57,169 @@ def program(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_host_read_the_dataset_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "FEED_TRIES", 1)
-    kept: list[str] = []
-    extended: list[float] = []
-    extend = Host.extend
-
-    def noted(host: Host, seconds: float) -> None:
-        extended.append(seconds)
-        extend(host, seconds)
-
-    monkeypatch.setattr(Host, "extend", noted)
-    results: Result = {}
-    suite = suite_of(tmp_path, "dataload", "floor: gather", ranks=(1, 2))
-    suite.run(results, lambda _: None, lambda found: kept.append(json.dumps(found)))
-    alone, gather, both = results["runs"]
-    assert [run["error"] for run in results["runs"]] == ["", "", ""]
-    assert [run["problems"] for run in results["runs"]] == [[], [], []]
-    assert (alone["ranks"], both["ranks"], gather["system"]) == (1, 2, "floor: gather")
-    dataset = results["datasets"]["images"]
-    for run in (alone, both):
-        assert len(run["epochs"]) == measurement.LEAST_EPOCHS
+def test_ranks_of_a_host_read_the_dataset_together(measure: Callable[..., Result], tmp_path: Path) -> None:
+    results = measure("dataload", "local files", "the wire", ranks=(1, 2))
+    runs = {(run["system"], run["ranks"]): run for run in results["runs"]}
+    assert len(runs) == 6
+    dataset = results["datasets"]["images, 10 MB"]
+    for run in runs.values():
+        assert (run["error"], run["problems"], run["stopped_after"]) == ("", [], None)
+        assert len(run["epochs"]) == EPOCHS
         assert all(epoch["rows"] == dataset["rows"] for epoch in run["epochs"])
-        assert dataset["parquet_bytes"] <= run["origin_bytes"][-1] <= 1.1 * dataset["parquet_bytes"]
-    assert both["peak_bytes"] > alone["peak_bytes"] > 10_000_000
-    firsts = [run["epochs"][0]["seconds"] for run in (alone, gather, both)]
-    assert {measurement.LEAST_EPOCHS * seconds for seconds in firsts} < set(extended)  # and one by its later epochs
-    assert [feed["phase"] for feed in results["feeds"]] == ["warm", "cold"]
-    assert all(0 <= each["utilization"] <= 1 for feed in results["feeds"] for each in feed["tries"])
-    assert len(kept) == 4  # after each run and the cold feed
-    assert json.loads(kept[-1])["runs"] == json.loads(json.dumps(results["runs"]))
+        ends = [0, run["import_seconds"], *(epoch["seconds"] for epoch in run["epochs"])]
+        assert ends == sorted(ends)
+        assert ends[-1] > EPOCHS * dataset["epoch_seconds"]
+    for ranks in (1, 2):
+        assert dataset["parquet_bytes"] <= runs["dataload", ranks]["origin_bytes"][-1] <= 1.1 * dataset["parquet_bytes"]
+        assert runs["the wire", ranks]["origin_bytes"][-1] == EPOCHS * dataset["parquet_bytes"]
+    assert runs["dataload", 2]["peak_bytes"] > runs["dataload", 1]["peak_bytes"] > 10_000_000
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.mark.slow
-def test_no_memory_is_sampled_while_accelerators_are_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample holds up a process that maps many files. One may be under way when an epoch begins."""
-    asked: list[Host] = []
-    begun: list[bool] = []
-    ask, sample = Host._ask, PeakMemory.sample
-
-    def noted(host: Host, epoch: Result) -> None:
-        asked.append(host)
-        ask(host, epoch)
-
-    def sampled(memory: PeakMemory, processes: Any) -> None:
-        begun.append(any(host._emulates for host in asked if host.memory is memory))
-        sample(memory, processes)
-
-    monkeypatch.setattr(Host, "_ask", noted)
-    monkeypatch.setattr(PeakMemory, "sample", sampled)
-    monkeypatch.setattr(host_module, "SAMPLE_SECONDS", 0.001)
-    suite_of(tmp_path, "dataload", ranks=(1,)).run({}, lambda _: None, lambda _: None)
-    assert begun.count(False) > len(asked)
-    assert begun.count(True) <= len(asked)
-
-
-def test_a_stage_of_more_ranks_has_no_floors(tmp_path: Path) -> None:
-    suite = suite_of(tmp_path, "dataload", "floor: gather", ranks=(1, 4))
-    assert list(suite._stages()) == ["1", COLD, "4"]
-    assert [entry.name for entry in suite._turn(0, "4")] == ["dataload"]
-    assert [entry.name for entry in suite._turn(1, "1")] == ["floor: gather", "dataload"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        ("kill -9 $$", "ended with -9: no output"),
-        pytest.param("echo no such thing >&2; exit 1", "ended with 1: no such thing", marks=pytest.mark.slow),
-    ],
+    ("text", "error"), [("kill -9 $$", "ended with -9: no output"), ("echo none >&2; exit 1", "ended with 1: none")]
 )
 def test_a_peer_that_dies_is_reported_and_the_others_are_measured(
-    script: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, error: str, measure: Callable[..., Result], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(measurement, "FEED_TRIES", 1)
-    names = ["Hugging Face, streaming", "LitData", "floor: gather"]
-    results = results_of(suite_of(tmp_path, *names, peers_python=program(tmp_path, script)))
-    errors = {run["system"]: run["error"] for run in results["runs"]}
-    assert errors == {
+    results = measure("Hugging Face, streaming", "LitData", "the wire", peers_python=script(tmp_path, text))
+    assert {run["system"]: run["error"] for run in results["runs"]} == {
         "Hugging Face, streaming": error,
         "LitData": f"not converted: {error.partition(': ')[2]}",
-        "floor: gather": "",
+        "the wire": "",
     }
-    assert {feed["error"] for feed in results["feeds"]} == set(errors.values()) - {""}
 
 
 @pytest.mark.slow
-def test_an_error_inside_a_rank_is_told_in_its_words(tmp_path: Path) -> None:
-    python = program(tmp_path, f'exec {sys.executable} -c "import torch, sys; sys.modules[\'datasets\'] = None\n'
-                     'from dataload.benchmarks.suite.rank import main; main()"')  # fmt: skip
-    [run] = results_of(suite_of(tmp_path, "Hugging Face, streaming", peers_python=python))["runs"]
+def test_an_error_inside_a_rank_is_told_in_its_words(measure: Callable[..., Result], tmp_path: Path) -> None:
+    python = script(tmp_path, f'exec {sys.executable} -c "import torch, sys; sys.modules[\'datasets\'] = None\n'
+                    'from dataload.benchmarks.suite.rank import main; main()"')  # fmt: skip
+    [run] = measure("Hugging Face, streaming", peers_python=python)["runs"]
     assert run["error"].startswith("ModuleNotFoundError: import of datasets halted")
 
 
-def test_a_system_without_time_is_not_called_slow(tmp_path: Path) -> None:
-    python = program(tmp_path, "exec sleep 1000")
-    [run] = results_of(suite_of(tmp_path, "Hugging Face, streaming", peers_python=python, seconds=6))["runs"]
-    assert run["error"] == "not run: the limit of 0.1 minutes was reached"
-
-
-def test_a_peer_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "PATIENCE_SECONDS", 0.1)
-    python = program(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
-    [run] = results_of(suite_of(tmp_path, "Hugging Face, streaming", peers_python=python))["runs"]
-    assert run["error"] == "no answer within 0 s"
+def test_a_job_beyond_the_limit_is_killed(
+    measure: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "LEAST_LIMIT_SECONDS", 0.1)
+    python = script(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+    [run] = measure("Hugging Face, streaming", peers_python=python)["runs"]
+    assert (run["error"], run["epochs"]) == ("", [])
+    assert run["stopped_after"] >= 0.1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_missing_environment_is_reported(tmp_path: Path) -> None:
-    [run] = results_of(suite_of(tmp_path, "LitData"))["runs"]
-    assert run["error"] == "not run: its environment does not exist (make peers)"
-
-
-def test_when_the_time_is_over_the_rest_is_not_run(tmp_path: Path) -> None:
-    results = results_of(suite_of(tmp_path, "dataload", seconds=0))
-    error = "not run: the limit of 0 minutes was reached"
-    assert [each["error"] for each in [*results["runs"], *results["feeds"]]] == [error] * 3
-
-
-def test_a_conversion_that_takes_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_beyond_its_limit_counts_with_it(
+    measure: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "CONVERSION_SECONDS", 0.1)
     monkeypatch.setattr(datasets, "CONVERSION_SECONDS", 0.1)
-    [run] = results_of(suite_of(tmp_path, "LitData", peers_python=program(tmp_path, "exec sleep 1000")))["runs"]
-    assert run["error"] == "not converted: not done within 0 s"
+    [run] = measure("LitData", peers_python=script(tmp_path, "exec sleep 1000"))["runs"]
+    assert (run["error"], run["conversion_seconds"], run["stopped_after"]) == ("", 0.1, 0.0)
 
 
-def test_a_published_run_converts_again(tmp_path: Path) -> None:
-    peers = program(tmp_path, f'echo "$@" >> {tmp_path}/log; exit 1')
-    suite = suite_of(tmp_path, "LitData", peers_python=peers)
-    results_of(suite)
-    parquet = next(tmp_path.rglob("parquet.json"))
-    price = {"seconds": 1.0, "made_of": made_of(named("LitData"), parquet.with_suffix(""))}
-    parquet.with_name("litdata.json").write_text(json.dumps(price))
-    for again, conversions in ((False, 1), (True, 2)):
-        results_of(replace(suite, place=replace(suite.place, converts_again=again)))
-        assert (tmp_path / "log").read_text().count("systems.convert") == conversions
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Replace the jobs of a suite. Return the list of those that have run: system, ranks and round."""
+    ran: list[tuple[str, int, int]] = []
+
+    def run(self: measurement.Measurement, _: object) -> Run:
+        ran.append((self.entry.name, self.ranks, self.round))
+        error = "no such thing" if len(ran) == 1 else ""
+        return Run(self.dataset.name, self.entry.name, self.ranks, self.round, error=error)
+
+    monkeypatch.setattr(measurement.Measurement, "run", run)
+    monkeypatch.setattr(suite, "speed", lambda _: {})
+    return ran
+
+
+def test_systems_take_turns(measure: Callable[..., Result], jobs: list[tuple[str, int, int]]) -> None:
+    measure("dataload", "pyarrow", rounds=2, ranks=(1, 4))
+    assert jobs == [
+        *(("dataload", 1, 0), ("pyarrow", 1, 0), ("pyarrow", 4, 0), ("dataload", 4, 0)),
+        *(("dataload", 1, 1), ("pyarrow", 1, 1), ("pyarrow", 4, 1), ("dataload", 4, 1)),
+    ]
+
+
+def test_only_what_the_results_lack_is_measured(
+    measure: Callable[..., Result], jobs: list[tuple[str, int, int]]
+) -> None:
+    kept: list[str] = []
+    earlier = measure("dataload", "pyarrow", keep=lambda found: kept.append(json.dumps(found)))
+    assert [len(json.loads(each)["runs"]) for each in kept] == [1, 2]  # each result is kept at once
+    jobs[1:] = []
+    results = measure("dataload", "pyarrow", "the wire", results=json.loads(json.dumps(earlier)), groups=(10, 128))
+    assert jobs[1:] == [  # the job that failed, a new system, and a new dataset
+        *(("dataload", 1, 0), ("the wire", 1, 0)),
+        *(("pyarrow", 1, 0), ("the wire", 1, 0), ("dataload", 1, 0)),
+    ]
+    assert not any(run["error"] for run in results["runs"])
+
+
+def test_results_survive_a_write_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program._save({"runs": [1]}, tmp_path / "latest")
+    write = Path.write_text
+
+    def half(path: Path, text: str) -> int:
+        write(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        program._save({"runs": [1, 2]}, tmp_path / "latest")
+    assert json.loads((tmp_path / "latest.json").read_text()) == {"runs": [1]}
+
+
+CONDITIONS = {
+    "size": "tiny", "origin": {"latency": 1}, "commit": "abc1234", "host": "a", "machine": {"cores": 2},
+    "versions": {"torch": "2", "Python": "3"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"size": "full"}, "the size of .* is full, and now tiny"),
+        ({"commit": "def5678"}, "the commit of .* is def5678, and now abc1234"),
+        ({"host": "b"}, "the host of"),
+        ({"machine": {"cores": 4}}, "the machine of"),
+        ({"origin": {"latency": 2}}, "the origin of"),
+        ({"versions": {"torch": "1"}}, "the version of torch of .* is 1, and now 2"),
+    ],
+)
+def test_results_of_other_conditions_are_refused(changed: Result, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--continue: {told}"):
+        program._check_same(CONDITIONS | changed, CONDITIONS, tmp_path / "latest")
+
+
+def test_an_environment_may_come_between_two_stages(tmp_path: Path) -> None:
+    program._check_same(CONDITIONS | {"versions": {"torch": "2"}}, CONDITIONS, tmp_path / "latest")
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    words = ["--size", "tiny", "--workloads", "images", "--groups", "10", "--ranks", "1", "--json"]
+    words += ["--systems", "dataload,wire", "--folder", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "dataload", "bench", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if line.startswith("images, 10 MB, dataload"):
+                process.kill()
+                break
+    assert process.returncode == -signal.SIGKILL
+    [first] = json.loads((tmp_path / "results/partial.json").read_text())["runs"]
+    done = subprocess.run([*command, "--continue"], capture_output=True, text=True, check=True)
+    runs = json.loads(done.stdout)["runs"]
+    assert [run["system"] for run in runs] == ["dataload", "the wire"]
+    assert runs[0] == first
+    assert "dataload, ranks" not in done.stderr
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["data"]  # nothing of the killed job is left
+    other = json.loads((tmp_path / "results/partial.json").read_text())
+    other["conditions"]["commit"] = "another"
+    (tmp_path / "results/partial.json").write_text(json.dumps(other))
+    refused = subprocess.run([*command, "--continue"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "the commit of" in refused.stderr
