@@ -373,8 +373,14 @@ def manifest_of(
 
 def _table_of(objects: Iterable[Object]) -> TableColumns | None:
     """Return the columns of the table that has these files; None: they are of no table."""
-    first = next(iter(objects))
+    first = next(iter(objects), None)
     return first.columns if isinstance(first, TableFile) else None
+
+
+def summary_name(objects: Iterable[Object]) -> str:
+    """Return the name of the blobs with what is known of the footers of these files."""
+    table = _table_of(objects)
+    return f"summary {VERSION} {'' if table is None else table.digest}"
 
 
 def _read_footers(
@@ -386,7 +392,7 @@ def _read_footers(
 ) -> Manifest:
     table = _table_of(objects)
     look = _Summarize(table)
-    kept = Kept(f"summary {VERSION} {'' if table is None else table.digest}", look.to_bytes, look.from_bytes)
+    kept = Kept(summary_name(objects), look.to_bytes, look.from_bytes)
     footers = read_footers(objects, blocks, look, progress, known(), kept)
     files = list(zip(objects.items(), footers, strict=True))
     # pandas writes a frame without rows with other types, or without columns.

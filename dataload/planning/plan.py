@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
@@ -20,7 +20,8 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
-from dataload.planning.simulate import Costs, Fetched, Reader, footers
+from dataload.planning.forecast import Forecast, Job, forecast, with_change
+from dataload.planning.simulate import Costs, Epoch, Fetched, Reader, footers
 from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.text import at_least
@@ -29,10 +30,10 @@ from dataload.samplers.mixture.weights import changes_of
 from dataload.samplers.order import Order, Shuffle
 from dataload.samplers.window_size import GOAL, WindowTrade, default_window, weigh_window
 
-BANDWIDTH = 10**9  # bytes a second
-# Seconds to the first byte. Amazon says "roughly 100-200 milliseconds" for small objects:
+GBPS = 8.0
+# Milliseconds to the first byte. Amazon says "roughly 100-200 milliseconds" for small objects:
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
-LATENCY = 0.1
+LATENCY_MS = 100.0
 FOOTERS_AT_ONCE = min(FOOTERS_IN_FLIGHT, CacheConfig().in_flight)
 EPOCHS = 3  # simulated after the first one; their mean is reported
 LONG_SECONDS = 600.0  # a first epoch that fetches for longer should be warmed
@@ -46,8 +47,8 @@ class Plan:
     """The predicted cost of reading a dataset, or a mixture of several.
 
     Epochs are None if the cache is too small for the window. Bytes, requests, cache and memory are those of one node,
-    costs those of all. Seconds include the footers: concurrent requests wait `latency` together, and all bytes
-    share `bandwidth`. Costs are in the currency of the price, or None without one.
+    costs those of all. Seconds include the footers: concurrent requests wait `latency_ms` together, and all bytes
+    share `gbps`. Costs are in the currency of the prices, or None without any.
 
     Args:
         nodes: Nodes that share the dataset; in file order, each reads all of it.
@@ -67,8 +68,8 @@ class Plan:
         later_epoch: Fetched in a later epoch, on average.
         later_epochs: Fetched in each simulated later epoch.
         first_batch: Fetched before the first batch, without the footers.
-        bandwidth: Bytes a second from the origin.
-        latency: Seconds that a request waits.
+        gbps: Gigabits a second from the origin.
+        latency_ms: Milliseconds that a request waits.
         first_batch_seconds: Seconds until the first batch has arrived.
         first_epoch_seconds: Seconds that the first epoch fetches.
         first_epoch_cost: Cost of the first epoch, footers included.
@@ -84,6 +85,7 @@ class Plan:
         reads_lengths: Whether the lengths of all documents, or rows, are read once before the first batch.
         batches: Batches of a token budget on each rank, in epoch 0; None: there is none.
         weights: Where the weights of a mixture change within an epoch, as text; None: nowhere.
+        forecast: How busy a job would keep its accelerators; None: no job is given.
         advice: Recommendations, a line each.
     """
 
@@ -102,8 +104,8 @@ class Plan:
     later_epoch: Fetched | None
     later_epochs: tuple[Fetched, ...]
     first_batch: Fetched
-    bandwidth: int
-    latency: float
+    gbps: float
+    latency_ms: float
     first_batch_seconds: float
     first_epoch_seconds: float | None
     first_epoch_cost: float | None
@@ -118,6 +120,7 @@ class Plan:
     padding_share: float = 0.0
     reads_lengths: bool = False
     batches: int | None = None
+    forecast: Forecast | None = None
     advice: tuple[str, ...] = ()
 
 
@@ -126,12 +129,14 @@ def plan(
     order: Order | MixtureOrder,
     batch_size: int,
     *,
-    bandwidth: int = BANDWIDTH,
-    latency: float = LATENCY,
-    price: float | None = None,
+    gbps: float = GBPS,
+    latency_ms: float = LATENCY_MS,
+    price_gb: float | None = None,
+    price_get: float | None = None,
     local_world_size: int = 1,
     nodes: int | None = None,
     cache_bytes: int | None = None,
+    job: Job | None = None,
 ) -> Plan:
     """Return the plan for epochs of this order.
 
@@ -139,12 +144,14 @@ def plan(
         sources: The row groups of the dataset, or of each dataset of a mixture.
         order: The order of the epochs.
         batch_size: Rows of one batch of all ranks together.
-        bandwidth: Bytes a second from the origin, for each node.
-        latency: Seconds that a request waits.
-        price: Price of 10**9 bytes.
+        gbps: Gigabits a second from the origin, for each node.
+        latency_ms: Milliseconds that a request waits.
+        price_gb: Price of 10**9 bytes.
+        price_get: Price of 1,000 requests.
         local_world_size: Ranks of a host, which share its memory.
         nodes: Nodes, each of which fetches; None: one for each stream of the order.
         cache_bytes: Size limit of the cache of each node; None: that of the cache of the sources.
+        job: The job to forecast.
     """
     nodes = nodes or order.num_streams
     for blobs in sources:
@@ -163,6 +170,7 @@ def plan(
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, disk, batch_size)
     first_batch, all_footers = Reader(costs, order, UNLIMITED).first_rows(batch_size), footers(sources)
     weigh = partial(_weighed, order.num_streams, lengths, [group.bytes for group in row_groups], batch_size)
+    cost = partial(cost_of, nodes=nodes, price_gb=price_gb, price_get=price_get)
     held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
     result = Plan(
         nodes=nodes,
@@ -180,12 +188,12 @@ def plan(
         later_epoch=_mean(later),
         later_epochs=tuple(later),
         first_batch=first_batch,
-        bandwidth=bandwidth,
-        latency=latency,
-        first_batch_seconds=_seconds(all_footers, first_batch, bandwidth, latency),
-        first_epoch_seconds=None if first is None else _seconds(all_footers, first, bandwidth, latency),
-        first_epoch_cost=None if first is None else _cost(all_footers + first, price, nodes),
-        later_epoch_cost=_cost(_mean(later), price, nodes),
+        gbps=gbps,
+        latency_ms=latency_ms,
+        first_batch_seconds=_seconds(all_footers, first_batch, gbps, latency_ms),
+        first_epoch_seconds=None if first is None else _seconds(all_footers, first, gbps, latency_ms),
+        first_epoch_cost=None if first is None else cost(all_footers + first),
+        later_epoch_cost=cost(_mean(later)),
         shuffle=order.shuffle,
         trade=weigh(each.window for each in order.orders) if order.shuffle == "block" else None,
         held_bytes=held,
@@ -198,7 +206,21 @@ def plan(
         for each, blobs in zip(order.orders, sources, strict=True)
     )
     read = [group.bytes for group in row_groups if group.rows]
+    if job is not None and not too_small:
+        reader = Reader(costs, order, UNLIMITED) if fits else Reader(costs, order, limit, disk)
+        result = replace(result, forecast=_forecast(reader, batch_size, job, result, cost))
     return replace(result, advice=(*too_small, *advice(result, read, usual, is_mixture=len(sources) > 1)))
+
+
+def _forecast(
+    reader: Reader, batch_size: int, job: Job, plan: Plan, cost: Callable[[Fetched | None], float | None]
+) -> Forecast:
+    """Return the forecast of a job. After some simulated epochs, the others are taken to be like the last one."""
+    fits = plan.later_epoch == Fetched()
+    epochs = list(islice(reader.epochs(batch_size), min(job.epochs, 1 if fits else 1 + EPOCHS)))
+    epochs += [Epoch() if fits else epochs[-1]] * (job.epochs - len(epochs))
+    found = with_change(forecast(epochs, job), epochs, job, at_least(plan.cache_bytes_needed))
+    return replace(found, cost=cost(sum(found.epochs, plan.footers)))
 
 
 def _in_use(order: Order, blobs: RowGroupCache) -> tuple[int, int]:
@@ -227,7 +249,8 @@ def _epochs(
 ) -> tuple[Fetched | None, list[Fetched], list[str]]:
     """Return what the first epoch and later ones fetch; or None, no later ones, and why the cache is too small."""
     try:
-        first, *later = islice(Reader(costs, order, limit, disk).epochs(batch_size), 1 + EPOCHS)
+        epochs = islice(Reader(costs, order, limit, disk).epochs(batch_size), 1 + EPOCHS)
+        first, *later = (epoch.fetched for epoch in epochs)
     except ConfigError as error:
         return None, [], [str(error)]
     return first, later, []
@@ -257,9 +280,9 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool
         yield "fetch the dataset before the GPUs start: dataload warm"
 
 
-def _seconds(footers: Fetched, fetched: Fetched, bandwidth: int, latency: float) -> float:
+def _seconds(footers: Fetched, fetched: Fetched, gbps: float, latency_ms: float) -> float:
     waits = math.ceil(footers.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
-    return (footers + fetched).bytes / bandwidth + waits * latency
+    return (footers + fetched).bytes * 8 / gbps / 1e9 + waits * latency_ms / 1e3
 
 
 def _mean(epochs: Sequence[Fetched]) -> Fetched | None:
@@ -269,5 +292,8 @@ def _mean(epochs: Sequence[Fetched]) -> Fetched | None:
     return Fetched(round(total.bytes / len(epochs)), round(total.requests / len(epochs)))
 
 
-def _cost(fetched: Fetched | None, price: float | None, nodes: int) -> float | None:
-    return None if price is None or fetched is None else nodes * fetched.bytes / 10**9 * price
+def cost_of(fetched: Fetched | None, nodes: int, price_gb: float | None, price_get: float | None) -> float | None:
+    """Return what it costs if each node fetches this; None if unknown, or without prices."""
+    if fetched is None or (price_gb is None and price_get is None):
+        return None
+    return nodes * (fetched.bytes / 1e9 * (price_gb or 0) + fetched.requests / 1e3 * (price_get or 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby, product, takewhile
@@ -17,7 +17,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.index import Shortage
 from dataload.cache.tier import Span, blob_name
 from dataload.catalog.footer_cache import run_key, runs_of, stored_footer
-from dataload.catalog.manifest import VERSION, Manifest
+from dataload.catalog.manifest import VERSION, Manifest, summary_name
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import gathered_at_once, need_of, working_set
 from dataload.loader.lookahead import Lookahead
@@ -38,8 +38,31 @@ class Fetched:
     def __add__(self, other: Fetched) -> Fetched:
         return Fetched(self.bytes + other.bytes, self.requests + other.requests)
 
-    def __sub__(self, other: Fetched) -> Fetched:
-        return Fetched(self.bytes - other.bytes, self.requests - other.requests)
+
+@dataclass(frozen=True)
+class Request:
+    """A row group that is fetched.
+
+    Args:
+        position: Position in the epoch that the loader has come to.
+        needed: The first position that needs the row group; beyond the epoch, one of the next.
+        fetched: What is fetched.
+    """
+
+    position: int
+    needed: int
+    fetched: Fetched
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch fetches. Prefetches for the next epoch count for this one."""
+
+    requests: tuple[Request, ...] = ()
+
+    @property
+    def fetched(self) -> Fetched:
+        return sum((request.fetched for request in self.requests), Fetched())
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,55 @@ class Costs:
         ]
 
 
+class _OpenRowGroups:
+    """The row groups of a simulated loader that are open or requested.
+
+    Args:
+        read: Reads a row group. Returns what is fetched for it.
+
+    Attributes:
+        position: Position in the epoch that the loader has come to.
+    """
+
+    def __init__(self, read: Callable[[int], Fetched]) -> None:
+        self._read = read
+        self._open: dict[int, None] = {}  # as in `RowStore`
+        self._requested: set[int] = set()  # that are not open yet
+        self._needed_at: dict[int, int] = {}
+        self._requests: list[Request] = []
+        self.position = 0
+
+    def needed(self, need: tuple[int, int]) -> tuple[int, int]:
+        """Note the position that needs a row group. Return both."""
+        self._needed_at[need[1]] = need[0]
+        return need
+
+    def request(self, groups: Iterable[int]) -> None:
+        """Read the row groups that are neither open nor requested."""
+        for group in groups:
+            if group in self._open:
+                self._open[group] = self._open.pop(group)  # It is closed after all others.
+            elif group not in self._requested:
+                self._requested.add(group)
+                if (fetched := self._read(group)).requests:
+                    self._requests.append(Request(self.position, self._needed_at[group], fetched))
+
+    def open(self, groups: set[int], capacity: int) -> None:
+        """Open row groups that a gather at the position needs, and close others."""
+        missing = sorted(groups - self._open.keys())  # the order of `RowStore.gather`
+        self._needed_at |= dict.fromkeys(missing, self.position)
+        self.request(missing)
+        for old in evictions(self._open, capacity - len(missing), groups):
+            del self._open[old]
+        self._open |= dict.fromkeys(missing)
+        self._requested -= groups
+
+    def epoch(self) -> Epoch:
+        """Return what was requested since the last call."""
+        requests, self._requests = self._requests, []
+        return Epoch(tuple(requests))
+
+
 class Reader:
     """A simulated loader that reads row groups through an initially empty cache of `limit` bytes. disk: see `need_of`.
 
@@ -98,61 +170,44 @@ class Reader:
         need = need_of(sources, limit, bytes(16), 1 / order.num_streams, disk)
         region, self._further = need.transient_share(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
-        self._fetched = Fetched()
         self._streams = None if order.num_streams == 1 else [0]
         self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch, streams=self._streams)))
 
     def all_rows(self) -> Fetched:
         """Return what reading each row group of the node once fetches. Nothing reads those without rows."""
         every = np.flatnonzero(self._order.block_lengths).tolist()
-        for number in sorted({group for _, group in self._needs_of(0)}) if self._streams else every:
-            self._read(number)
-        return self._fetched
+        numbers = sorted({group for _, group in self._needs_of(0)}) if self._streams else every
+        return sum(map(self._read, numbers), Fetched())
 
     def first_rows(self, rows: int) -> Fetched:
         """Return what the first `rows` rows of the first epoch fetch."""
-        for _, group in takewhile(lambda need: need[0] < rows, self._order.needs_from(0, streams=self._streams)):
-            self._read(group)
-        return self._fetched
+        needs = takewhile(lambda need: need[0] < rows, self._order.needs_from(0, streams=self._streams))
+        return sum((self._read(group) for _, group in needs), Fetched())
 
     @property
     def kept_bytes(self) -> int:
         """Bytes in the cache so far."""
         return self._cache.used
 
-    def epochs(self, batch_size: int) -> Iterator[Fetched]:
-        """Yield what each epoch fetches, without end. Prefetches for the next epoch count for the current one."""
+    def epochs(self, batch_size: int) -> Iterator[Epoch]:
+        """Yield the epochs, without end."""
         at_once = gathered_at_once(self._costs.row_bytes * batch_size)
         most = self._order.most_rows(at_once * batch_size)
         ahead = sum(map(working_set, self._order.orders, most))
-        excess = -self._order.n % batch_size  # positions of the next epoch that the last batch reaches
         capacity = 2 * ahead
-        opened: dict[int, None] = {}  # row groups, like the open row groups of `RowStore`
-        requested: set[int] = set()  # row groups that are not open yet
-
-        def request(groups: Iterable[int]) -> None:
-            for group in groups:
-                if group in opened:
-                    opened[group] = opened.pop(group)  # It is closed after all others.
-                elif group not in requested:
-                    requested.add(group)
-                    self._read(group)
-
+        groups = _OpenRowGroups(self._read)
         for epoch in count():
-            before = self._fetched
-            lookahead = Lookahead(self._needs_from(epoch), request, ahead, self._further, self._is_transient)
+            needs = map(groups.needed, self._needs_from(epoch))
+            lookahead = Lookahead(needs, groups.request, ahead, self._further, self._is_transient)
             for gathered in self._gathered(epoch, batch_size, at_once):
+                groups.position = gathered[0][0]
                 needed = {group for _, group in gathered}
                 lookahead.reach(gathered[-1][0] + 1)
                 capacity = max(capacity, len(needed))
-                missing = sorted(needed - opened.keys())  # the order of `RowStore.gather`
-                request(missing)
-                for old in evictions(opened, capacity - len(missing), needed):
-                    del opened[old]
-                opened |= dict.fromkeys(missing)
-                requested -= needed
-            lookahead.reach(self._order.n + excess)
-            yield self._fetched - before
+                groups.open(needed, capacity)
+            groups.position = self._order.n
+            lookahead.reach(self._order.n)
+            yield groups.epoch()
 
     def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
         """Yield the (position, row group) that each gather needs first. A gather has `at_once` batches of a run."""
@@ -170,23 +225,24 @@ class Reader:
     def _is_transient(self, number: int) -> bool:
         return not all((number, part) in self._cache.pinned for part in range(len(self._costs.groups[number].sizes)))
 
-    def _read(self, number: int) -> None:
-        """Decode a row group unless it is cached, and cache as much of it as fits."""
-        cost, cache = self._costs.groups[number], self._cache
+    def _read(self, number: int) -> Fetched:
+        """Decode a row group unless it is cached, and cache as much of it as fits. Return what is fetched for it."""
+        cost, cache, fetched = self._costs.groups[number], self._cache, Fetched()
         if all((number, part) in cache for part in range(len(cost.sizes))):
-            return
+            return fetched
         file = cost.file
         for start, stop in [] if cache.region else cost.shared:
             for first, last in self._blocks_of(file, start, stop):
                 if (file.path, first) not in cache:
-                    self._fetched += Fetched(last - first, 1)
+                    fetched += Fetched(last - first, 1)
                     cache.put((file.path, first), size_on_disk(last - first, blob_name(file.path, f"{first}-{last}")))
         for start, stop in [*cost.shared, *cost.own] if cache.region else cost.own:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
-                self._fetched += Fetched(stop - start, 1)
+                fetched += Fetched(stop - start, 1)
         for part, size in enumerate(cost.sizes):
             if (number, part) not in cache:
                 cache.put((number, part), size)
+        return fetched
 
     def _blocks_of(self, file: Object, start: int, stop: int) -> Iterator[Span]:
         """Return the blocks that overlap [start, stop)."""
@@ -212,15 +268,16 @@ def footers(sources: Sequence[RowGroupCache]) -> Fetched:
 
 
 def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
-    """Return the bytes of a dataset's footers and manifest in the cache."""
+    """Return the bytes of a dataset's footers, of what is known of them, and of its manifest in the cache."""
     tier = blocks.tier
     if not tier.shared:
         return 0
     runs = {group.footer_at.run for group in manifest.row_groups}
-    footers = (tier.stored_bytes(run_key(run, blocks)) for run in runs)
+    summary = summary_name(group.file for group in manifest.row_groups)
+    stored = (tier.stored_bytes(key) for run in runs for key in (run_key(run, blocks), blocks.key(run, summary)))
     name = blob_name(manifest.row_groups[0].file.path, f"manifest {VERSION}") if runs else ""
     known = dict.fromkeys([*(group.file.path for group in manifest.row_groups), *(run.path for run in runs)])
-    return sum(footers) + size_on_disk(len(manifest.to_bytes(known)), name)
+    return sum(stored) + size_on_disk(len(manifest.to_bytes(known)), name)
 
 
 class Cache:

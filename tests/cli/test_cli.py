@@ -158,12 +158,12 @@ def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, datas
     for text in ("variance ratio", "first batch   waits for", "later epochs  fetch nothing", "window        of "):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    costly = json.loads(
-        at_bucket("plan", url, "--bandwidth", "1kB", "--latency", "0", "--price", "0.5", "--json").stdout
-    )
-    fetched = costly["footers"]["bytes"] + costly["first_epoch"]["bytes"]
-    assert costly["first_epoch_seconds"] == fetched / 1000
-    assert costly["first_epoch_cost"] == fetched / 1e9 * 0.5
+    link = ("--gbps", "8e-6", "--latency-ms", "0")
+    prices = ("--price-gb", "0.5", "--price-get", "0.2")
+    costly = json.loads(at_bucket("plan", url, *link, *prices, "--json").stdout)
+    fetched, requests = (costly["footers"][what] + costly["first_epoch"][what] for what in ("bytes", "requests"))
+    assert costly["first_epoch_seconds"] == pytest.approx(fetched / 1000)
+    assert costly["first_epoch_cost"] == pytest.approx(fetched / 1e9 * 0.5 + requests / 1e3 * 0.2)
     found = json.loads(at_bucket("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
     assert (found["objects"], found["bytes"], found["rows"], found["row_groups"]) == (2, size, 1000, 4)
     assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)
@@ -244,7 +244,11 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["head", "{bucket}/differ/0.parquet", "--engine", "nonsense"], "use one of auto, fsspec, obstore"),
         (["plan", "{bucket}/differ/0.parquet", "--engine", "nonsense"], "use one of auto, fsspec, obstore"),
         (["warm", "{bucket}/differ/0.parquet", "--engine", "nonsense"], "use one of auto, fsspec, obstore"),
-        (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
+        (["plan", "a", "--gbps", "0"], "must be above 0"),
+        (["plan", "a", "--accelerators", "8"], "both --accelerators and --step-ms"),
+        (["plan", "a", "--accelerators", "8", "--step-ms", "9", "--world-size", "4"], "leave out --world-size=4"),
+        (["plan", "a", "--accelerators", "8", "--step-ms", "9", "--measured", "/nowhere"], "--measured=/nowhere"),
+        (["doctor", "--measure", "f"], "name its URL"),
         (["warm", "a", "--shard", "first"], "--shard=first"),
         (["warm", "{bucket}/differ/0.parquet", "--shard", "4/4"], "node 4 of 4: nodes count from 0"),
         (["warm", "{bucket}/differ/0.parquet", "--shard", "0/2", "--num-streams", "3"], "not a multiple of 2 nodes"),

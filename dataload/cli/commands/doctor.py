@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dataload.doctor.finding import Finding
     from dataload.doctor.object_store import Store
     from dataload.formats.text import TextErrors
+    from dataload.planning.forecast import Host
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Order
 
@@ -62,6 +65,10 @@ def doctor(
     partitioning: PartitioningName = "hive",
     shuffle: ShuffleName = "block",
     window: Window = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(help="Read 0.5 GB to measure this node's speed. Write it to this file, for `plan --measured`."),
+    ] = None,
     *,
     cache: CacheConfig,
     storage_options: StorageOptions = None,
@@ -70,8 +77,11 @@ def doctor(
     """Check this machine and bucket for common problems."""
     from dataload.doctor.finding import PROBLEM, Case
     from dataload.doctor.registry import examine
+    from dataload.errors import ConfigError
     from dataload.formats.text import checked_errors
 
+    if measure is not None and url is None:
+        raise ConfigError(f"--measure={measure} is for a dataset: name its URL")
     text = checked_errors(errors)
     store = None if url is None else _store(url, storage_options, cache, partitioning)
     chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks, text
@@ -95,10 +105,28 @@ def doctor(
         if not as_json:
             typer.echo(_text(check, finding))  # at once: the next check may wait for the store
     problems = sum(finding["status"] == PROBLEM for finding in findings.values())
+    measured = None
+    if measure is not None and reads:
+        from dataload.planning.measure import measure as measured_speed
+
+        names_and_values = ("columns", "filters", "fill_null", "null_masks", "errors")
+        arguments = dict(zip(names_and_values, chosen, strict=True)) | {"partitioning": partitioning}
+        arguments |= {"source": url, "storage_options": mapping(storage_options)}
+        measured = measured_speed(case.existing, cache, batch_size, arguments)
+        measure.write_text(json.dumps(asdict(measured), indent=1) + "\n")
+        if not as_json:
+            typer.echo(table([(f"{'speed':7}", _speed(measured))]))
     if as_json:
-        show({"problems": problems, "checks": findings}, "", as_json=True)
+        found = {"problems": problems, "checks": findings}
+        show(found if measured is None else {**found, "measured": asdict(measured)}, "", as_json=True)
     if problems:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _speed(host: Host) -> str:
+    origin = f"{host.gbps:.2g} Gbit/s and {host.latency_ms:.0f} ms a request from the origin"
+    costs = f"a start takes {host.start_seconds:.1f} s, and 1 GB {host.cpu_seconds_per_gb:.1f} s of a core"
+    return f"{origin}; {costs} of {host.cores}; {host.rows_per_second:,.0f} rows/s from the cache"
 
 
 def _text(check: str, finding: Finding) -> str:

@@ -6,12 +6,13 @@ import json
 import math
 from dataclasses import asdict, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
-from dataload.cache.config import CacheConfig, parse_bytes
+from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
     NODES,
     BatchSize,
@@ -38,6 +39,7 @@ from dataload.errors import ConfigError
 from dataload.runtime.text import counted, duration
 
 if TYPE_CHECKING:
+    from dataload.planning.forecast import Forecast, Host
     from dataload.planning.orders import Packed
     from dataload.planning.plan import Plan
     from dataload.planning.simulate import Fetched
@@ -57,6 +59,13 @@ def _number(value: float | None) -> float | None:
     return value
 
 
+def _positive(value: float | None) -> float | None:
+    """Return the value. Raise BadParameter unless it is above 0."""
+    if value == 0:
+        raise typer.BadParameter("must be above 0")
+    return _number(value)
+
+
 @with_cache_options()
 def plan(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="The dataset. Several are read as a mixture.")],
@@ -70,7 +79,7 @@ def plan(
         int | None, typer.Option(min=1, help="Number of ranks that read the dataset; default: one on each node.")
     ] = None,
     seed: Seed = 0,
-    num_streams: Annotated[int, typer.Option(min=1, help=NODES)] = 1,
+    num_streams: Annotated[int, typer.Option("--num-streams", "--nodes", min=1, help=NODES)] = 1,
     columns: Columns = None,
     filters: FilterLists = None,
     fill_null: FillNull = None,
@@ -87,10 +96,29 @@ def plan(
     ] = None,
     length: Annotated[str, typer.Option(help="The column of the lengths of rows, or of lists.")] = "tokens",
     pad_to_multiple: Annotated[int, typer.Option(min=1, help="Lengths are padded to it; for --batch-tokens.")] = 1,
-    bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
-    latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
-    price: Annotated[
+    gbps: Annotated[
+        float | None, typer.Option(callback=_positive, help="Gigabits per second from the origin; default: 8.")
+    ] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(callback=_number, help="Milliseconds per request; default: 100, as S3 takes.")
+    ] = None,
+    price_gb: Annotated[
         float | None, typer.Option(callback=_number, help="Price of 1 GB from the origin, such as 0.09.")
+    ] = None,
+    price_get: Annotated[
+        float | None, typer.Option(callback=_number, help="Price of 1,000 requests, such as 0.0004.")
+    ] = None,
+    accelerators: Annotated[
+        int | None,
+        typer.Option(min=1, help="Forecast how busy a job keeps so many accelerators; instead of --world-size."),
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(callback=_positive, help="Milliseconds that an accelerator computes for a batch.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the job, for --accelerators.")] = 1,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="What `dataload doctor URL --measure FILE` wrote on such a node, for --accelerators."),
     ] = None,
     *,
     cache: CacheConfig,
@@ -98,6 +126,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate bytes, requests and time before reading a dataset."""
+    from dataload.planning.forecast import TYPICAL_BYTES, Job
     from dataload.planning.orders import packed_of, token_batches_of
     from dataload.planning.plan import plan as make_plan
     from dataload.rows.known_nulls import ON_THE_COMMAND_LINE
@@ -108,13 +137,9 @@ def plan(
     for option, given in (("--pack", pack), ("--batch-tokens", batch_tokens)):
         if given is not None and len(urls) > 1:
             raise ConfigError(f"{option} is for one URL: plan the sources of a mixture one by one")
-    world_size = world_size or num_streams
-    if world_size < num_streams or (shuffle != "none" and world_size % num_streams):
-        raise ConfigError(
-            f"--num-streams={num_streams}: nodes with equal parts of --world-size={world_size} ranks are impossible"
-        )
+    world_size = _world_size(world_size, num_streams, accelerators, step_ms, in_parts=shuffle != "none")
+    host = _host(measured, gbps, latency_ms)
     shares = _shares(urls, weights, schedule, ramp=ramp)
-    rate = parse_bytes("bandwidth", bandwidth)
     unlimited = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
     reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
     reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
@@ -129,8 +154,26 @@ def plan(
         batches = token_batches_of(sources[0], order, batch_tokens, length, pad_to_multiple, world_size)
         rows = batches.borders(0)[1]  # A batch may need all row groups of its plan window.
     local_world_size = math.ceil(world_size / num_streams)
-    ranks = {"batch_size": rows, "local_world_size": local_world_size, "nodes": num_streams}
-    result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price, cache_bytes=cache.limit)
+    job = None
+    if accelerators is not None and step_ms is not None:
+        if measured is None:
+            row_bytes = max(blobs.row_bytes for blobs in sources)
+            host = replace(host, rows_per_second=min(host.rows_per_second, TYPICAL_BYTES / max(1, row_bytes)))
+        steps = batches.batches(0) // world_size if batches else math.ceil(order.n / rows)
+        job = Job(accelerators, num_streams, step_ms, max(1, steps), order.n, epochs, host)
+    result = make_plan(
+        sources,
+        order,
+        rows,
+        local_world_size=local_world_size,
+        nodes=num_streams,
+        gbps=host.gbps,
+        latency_ms=host.latency_ms,
+        price_gb=price_gb,
+        price_get=price_get,
+        cache_bytes=cache.limit,
+        job=job,
+    )
     is_whole = sources[0].manifest.selection is None
     result = replace(result, **_tokens(packed, batches, world_size, from_footers=split and is_whole))
     nulls = [f"{found}: {ON_THE_COMMAND_LINE}" for blobs in sources if (found := blobs.maker.known_nulls)]
@@ -138,6 +181,36 @@ def plan(
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None or nulls:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _world_size(
+    world_size: int | None, nodes: int, accelerators: int | None, step_ms: float | None, *, in_parts: bool
+) -> int:
+    """Return the number of ranks. Raise ConfigError if it contradicts the number of nodes, or of accelerators."""
+    if (accelerators is None) != (step_ms is None):
+        raise ConfigError("a forecast needs both --accelerators and --step-ms")
+    if accelerators is not None and world_size not in (None, accelerators):
+        raise ConfigError(f"--accelerators={accelerators} have a rank each: leave out --world-size={world_size}")
+    ranks = accelerators or world_size or nodes
+    if ranks < nodes or (in_parts and ranks % nodes):
+        raise ConfigError(f"--num-streams={nodes}: nodes with equal parts of --world-size={ranks} ranks are impossible")
+    return ranks
+
+
+def _host(measured: Path | None, gbps: float | None, latency_ms: float | None) -> Host:
+    """Return the speed of the host that --measured names, or of a typical one, with what is known besides."""
+    from dataload.planning.forecast import TYPICAL, Host
+
+    host = TYPICAL
+    if measured is not None:
+        try:
+            host = Host(**json.loads(measured.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"--measured={measured} must be what `dataload doctor URL --measure FILE` wrote: {error}"
+            ) from error
+    host = host if gbps is None else replace(host, gbps=gbps)
+    return host if latency_ms is None else replace(host, latency_ms=latency_ms)
 
 
 def _shares(urls: list[str], weights: str | None, schedule: str | None, *, ramp: bool) -> WeightsOfSources | None:
@@ -196,7 +269,7 @@ def _order(
 
 def lines(plan: Plan) -> list[tuple[str, str]]:
     """Return the (label, text) lines of a plan."""
-    rate = f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
+    rate = f"{plan.gbps:g} Gbit/s and {plan.latency_ms:g} ms a request"
     row = "row" if plan.tokens is None or plan.batches is not None else "sequence"
     rows = f"{counted(plan.rows, row)} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
@@ -221,8 +294,20 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
             f"{decimal(plan.memory_bytes)} at most for row groups in flight or being decoded, for all ranks of a host",
         ),
         ("shuffle", _shuffle(plan)),
+        *_forecast(plan.forecast),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
     ]
+
+
+def _forecast(forecast: Forecast | None) -> list[tuple[str, str]]:
+    if forecast is None:
+        return []
+    took = f"{counted(len(forecast.epochs), 'epoch')} in {duration(forecast.seconds)}"
+    first = f"the first batch after {duration(forecast.first_batch_seconds)}"
+    found = [("busy", f"{forecast.busy_share:.0%} of the job: {took}, {first}{_costs(forecast.cost)}")]
+    if forecast.changed_busy_share is not None:
+        found.append(("", f"{forecast.changed_busy_share:.0%} with {forecast.change}"))
+    return found
 
 
 def _epoch(plan: Plan) -> list[tuple[str, str]]:
