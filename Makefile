@@ -115,9 +115,10 @@ sources: .venv-peers/.ready
 	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --group sources
 	.venv-peers/bin/python -m pytest -m "slow or not slow" tests/conversion/test_other_libraries.py
 
-# Measure the GPU utilization of the loader; without a GPU, check that the program runs.
+# Measure the GPU utilization of the loader, and of each way to use several GPUs; without one, that of the CPU.
 gpu: setup
 	$(BIN)/python -m dataload.benchmarks.gpu
+	$(BIN)/python -m dataload.benchmarks.parallelism
 
 # Read, write and resume on S3 servers of other projects beside moto, which `make slow` skips: SeaweedFS and rclone.
 stores: setup
