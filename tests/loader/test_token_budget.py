@@ -54,6 +54,7 @@ def same(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("length", ["tokens", "n_tokens"])
 @pytest.mark.parametrize(
     "options", [{}, {"ragged": "flat"}, {"num_threads": 2, "transform": same}, {"num_workers": 2, "transform": same}]
@@ -79,7 +80,8 @@ def test_batches_stay_within_the_budget(dataset: Dataset, length: str, options: 
     assert " tokens/s, " in str(stats)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.variants
+@pytest.mark.parametrize("size", [4, 1, 2, 8])
 def test_all_ranks_have_equally_many_batches(dataset: Dataset, size: int) -> None:
     loaders = [
         make_loader(dataset, batch_tokens=BUDGET, length="n_tokens", world=World(*at(rank, size)))

@@ -35,6 +35,7 @@ def _epoch(dataset: Any, length: int, epoch: int = 0, batch_size: int = 3, **how
     return [sequence for batch in loader for sequence in documents.segments_of(batch, length)]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("seed", seeds(1, 20))

@@ -61,6 +61,7 @@ def _global_batches(data: Any, ranks: int, state: Any, batches: int, **how: Any)
     return found, json.loads(text)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("shuffle", ["block", pytest.param("full", marks=pytest.mark.slow)])

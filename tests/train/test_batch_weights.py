@@ -110,6 +110,7 @@ class CrashError(Exception):
     """An error in the user's code."""
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_resumed_epoch_has_the_same_bits_and_the_same_loss(tmp_path, precision):
     """The checkpoint within an epoch has the weights behind its losses."""

@@ -103,7 +103,8 @@ def train(data, folder, environ, *, max_steps=None, width=8, victim=None):
     return state, [record["loss"] for record in history]
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.variants
+@pytest.mark.parametrize("number", [2, 1, 4])
 def test_a_run_resumes_from_a_store_bit_by_bit(ranks, data, server, run_url, number):
     environ = environment(server.endpoint_url)
     expected = ranks(number, train, data, None, environ)
@@ -115,6 +116,7 @@ def test_a_run_resumes_from_a_store_bit_by_bit(ranks, data, server, run_url, num
         assert losses == figures
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 4)])
 def test_other_numbers_of_ranks_resume_from_a_store(ranks, data, server, run_url, first, second):
     environ = environment(server.endpoint_url)
