@@ -115,8 +115,10 @@ sources: .venv-peers/.ready
 	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --group sources
 	.venv-peers/bin/python -m pytest -m "slow or not slow" tests/conversion/test_other_libraries.py
 
-# Measure the GPU utilization of the loader, and of each way to use several GPUs; without one, that of the CPU.
+# Measure what is new on a machine with GPUs and many cores: how it scales, the GPU utilization of the loader, and that
+# of each way to use several GPUs. Without a GPU, small models run on the CPU.
 gpu: setup
+	$(BIN)/python -m dataload.benchmarks.scaling --megabytes 1000
 	$(BIN)/python -m dataload.benchmarks.gpu
 	$(BIN)/python -m dataload.benchmarks.parallelism
 

@@ -58,7 +58,7 @@ class Size:
     blocks: int
 
 
-SIZES = {"cuda": Size(8192, 224, 256, 64, 3), "cpu": Size(512, 32, 64, 8, 1)}
+SIZES = {"cuda": Size(8192, 224, 256, 64, 3), "cpu": Size(256, 32, 64, 8, 1)}
 
 
 @dataclass(frozen=True)
