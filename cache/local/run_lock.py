@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from time import monotonic, sleep
+from typing import NamedTuple, Protocol
 
 from dataload.cache.local.key_locks import set_lock
 from dataload.runtime.forks import ForkAware, close_copies
@@ -36,6 +38,55 @@ class Holder(NamedTuple):
         return self.host == socket.gethostname()
 
 
+class FolderLock(Protocol):
+    """A lock of a folder that one process of all hosts holds: a `RunLock`, or a `Lease` in an object store.
+
+    Attributes:
+        pause: Seconds between two tries to acquire it.
+    """
+
+    pause: float
+
+    def acquire(self) -> Holder | None:
+        """Acquire the lock. Return None, or the process that holds it. Raises OSError."""
+
+    def patience(self, holder: Holder, /) -> float:
+        """Return for how many seconds to wait for the end of the holder."""
+
+
+Attempt = tuple[str, float] | None  # the holder, and for how many seconds it may go on; None: there is none
+
+
+def wait_for(
+    lock: FolderLock, taken: str, once: Callable[[Callable[[], Attempt]], Attempt] = lambda attempt: attempt()
+) -> str | None:
+    """Acquire a lock. A holder that is about to end has some time. Return None, or the holder that goes on.
+
+    Args:
+        lock: The lock.
+        taken: Says in a warning whose the folder is, as in "FOLDER is that of another run".
+        once: Makes each try for all processes that call this together, and returns its result to each.
+    """
+    began, told = monotonic(), False
+
+    def attempt() -> Attempt:
+        nonlocal told
+        if (holder := lock.acquire()) is None:
+            return None
+        seconds = began + lock.patience(holder) - monotonic()
+        if seconds > 0 and not told:
+            told = True
+            log.warning("%s, %s: waiting for its end, up to %.0f s", taken, holder, seconds)
+        return str(holder), seconds
+
+    while (held := once(attempt)) is not None:
+        holder, seconds = held
+        if seconds <= 0:
+            return holder
+        sleep(lock.pause)
+    return None
+
+
 class RunLock(ForkAware):
     """The lock of a folder, which one process of all hosts holds.
 
@@ -45,6 +96,8 @@ class RunLock(ForkAware):
     Args:
         folder: The folder, which exists.
     """
+
+    pause = 0.1
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK

@@ -63,6 +63,8 @@ class Lease:
         folder: The folder.
     """
 
+    pause = 1.0  # Each try takes requests to the store.
+
     def __init__(self, folder: StorePath) -> None:
         self._folder, self._chain = folder, folder / CHAIN
         self._pid = os.getpid()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pyarrow as pa
 
 from dataload.arguments import local_folder, whole_number
 from dataload.conversion.destination import BUCKETS, STATE, Destination, part_name
-from dataload.conversion.kinds import open_kind
+from dataload.conversion.kinds import KINDS, kind_of
 from dataload.conversion.reading import Position, Reading
 from dataload.conversion.row_sums import row_sum
 from dataload.conversion.shuffled import Shuffled
 from dataload.conversion.source import Files, Source
 from dataload.conversion.writer import GATHERED_BYTES, SAMPLE_BYTES, Writer, storage_of, stored_schema
 from dataload.errors import ConfigError, DataError, DataloadError
+from dataload.runtime.executor import DaemonExecutor, awaited
 
 MODULUS = 1 << 64
 BATCH_ROWS = 4096
@@ -71,14 +73,10 @@ class Conversion:
         self._files = Files(os.fspath(source), storage_options)
         self._to = Destination(os.fspath(destination), to_storage_options)
         _check_apart(self._files, self._to)
-        self._format, self._source = open_kind(self._files, format)
-        if not self._source.schema.names:
-            raise DataError(f"{self._files.url} has no columns: check what the files hold")
+        self._format = kind_of(self._files, format)
         self._scratch = self._scratch_folder(scratch_dir)
         self._begun()
-        self._schema = stored_schema(self._source.schema)
-        passes = 1 if self._seed is None else 2
-        self.bytes = passes * sum(part.bytes for part in self._source.parts)
+        self.bytes = (KINDS[self._format].passes + (self._seed is not None)) * self._files.num_bytes
 
     def run(self, advance: Callable[[int], object] = lambda _: None) -> Converted:
         """Convert, or go on with it. `advance` is called with the bytes of the source that are read.
@@ -92,7 +90,8 @@ class Conversion:
             with self._to.locked():
                 state = self._begun()  # Another conversion may have ended meanwhile.
                 if not state["is_done"]:
-                    self._convert(state, advance)
+                    self._files.advance = advance
+                    self._convert(state)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         return Converted(
@@ -119,46 +118,60 @@ class Conversion:
             )
         return found or new
 
-    def _convert(self, state: dict[str, Any], advance: Callable[[int], object]) -> None:
+    def _convert(self, state: dict[str, Any]) -> None:
         """Do what the state lacks."""
+        source = KINDS[self._format].open(self._files)
+        if not source.schema.names:
+            raise DataError(f"{self._files.url} has no columns: check what the files hold")
+        schema = stored_schema(source.schema)
         self._to.save(state)  # Now the folder is known as this conversion's.
         if self._seed is None or self._scratch is None:
-            self._write(self._source, state, advance)
+            self._write(source, schema, state)
             rows, total = state["rows"], state["sum"]
         else:
-            shuffled = Shuffled(self._source, self._schema, self._seed, self._scratch)
-            rows, total = shuffled.deal(advance)
-            self._write(shuffled, state, advance)
+            shuffled = Shuffled(source, schema, self._seed, self._scratch)
+            rows, total = shuffled.deal(self._files.told)
+            self._write(shuffled, schema, state)
         _check(self._to.url, rows, total, state["files"])
         if not rows:
             raise DataError(f"{self._files.url} has no rows: check what the files hold")
         state["is_done"] = True
         self._to.save(state)
 
-    def _write(self, source: Source, state: dict[str, Any], advance: Callable[[int], object]) -> None:
-        """Write the files that are missing. The state has a file once it was read again."""
-        reading = Reading(source, self._schema, Position(*state["position"]), advance)
-        sample = reading.peek(SAMPLE_BYTES)
-        storage = storage_of(sample)
-        while reading.peek(1).num_rows:
-            name, first_row = part_name(len(state["files"])), state["rows"]
-            with self._to.create(name) as file, Writer(file, self._schema, storage) as writer:
-                while not writer.is_full:
-                    rows = reading.take(writer.wanted_rows, GATHERED_BYTES)
-                    if not rows.num_rows:
-                        break
-                    state["sum"] = (state["sum"] + self._sum(rows, state["rows"])) % MODULUS
-                    state["rows"] += rows.num_rows
-                    writer.write(rows)
-            state["files"].append({"name": name, **self._read_again(name, first_row)})
-            state["position"] = list(reading.position)
+    def _write(self, source: Source, schema: pa.Schema, state: dict[str, Any]) -> None:
+        """Write the files that are missing. The state has a file once it was read again, while the next is written."""
+        reading = Reading(source, schema, Position(*state["position"]), self._files.told)
+        storage = storage_of(reading.peek(SAMPLE_BYTES))
+        threads = DaemonExecutor(2, "dataload-convert-sums")
+        rows, total, number = state["rows"], state["sum"], len(state["files"])
+        check: tuple[Future[dict[str, Any]], dict[str, Any]] | None = None
+
+        def note(checked: Future[dict[str, Any]], then: dict[str, Any]) -> None:
+            state.update(then, files=[*state["files"], awaited(checked)])
             self._to.save(state)
+
+        while reading.peek(1).num_rows:
+            name, first_row = part_name(number), rows
+            with self._to.create(name) as file, Writer(file, schema, storage) as writer:
+                while not writer.is_full:
+                    table = reading.take(writer.wanted_rows, GATHERED_BYTES)
+                    if not table.num_rows:
+                        break
+                    added = threads.submit(self._sum, table, rows)
+                    writer.write(table)
+                    rows, total = rows + table.num_rows, (total + awaited(added)) % MODULUS
+            if check is not None:
+                note(*check)
+            then = {"position": list(reading.position), "rows": rows, "sum": total}
+            check, number = (threads.submit(self._read_again, name, first_row), then), number + 1
+        if check is not None:
+            note(*check)
 
     def _sum(self, rows: pa.Table, first_row: int) -> int:
         return row_sum(rows, first_row if self._seed is None else None)
 
-    def _read_again(self, name: str, first_row: int) -> dict[str, int]:
-        """Return rows, bytes and checksum of a file."""
+    def _read_again(self, name: str, first_row: int) -> dict[str, Any]:
+        """Return name, rows, bytes and checksum of a file."""
         from pyarrow import parquet
 
         rows = total = 0
@@ -166,12 +179,14 @@ class Conversion:
             for batch in parquet.ParquetFile(file).iter_batches(BATCH_ROWS):
                 total = (total + self._sum(pa.Table.from_batches([batch]), first_row + rows)) % MODULUS
                 rows += batch.num_rows
-            return {"rows": rows, "bytes": file.seek(0, os.SEEK_END), "sum": total}
+            return {"name": name, "rows": rows, "bytes": file.seek(0, os.SEEK_END), "sum": total}
 
     def _check_destination(self, sizes: dict[str, int], state: dict[str, Any] | None) -> None:
         """Raise ConfigError if the destination has other files than this conversion's, or lacks one of them."""
         done = {} if state is None else {each["name"]: each["bytes"] for each in state["files"]}
-        own = {*done, STATE} if state is None else {*done, STATE, part_name(len(done))}
+        own = {*done, STATE}
+        if state is not None:  # A kill may leave one that was not read again yet, and the next one.
+            own |= {part_name(len(done)), part_name(len(done) + 1)}
         if others := [name for name in sizes if name not in own and not IN_WORK.fullmatch(name)]:
             raise ConfigError(f"{self._to.url} has {others[0]}, which convert has not written: name an empty folder")
         now = self._to.sizes() if done else {}

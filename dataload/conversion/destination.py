@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 from dataload.cache.blocks.reader import Object
-from dataload.cache.local.run_lock import LOCK, RunLock
+from dataload.cache.local.run_lock import LOCK, RunLock, wait_for
 from dataload.cache.origin.lease import CHAIN, Lease
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import open_source
@@ -25,9 +23,6 @@ from dataload.runtime.redact import redacted
 STATE = "_convert.json"
 BUCKETS = "_buckets"
 VERSION = 1
-PAUSE = 1.0  # seconds between two tries to acquire the lock
-
-log = logging.getLogger(__name__)
 
 
 class Destination:
@@ -61,16 +56,10 @@ class Destination:
         """
         if self.origin.is_local:
             Path(self.root).mkdir(parents=True, exist_ok=True)
-        began, told = monotonic(), False
-        while (holder := self._lock.acquire()) is not None:
-            if monotonic() >= began + self._lock.patience(holder):
-                raise ConfigError(
-                    f"{self.url} is that of another conversion, {holder}: wait for its end, or name another folder"
-                )
-            if not told:
-                log.warning("%s is that of another conversion, %s: waiting for its end", self.url, holder)
-            told = True
-            sleep(PAUSE)
+        if (holder := wait_for(self._lock, f"{self.url} is that of another conversion")) is not None:
+            raise ConfigError(
+                f"{self.url} is that of another conversion, {holder}: wait for its end, or name another folder"
+            )
         try:
             yield
         finally:

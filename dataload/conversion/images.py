@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pyarrow as pa
 
@@ -59,16 +59,23 @@ class ImageFolders:
         end = self._starts[part + 1] if part + 1 < len(self.parts) else len(self._names)
         names = self._names[self._starts[part] : end]
         columns = {
-            "image": self._threads.map(self._image, [self._files.objects[name] for name in names]),
+            "image": self._images([self._files.objects[name] for name in names]),
             "label": [self._classes.get(name.partition("/")[0]) for name in names],
             "path": names,
         }
         yield pa.table({field.name: pa.array(columns[field.name], field.type) for field in self.schema}, self.schema)
 
-    def _image(self, each: Object) -> bytes:
-        if not each.size:
-            raise DataError(f"{each.name} is empty: remove it, or write it again")
-        return self._files.content(each)
+    def _images(self, files: list[Object]) -> pa.Array:
+        """Read files into one buffer: bytes objects of many threads would fragment the memory."""
+        if empty := [each.name for each in files if not each.size]:
+            raise DataError(f"{empty[0]} is empty: remove it, or write it again")
+        bounds = list(accumulate((each.size for each in files), initial=0))
+        data = pa.allocate_buffer(bounds[-1])
+        memory = memoryview(data).cast("B")
+        parts = [(each, memory[start:stop]) for each, (start, stop) in zip(files, pairwise(bounds), strict=True)]
+        self._threads.map(lambda part: self._files.read_into(*part), parts)
+        offsets = pa.array(bounds, pa.int32()).buffers()[1]
+        return pa.Array.from_buffers(pa.binary(), len(files), [None, offsets, data])
 
 
 def _starts(sizes: list[int]) -> Iterator[int]:

@@ -25,11 +25,13 @@ class Kind(NamedTuple):
         title: How messages call it.
         endings: Those of its files; none: an index tells it.
         open: Makes the source of files.
+        passes: How often it reads the files: text twice, the first time for its types.
     """
 
     title: str
     endings: tuple[str, ...]
     open: Callable[[Files], Source]
+    passes: int = 1
 
 
 def _packed(*endings: str) -> tuple[str, ...]:
@@ -39,8 +41,8 @@ def _packed(*endings: str) -> tuple[str, ...]:
 KINDS = {
     "parquet": Kind("Parquet", (".parquet", ".pq", ".parq"), partial(ColumnFiles, format="parquet")),
     "arrow": Kind("Arrow or Feather", (".arrow", ".feather", ".ipc"), arrow),
-    "json": Kind("JSON lines", _packed(".jsonl", ".ndjson", ".json"), json_lines),
-    "csv": Kind("CSV", _packed(".csv", ".tsv"), csv),
+    "json": Kind("JSON lines", _packed(".jsonl", ".ndjson", ".json"), json_lines, 2),
+    "csv": Kind("CSV", _packed(".csv", ".tsv"), csv, 2),
     "images": Kind(
         "folders of images", (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), ImageFolders
     ),
@@ -53,8 +55,8 @@ KEYS = {"shards": "mds", "chunks": "litdata"}  # that INDEX has, by kind
 SPLITS = "dataset_dict.json"  # of Hugging Face
 
 
-def open_kind(files: Files, name: str | None) -> tuple[str, Source]:
-    """Return the kind of a source, and the source, of the files of that kind.
+def kind_of(files: Files, name: str | None) -> str:
+    """Return the kind of a source, and leave out the files of others.
 
     Args:
         files: The files.
@@ -62,7 +64,7 @@ def open_kind(files: Files, name: str | None) -> tuple[str, Source]:
 
     Raises:
         ConfigError: There is no such kind, or the endings say none or several.
-        DataError: A file cannot be read.
+        DataError: An index cannot be read.
     """
     understood = ", ".join(f"{each.title} ({name})" for name, each in KINDS.items())
     if name is not None and name not in KINDS:
@@ -72,7 +74,7 @@ def open_kind(files: Files, name: str | None) -> tuple[str, Source]:
     if (name or _indexed(files)) in (*KEYS.values(), "huggingface"):
         kind = name or _indexed(files)
         assert kind is not None
-        return kind, KINDS[kind].open(files)
+        return kind
     found = {
         kind: [file for file in files.objects if each.endings and file.lower().endswith(each.endings)]
         for kind, each in KINDS.items()
@@ -86,7 +88,7 @@ def open_kind(files: Files, name: str | None) -> tuple[str, Source]:
         raise ConfigError(f"{files.url} has files of several kinds: choose {ways}")
     [kind] = present
     files.keep(found[kind] or list(files.objects))
-    return kind, KINDS[kind].open(files)
+    return kind
 
 
 def _indexed(files: Files) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,15 @@ from dataload.conversion.source import Files, Part
 from dataload.errors import DataError
 
 Opened = Callable[[], Any]  # opens a file
+Told = Callable[[Iterable[Any]], Iterator[Any]]  # yields what is read of a file, and tells of progress
 
 CHUNK_BYTES = 16 << 20  # of JSON lines
 BLOCK_BYTES = 4 << 20  # of CSV; a row must fit
 WIDER = {pa.null(): pa.int64(), pa.int64(): pa.float64()}  # else text
 EXACT = 1 << 53  # up to which float64 holds every whole number
-LONG = re.compile(r"\s*[+-]?\d{16,}\s*")
+DIGITS = 16  # that such a number has at least
+LONG = re.compile(rf"\s*[+-]?\d{{{DIGITS},}}\s*")
+LONG_IN_JSON = re.compile(rb"\d{%d}" % DIGITS)
 Types = tuple[pa.Schema, set[str]]  # the columns, and the names of those with whole numbers that no float64 holds
 
 
@@ -35,7 +38,7 @@ class Lines:
 
     Args:
         files: The files.
-        types: Returns the types of one file, given what opens it, and its name.
+        types: Returns the types of one file, given what opens it, its name, and what tells of progress.
         tables: Yields the tables of one file, given its stream, its name and the types of the columns of all files.
         else_text: Whether any column can be read as text.
 
@@ -46,7 +49,7 @@ class Lines:
     def __init__(
         self,
         files: Files,
-        types: Callable[[Opened, str], Types],
+        types: Callable[[Opened, str, Told], Types],
         tables: Callable[[Any, str, pa.Schema], Iterator[pa.Table]],
         *,
         else_text: bool,
@@ -58,7 +61,7 @@ class Lines:
         exact: dict[str, str] = {}  # Columns with whole numbers that no float64 holds, and a file that has them.
         for each in self._objects:
             with reading(each.name):
-                schema, names = types(partial(self._open, each), each.name)
+                schema, names = types(partial(self._open, each), each.name, partial(files.told, num_bytes=each.size))
                 self.schema = wider(self.schema, schema, each.name)
                 exact |= dict.fromkeys(names, each.name)
         for name in exact:
@@ -131,47 +134,19 @@ def _at(schema: pa.Schema, name: str) -> pa.DataType:
     return kind
 
 
-def _json_types(opened: Opened, name: str) -> Types:
+def _json_types(opened: Opened, name: str, told: Told) -> Types:
     schema, exact = pa.schema([]), set[str]()
     with opened() as stream:
-        for chunk in _chunks(stream, name):
-            table = _parsed(chunk, None)
-            schema = wider(schema, table.schema, name)
-            exact |= _exact_in(table, chunk)
+        for chunk in told(_chunks(stream, name)):
+            schema = wider(schema, _parsed(chunk, None).schema, name)
+            for line in chunk.splitlines() if LONG_IN_JSON.search(chunk) else ():
+                if LONG_IN_JSON.search(line):
+                    exact |= {column for column, value in _numbers("", json.loads(line)) if _is_exact(value)}
     return schema, exact
 
 
-def _exact_in(table: pa.Table, chunk: bytes) -> set[str]:
-    """Return the columns, and fields of them, with whole numbers that no float64 holds; `chunk` is the table's text."""
-    exact, perhaps = set[str](), set[str]()
-    for column, chunks in zip(table.schema.names, table.columns, strict=True):
-        for name, values in (leaf for each in chunks.chunks for leaf in _leaves(column, each)):
-            if pa.types.is_integer(values.type) and any(map(_is_exact, values.drop_null().to_pylist())):
-                exact.add(name)
-            if (
-                pa.types.is_floating(values.type)
-                and compute.any(compute.greater_equal(compute.abs(values), EXACT)).as_py()
-            ):
-                perhaps.add(name)  # pyarrow has rounded them by now.
-    for line in chunk.splitlines() if perhaps else ():
-        if line.strip():
-            exact |= {name for name, value in _numbers("", json.loads(line)) if name in perhaps and _is_exact(value)}
-    return exact
-
-
-def _leaves(name: str, array: pa.Array) -> Iterator[tuple[str, pa.Array]]:
-    """Yield the arrays of plain values in an array, with their names."""
-    if pa.types.is_list(array.type):
-        yield from _leaves(name, array.flatten())
-    elif pa.types.is_struct(array.type):
-        for field, values in zip(array.type, array.flatten(), strict=True):
-            yield from _leaves(f"{name}.{field.name}", values)
-    else:
-        yield name, array
-
-
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers in a value of JSON, with the names that `_leaves` gives them."""
+    """Yield the whole numbers in a value of JSON with the names of their columns, or `column.field`."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _numbers(f"{name}.{key}" if name else key, each)
@@ -217,13 +192,13 @@ def _chunks(stream: Any, name: str) -> Iterator[bytes]:
         yield rest
 
 
-def _csv_types(opened: Opened, name: str) -> Types:
+def _csv_types(opened: Opened, name: str, told: Told) -> Types:
     """Return the types that pyarrow infers from the first block, wider where a later value needs it."""
     with opened() as stream:
         kinds = {field.name: field.type for field in _csv_reader(stream, name).schema}
     exact: set[str] = set()
     with opened() as stream:
-        for batch in _csv_reader(stream, name, dict.fromkeys(kinds, pa.string()), null_text=True):
+        for batch in told(_csv_reader(stream, name, dict.fromkeys(kinds, pa.string()), null_text=True)):
             for column, values in zip(batch.schema.names, batch.columns, strict=True):
                 while not _holds(kinds[column], values):
                     kinds[column] = WIDER.get(kinds[column], pa.string())
@@ -234,7 +209,7 @@ def _csv_types(opened: Opened, name: str) -> Types:
 
 def _long(values: pa.Array) -> Iterator[int]:
     """Yield the whole numbers of many digits in an array of text."""
-    found = values.filter(compute.greater_equal(compute.utf8_length(values), 16)).to_pylist()
+    found = values.filter(compute.greater_equal(compute.utf8_length(values), DIGITS)).to_pylist()
     return (int(text) for text in found if LONG.fullmatch(text))
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol, TypeVar
 
 import pyarrow as pa
 
 from dataload.conversion.source import Source
 from dataload.conversion.writer import storable
 from dataload.runtime.executor import DaemonExecutor, awaited
+
+AHEAD_BYTES, MOST_AHEAD = 64 << 20, 64  # of tables that are read ahead, and how many
+
+T = TypeVar("T")
+
+
+class Told(Protocol):
+    """Yields what is read of some bytes, and tells of progress. See `Files.told`."""
+
+    def __call__(self, items: Iterable[T], num_bytes: int, /) -> Iterator[T]: ...
 
 
 class Position(NamedTuple):
@@ -32,15 +42,15 @@ class Reading:
         source: The rows.
         schema: The types.
         position: Where to begin.
-        advance: Called with the bytes of the source that are read.
+        told: Tells of progress.
 
     Attributes:
         position: The row that the next call of `take` begins with.
     """
 
-    def __init__(self, source: Source, schema: pa.Schema, position: Position, advance: Callable[[int], object]) -> None:
+    def __init__(self, source: Source, schema: pa.Schema, position: Position, told: Told) -> None:
         self.position = position
-        self._source, self._schema, self._advance = source, schema, advance
+        self._source, self._schema, self._told = source, schema, told
         self._held: deque[tuple[Position, pa.Table]] = deque()
         self._read = self._ahead()
 
@@ -82,25 +92,28 @@ class Reading:
         return pa.concat_tables(tables).slice(0, rows)
 
     def _ahead(self) -> Iterator[tuple[Position, pa.Table]]:
-        """Yield the tables, each of which a thread reads while the one before is used."""
-        thread, tables = DaemonExecutor(1, "dataload-convert"), self._tables()
+        """Yield the tables, which a thread reads ahead."""
+        thread, tables = DaemonExecutor(1, "dataload-convert-read"), self._tables()
+        pending, wanted = deque([thread.submit(next, tables, None)]), 1
         try:
-            pending = thread.submit(next, tables, None)
-            while (found := awaited(pending)) is not None:
-                pending = thread.submit(next, tables, None)
+            while (found := awaited(pending.popleft())) is not None:
+                wanted = max(1, min(MOST_AHEAD, AHEAD_BYTES // max(1, found[1].nbytes)))
+                while len(pending) < wanted:
+                    pending.append(thread.submit(next, tables, None))
                 yield found
         finally:
+            while pending:
+                pending.pop().cancel()
             del thread  # It ends now, and not when an error, whose traceback has this frame, is collected.
 
     def _tables(self) -> Iterator[tuple[Position, pa.Table]]:
-        begin = self.position
-        self._advance(sum(part.bytes for part in self._source.parts[: begin.part]))
-        for part in range(begin.part, len(self._source.parts)):
+        begin, parts = self.position, self._source.parts
+        yield from self._told((), sum(part.bytes for part in parts[: begin.part]))
+        for part in range(begin.part, len(parts)):
             row, skipped = 0, begin.row if part == begin.part else 0
-            for table in self._source.read(part):
+            for table in self._told(self._source.read(part), parts[part].bytes):
                 end = row + table.num_rows
                 rest = table.slice(max(0, skipped - row))
                 if rest.num_rows:
                     yield Position(part, end - rest.num_rows), storable(rest).cast(self._schema)
                 row = end
-            self._advance(self._source.parts[part].bytes)

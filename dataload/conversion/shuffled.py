@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataload.conversion.reading import Position, Reading
+from dataload.conversion.reading import Position, Reading, Told
 from dataload.conversion.row_sums import GOLDEN, mixed, row_sum
 from dataload.conversion.source import Part, Source
 from dataload.errors import DataError
 
 BUCKET_BYTES = 32 << 20  # of the source
 MOST_BUCKETS = 4096
-DEALT_BYTES = 256 << 20  # in memory, between two writes to the buckets
+DEALT_BYTES = 128 << 20  # in memory, between two writes to the buckets
+TABLE_BYTES = 16 << 20  # that are dealt at a time
 STATE = "dealt.json"
 
 
@@ -53,7 +54,8 @@ class Shuffled:
         self.schema = schema
         total = sum(part.bytes for part in source.parts)
         count = max(1, min(MOST_BUCKETS, -(-total // BUCKET_BYTES)))
-        self.parts = [Part(f"bucket {number}", total // count) for number in range(count)]
+        bounds = [total * number // count for number in range(count + 1)]
+        self.parts = [Part(f"bucket {number}", stop - start) for number, (start, stop) in enumerate(pairwise(bounds))]
         self._source, self._folder = source, folder
         self._seed = mixed(np.array([seed % (1 << 64)], np.uint64))
         self._dealt: dict[str, Any] = {
@@ -64,25 +66,30 @@ class Shuffled:
             "is_done": False,
         }
 
-    def deal(self, advance: Callable[[int], object]) -> tuple[int, int]:
+    def deal(self, told: Told) -> tuple[int, int]:
         """Deal the rows of the source to the buckets, or go on with it. Return how many there are, and their checksum.
 
         Args:
-            advance: Called with the bytes of the source that are read.
+            told: Tells of progress, see `Files.told`.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         state = self._folder / STATE
         if state.exists():
             self._dealt = self._checked(state.read_text())
         dealt = self._dealt
-        reading = Reading(self._source, self.schema, Position(*dealt["position"]), advance)
+        reading = Reading(self._source, self.schema, Position(*dealt["position"]), told)
         while not dealt["is_done"]:
-            rows = reading.take(1 << 62, DEALT_BYTES)
-            self._append(rows)
+            held: list[tuple[pa.Table, list[int]]] = []
+            while sum(rows.nbytes for rows, _ in held) < DEALT_BYTES:
+                rows = reading.take(1 << 62, TABLE_BYTES)
+                if not rows.num_rows:
+                    dealt["is_done"] = True
+                    break
+                held.append(self._by_bucket(rows))
+                dealt["sum"] = (dealt["sum"] + row_sum(rows)) % (1 << 64)
+                dealt["rows"] += rows.num_rows
+            self._append(held)
             dealt["position"] = list(reading.position)
-            dealt["sum"] = (dealt["sum"] + row_sum(rows)) % (1 << 64)
-            dealt["rows"] += rows.num_rows
-            dealt["is_done"] = not rows.num_rows
             temporary = state.with_suffix(".tmp")
             temporary.write_text(json.dumps(dealt))
             temporary.replace(state)
@@ -111,18 +118,24 @@ class Shuffled:
     def _path(self, bucket: int) -> Path:
         return self._folder / f"bucket-{bucket:04}.arrows"
 
-    def _append(self, rows: pa.Table) -> None:
-        """Write each row to its bucket, after what the state says that it has."""
+    def _by_bucket(self, rows: pa.Table) -> tuple[pa.Table, list[int]]:
+        """Return the rows in the order of their buckets, and where each bucket begins, and the last one ends."""
         numbers = np.arange(self._dealt["rows"], self._dealt["rows"] + rows.num_rows, dtype=np.uint64)
-        buckets = mixed(numbers * GOLDEN + self._seed) % np.uint64(len(self.parts))
+        buckets = (mixed(numbers * GOLDEN + self._seed) % np.uint64(len(self.parts))).astype(np.uint16)  # a radix sort
         order = np.argsort(buckets, kind="stable")
-        rows = rows.unify_dictionaries().take(order)
-        bounds = np.searchsorted(buckets[order], np.arange(len(self.parts) + 1, dtype=np.uint64)).tolist()
+        bounds = np.searchsorted(buckets[order], np.arange(len(self.parts) + 1))
+        return rows.unify_dictionaries().take(order), bounds.tolist()
+
+    def _append(self, dealt: Sequence[tuple[pa.Table, list[int]]]) -> None:
+        """Write the rows of each bucket to its file, after what the state says that it has."""
         options = pa.ipc.IpcWriteOptions(compression="lz4")
-        for bucket, (start, stop) in enumerate(pairwise(bounds)):
-            if start < stop:
-                with self._path(bucket).open("ab") as file:
-                    os.truncate(file.fileno(), self._dealt["lengths"][bucket])
-                    with pa.ipc.new_stream(file, rows.schema, options=options) as stream:
-                        stream.write_table(rows.slice(start, stop - start))
-                    self._dealt["lengths"][bucket] = file.seek(0, os.SEEK_END)
+        for bucket, length in enumerate(self._dealt["lengths"]):
+            parts = [rows.slice(bounds[bucket], bounds[bucket + 1] - bounds[bucket]) for rows, bounds in dealt]
+            if not any(part.num_rows for part in parts):
+                continue
+            rows = pa.concat_tables(parts).unify_dictionaries().combine_chunks()
+            with self._path(bucket).open("ab") as file:
+                os.truncate(file.fileno(), length)
+                with pa.ipc.new_stream(file, rows.schema, options=options) as stream:
+                    stream.write_table(rows)
+                self._dealt["lengths"][bucket] = file.seek(0, os.SEEK_END)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 from fsspec.spec import AbstractBufferedFile
@@ -21,6 +21,8 @@ from dataload.errors import DataError, OriginNotFound
 from dataload.runtime.redact import redacted
 
 BLOCK_BYTES = 8 << 20  # of a request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Files:
         origin: The store.
         root: The path of the URL.
         objects: The files by their name below `root`, sorted.
+        advance: Called with the bytes that were read, see `told`.
 
     Raises:
         OriginNotFound: There are none.
@@ -88,6 +91,7 @@ class Files:
         if strange := [name for name in self.objects if not _is_text(name)]:
             raise DataError(f"{self.url}: the name {strange[0]!r} is not UTF-8: rename the file")
         self.folder = above
+        self.advance: Callable[[int], object] = lambda _: None
         self._by_path = {each.path: each for each in self.objects.values()}
         if not self.objects:
             raise OriginNotFound(f"no files at {self.url} ({self.origin.address}): check the path")
@@ -99,6 +103,25 @@ class Files:
     def keep(self, names: Sequence[str]) -> None:
         """Leave out all but these files."""
         self.objects = {name: self.objects[name] for name in names}
+
+    @property
+    def num_bytes(self) -> int:
+        """Their size."""
+        return sum(each.size for each in self.objects.values())
+
+    def told(self, items: Iterable[T], num_bytes: int) -> Iterator[T]:
+        """Yield what is read of `num_bytes` bytes. Tell `advance` of those that have come, and at the end of all."""
+        before, told = self._received, 0
+        for item in items:
+            yield item
+            if (come := min(num_bytes, self._received - before)) > told:
+                self.advance(come - told)
+                told = come
+        self.advance(num_bytes - told)
+
+    @property
+    def _received(self) -> int:
+        return int(self.origin.stats().get("bytes", 0))
 
     @property
     def identity(self) -> str:
@@ -116,6 +139,10 @@ class Files:
     def open(self, each: Object) -> PinnedFile:
         """Open this version of a file."""
         return PinnedFile(self.origin, each)
+
+    def read_into(self, each: Object, memory: memoryview) -> None:
+        """Fill `memory`, which is as large as a file, with its bytes."""
+        self.origin.read_into(memory, each.path, 0, each.version)
 
     def content(self, each: Object) -> bytes:
         """Return the bytes of a file."""

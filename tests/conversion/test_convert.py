@@ -311,6 +311,31 @@ def test_errors_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         convert(tmp_path / "x.feather", tmp_path / "out")
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "csv"])
+def test_progress_goes_with_the_bytes_of_a_file(
+    kind: str, seed: int | None, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text is read twice, and a shuffle reads its buckets once more."""
+    monkeypatch.setattr("dataload.conversion.source.BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr("dataload.conversion.lines.CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr("dataload.conversion.lines.BLOCK_BYTES", 1 << 16)
+    path = tmp_path / f"in.{kind}"
+    if kind == "csv":
+        path.write_text("x\n" + "\n".join(str(n) for n in range(500_000)))
+    elif kind == "jsonl.gz":
+        lines = (json.dumps({"x": n, "s": NOISE.bytes(200).hex()}) for n in range(10_000))
+        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    else:
+        write_source(kind, path, 0)
+    conversion = Conversion(path, tmp_path / "out", shuffle=seed)
+    told: list[int] = []
+    conversion.run(told.append)
+    passes = 1 + (kind not in ("parquet", "arrow")) + (seed is not None)
+    assert sum(told) == conversion.bytes == passes * path.stat().st_size
+    assert max(told) < conversion.bytes / 2 or kind in ("parquet", "arrow")  # which Arrow reads ahead
+
+
 def test_a_second_conversion_is_refused(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes nothing, and the first one ends as if alone."""
     monkeypatch.setattr(run_lock, "SECONDS", 0)

@@ -146,7 +146,7 @@ def litdata_file(number: int) -> dict[str, Any]:
 def run(function: str, folder: Path, *args: Any) -> None:
     """Call a function of this module in a process of its own: LitData's writers leave threads behind."""
     pytest.importorskip("litdata")
-    code = f"import test_sources; test_sources.{function}({str(folder)!r}, *{args!r})"
+    code = f"import test_other_libraries; test_other_libraries.{function}({str(folder)!r}, *{args!r})"
     path = {"PYTHONPATH": ":".join(filter(None, [str(Path(__file__).parent), *sys.path]))}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **path}, check=True)
 

@@ -34,7 +34,7 @@ from dataload.cache.origin.store_path import BLOCK_BYTES, StorePath
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError, OriginError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import checkpoints, manifest, places
+from dataload.train.checkpoint import manifest, places
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
 from dataload.train.harness import fit
 from dataload.world import World
@@ -296,7 +296,7 @@ def test_a_checkpoint_without_a_manifest_is_none_and_is_swept(bucket, run_url):
 def test_two_runs_never_save_into_one_folder(bucket, run_url, monkeypatch):
     monkeypatch.setattr(lease, "RENEWED", 0.02)
     monkeypatch.setattr(lease, "SEEN", 0)
-    monkeypatch.setattr(checkpoints, "REQUEST_PAUSE", 0.05)
+    monkeypatch.setattr(lease.Lease, "pause", 0.05)
     first = Checkpoints(run_url, 1)
     with pytest.raises(ConfigError, match=f"that of another run, process {os.getpid()} on host {socket.gethostname()}"):
         Checkpoints(run_url, 1)
@@ -331,7 +331,7 @@ def test_the_lease_of_a_killed_process_of_this_host_is_taken_over_at_once(run_ur
 
 def test_the_lease_of_another_host_expires_and_a_holder_that_stood_still_saves_no_more(run_url, monkeypatch):
     monkeypatch.setattr(lease, "_has_ended", lambda life: False)  # as of a process of another host
-    monkeypatch.setattr(checkpoints, "REQUEST_PAUSE", 0.05)
+    monkeypatch.setattr(lease.Lease, "pause", 0.05)
     monkeypatch.setattr(lease, "EXPIRED", 0.5)
     first = Checkpoints(run_url, 2)
     save(first, 1)

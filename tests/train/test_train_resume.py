@@ -1125,7 +1125,7 @@ def test_a_run_waits_for_one_that_is_about_to_end_and_for_no_dead_one(tmp_path, 
         holder.join()
 
     monkeypatch.setattr(run_lock, "SECONDS", seconds)
-    monkeypatch.setattr(checkpoints, "sleep", end)
+    monkeypatch.setattr(run_lock, "sleep", end)
     train_with_noise(tmp_path, 1)
     assert len(waits) == 1
     assert f"process {pid} on host {host}: waiting for its end" in caplog.text

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
-from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.futures import Future
 
-from dataload.cache.local.run_lock import RunLock
+from dataload.cache.local.run_lock import RunLock, wait_for
 from dataload.cache.origin.lease import Lease
 from dataload.cache.origin.store_path import DamagedFile, StorePath
 from dataload.errors import ConfigError
@@ -57,7 +56,6 @@ from dataload.train.checkpoint.state import from_json, map_leaves, tensors, to_j
 from dataload.train.ranks.collectives import agree, is_first, on_all, on_each, on_first, process_count, process_number
 from dataload.train.ranks.sharded import allocator
 
-PAUSE, REQUEST_PAUSE = 0.1, 1.0  # between two tries; the latter if each takes requests to a store
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
 
 T = TypeVar("T")
@@ -109,26 +107,12 @@ class Checkpoints:
 
     def _acquire(self, place: Place) -> None:
         """Acquire the lock of the place on rank 0. A run that is about to end, as before a requeue, has some time."""
-        folder, lock, began, told = place.path, place.lock(), monotonic(), False
-        self._lock = lock
-
-        def attempt() -> tuple[str, float] | None:
-            """Return None, or the holder and for how many seconds it may go on."""
-            if (holder := lock.acquire()) is None:
-                return None
-            return str(holder), began + lock.patience(holder) - monotonic()
-
-        while (held := on_first(attempt)) is not None:
-            holder, seconds = held
-            if seconds <= 0:
-                raise ConfigError(
-                    f"checkpoint_dir {str(folder)!r} is that of another run, {holder}: end that run, or give each a "
-                    "checkpoint_dir of its own"
-                )
-            if is_first() and not told:
-                log.warning("%s is that of another run, %s: waiting for its end, up to %.0f s", folder, holder, seconds)
-            told = True
-            sleep(PAUSE if isinstance(folder, Path) else REQUEST_PAUSE)
+        self._lock = place.lock()
+        if (holder := wait_for(self._lock, f"{place.path} is that of another run", on_first)) is not None:
+            raise ConfigError(
+                f"checkpoint_dir {str(place.path)!r} is that of another run, {holder}: end that run, or give each a "
+                "checkpoint_dir of its own"
+            )
 
     def close(self) -> None:
         """Let another run save into the folder."""
