@@ -21,8 +21,8 @@ from dataload.rows.arrow_decode import decode, raises_for_nulls
 from dataload.rows.columns import Array
 from dataload.runtime.cached_property import cached_property
 
-# Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
-# hide how large the values are, and because a record has 16 bits for the number of a value.
+# Bounds of a blob. The footers give the bytes; where values have different lengths, the rows have a bound of their own,
+# because a dictionary in a file may hide how large the values are, and a record has 16 bits for the number of a value.
 BLOB_BYTES, BLOB_ROWS = 32 << 20, int(np.iinfo(CODE).max) + 1
 
 
@@ -176,7 +176,7 @@ class RowGroupPlan:
         bounds = []
         for group in self._manifest.row_groups:
             row_bytes = self.layout.dtype.itemsize + sum(self._heap_sizes(group)) // max(1, group.rows)
-            bounds.append(rows_in_a_blob(row_bytes))
+            bounds.append(rows_in_a_blob(row_bytes, dense=not self.layout.ragged))
         return np.array(bounds, np.int64)
 
     def _heap_sizes(self, group: RowGroup) -> list[int]:
@@ -197,9 +197,15 @@ class RowGroupPlan:
         return np.append(starts, firsts[-1])
 
 
-def rows_in_a_blob(row_bytes: int) -> int:
-    """Return the rows of a full blob, given the bytes of a row: a power of two."""
-    return 1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // max(1, row_bytes))).bit_length() - 1)
+def rows_in_a_blob(row_bytes: int, *, dense: bool = False) -> int:
+    """Return the rows of a full blob: a power of two.
+
+    Args:
+        row_bytes: Bytes of a row.
+        dense: Whether these are exact, because no value has a length of its own.
+    """
+    most = BLOB_BYTES if dense else BLOB_ROWS
+    return 1 << (min(most, max(1, BLOB_BYTES // max(1, row_bytes))).bit_length() - 1)
 
 
 def _fields(manifest: Manifest, schema: pa.Schema, *, null_masks: bool) -> tuple[Field, ...]:

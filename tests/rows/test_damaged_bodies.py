@@ -29,11 +29,17 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.local import failpoints
 from dataload.cli import app
 from dataload.errors import DataError
+from dataload.rows import row_group_plan
 
 ROWS = 300_000  # of a row group: five blobs
 PAGE_ROWS = 140_000  # The first page has rows of three blobs.
 BORDER = 1 << 16  # the first row of the second blob
 DAMAGE = 8 * (BORDER - 3_428)  # about the byte of the file from which on it is damaged
+
+
+@pytest.fixture(autouse=True)
+def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_group_plan, "BLOB_BYTES", 8 * BORDER)
 
 
 def numbers() -> bytes:

@@ -152,6 +152,8 @@ def test_rows_are_those_of_take(
     kept = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_group_plan, "BLOB_ROWS", blob_rows)
+        patch.setattr(row_block, "CACHED_BYTES", 1 << 8)
+        patch.setattr(row_block, "LEAST_AT_ONCE", 1)
         patch.setattr(parquet, "VALUES_AT_ONCE", values_at_once)
         cache = CacheConfig(str(folder / "cache"), "1GB") if kept else False
         dataset = make_dataset(str(folder / "x.parquet"), cache=cache)

@@ -27,7 +27,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
 from dataload.formats.range_stream import fetched_buffers
-from dataload.rows import row_group_cache
+from dataload.rows import row_group_cache, row_group_plan
 from dataload.rows.making import compute_lock, file_maker, pipeline, row_group_memory
 from dataload.rows.making.pipeline import make_cached
 from dataload.rows.making.row_group_memory import (
@@ -163,6 +163,7 @@ def test_record_batches_are_decompressed_in_the_memory_of_decoders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrow decompresses all rows at once, and a file may have few bytes for them."""
+    monkeypatch.setattr(row_group_plan, "BLOB_BYTES", 1 << 20)
     groups, size = 4, 8 << 20
     table = pa.table({"x": np.zeros(size // 8)})
     options = pa.ipc.IpcWriteOptions(compression="zstd")
