@@ -17,7 +17,7 @@ from dataload.benchmarks.systems.base import BUCKET
 
 ROWS, COLUMNS, BATCH, ROUNDS = 4_000_000, 16, 1024, 3  # 256 MB
 NEAR = Behaviour(latency=0.03, bytes_per_second=90e6)
-SHAPES = {"row groups of 1,000 rows": 1000, "one row group": 1 << 40}
+SHAPES = {"row groups of 1,000 rows": (ROWS, 1000), "one row group of 2 GB": (8 * ROWS, 8 * ROWS)}
 
 
 def written(folder: Path, group: int, rows: int) -> None:
@@ -37,8 +37,10 @@ def test_first_epoch(
 ) -> None:
     origin = origin_of(NEAR)
     benchmark.group = f"first epoch, {shape}"
-    rows, name = scaled(ROWS), f"conversion/{scaled(ROWS)}-{shape.replace(' ', '-').replace(',', '')}"
-    written(origin.folder / BUCKET / name, SHAPES[shape], rows)
+    rows, group = SHAPES[shape]
+    rows, group = scaled(rows), min(group, scaled(rows))
+    name = f"conversion/{rows}-by-{group}"
+    written(origin.folder / BUCKET / name, group, rows)
     if converted:
         source, name = origin.folder / BUCKET / name, f"{name}-converted"
         convert(source, origin.folder / BUCKET / name, shuffle=0)

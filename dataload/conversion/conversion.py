@@ -26,7 +26,7 @@ from dataload.errors import ConfigError, DataError, DataloadError
 from dataload.runtime.executor import DaemonExecutor, awaited
 
 MODULUS = 1 << 64
-BATCH_ROWS = 4096
+BATCH_BYTES, MOST_ROWS, BUFFER_BYTES = 8 << 20, 1 << 16, 1 << 20  # of what is read again
 IN_WORK = re.compile(rf"_({STATE}|part-\d+\.parquet)\.tmp|{BUCKETS}/.*", re.DOTALL)
 
 
@@ -176,7 +176,10 @@ class Conversion:
 
         rows = total = 0
         with self._to.open(name) as file:
-            for batch in parquet.ParquetFile(file).iter_batches(BATCH_ROWS):
+            written = parquet.ParquetFile(file, buffer_size=BUFFER_BYTES)
+            size = sum(written.metadata.row_group(group).total_byte_size for group in range(written.num_row_groups))
+            wanted = max(1, min(MOST_ROWS, BATCH_BYTES * written.metadata.num_rows // max(1, size)))
+            for batch in written.iter_batches(wanted):
                 total = (total + self._sum(pa.Table.from_batches([batch]), first_row + rows)) % MODULUS
                 rows += batch.num_rows
             return {"name": name, "rows": rows, "bytes": file.seek(0, os.SEEK_END), "sum": total}

@@ -12,7 +12,7 @@ from dataload.conversion.source import Source
 from dataload.conversion.writer import storable
 from dataload.runtime.executor import DaemonExecutor, awaited
 
-AHEAD_BYTES, MOST_AHEAD = 64 << 20, 64  # of tables that are read ahead, and how many
+AHEAD_BYTES, MOST_AHEAD = 32 << 20, 64  # of tables that are read ahead, and how many
 
 T = TypeVar("T")
 

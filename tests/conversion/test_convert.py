@@ -673,7 +673,7 @@ def test_100_000_small_files_need_little_memory(seed: list[str], tmp_path: Path)
     ran = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=True)
     count, megabytes = map(int, ran.stdout.split())
     assert count == 100_000
-    assert megabytes < 1000
+    assert megabytes < 600
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.catalog import filters
 from dataload.dataset import Dataset
 from dataload.formats import parquet, parquet_reader, range_stream
-from dataload.rows import arrow_decode, collate, row_group_plan
+from dataload.rows import arrow_decode, collate, row_block, row_group_plan
 from dataload.rows.making import file_maker
 from dataload.rows.making.row_group_memory import RankShare
 
