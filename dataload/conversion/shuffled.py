@@ -96,16 +96,18 @@ class Shuffled:
         return dealt["rows"], dealt["sum"]
 
     def read(self, part: int) -> Iterator[pa.Table]:
-        tables, length = [], self._dealt["lengths"][part]
-        if length:
-            with damaged(self._folder), pa.memory_map(str(self._path(part))) as file:
-                while file.tell() < length:
-                    tables.append(pa.ipc.open_stream(file).read_all())
-        if tables:
-            rows = pa.concat_tables(tables).unify_dictionaries()
-            key = mixed(self._seed + np.uint64(part + 1))
-            order = mixed(np.arange(rows.num_rows, dtype=np.uint64) * GOLDEN + key)
-            yield rows.take(np.argsort(order, kind="stable"))
+        if self._dealt["lengths"][part]:
+            yield self._shuffled(part)  # without what it was made of
+
+    def _shuffled(self, bucket: int) -> pa.Table:
+        tables, length = [], self._dealt["lengths"][bucket]
+        with damaged(self._folder), pa.memory_map(str(self._path(bucket))) as file:
+            while file.tell() < length:
+                tables.append(pa.ipc.open_stream(file).read_all())
+        rows = pa.concat_tables(tables).unify_dictionaries()
+        key = mixed(self._seed + np.uint64(bucket + 1))
+        order = mixed(np.arange(rows.num_rows, dtype=np.uint64) * GOLDEN + key)
+        return rows.take(np.argsort(order, kind="stable"))
 
     def _checked(self, text: str) -> dict[str, Any]:
         """Return the state of a text. Raise DataError if it is not one of these buckets."""
