@@ -162,7 +162,7 @@ def run_shell(block, text, monkeypatch):
 NEEDED = {"docs/guides/tables.md": ["deltalake"]}  # packages that the blocks of a page import
 
 WARNINGS = {  # that a page causes on purpose, and one of torch about the cost of workers on a small machine
-    "docs/guides/bad-rows.md": "is replaced",
+    "docs/guides/filters.md": "is replaced",
     "docs/guides/mixtures.md": "the state has weights=",
     "docs/guides/replay.md": "epoch ",
     "docs/loader.md": "worker processes in total",
@@ -330,13 +330,13 @@ def test_what_could_not_be_run_is_found(text, kind, capsys):
 
 def test_set_epoch_of_hugging_face_reaches_the_dataset_of_the_loader():
     """Each method of a streaming dataset returns another one."""
-    page = (ROOT / "docs/migrate/huggingface.md").read_text()
+    page = (ROOT / "docs/migrate.md").read_text()
     assert "rows.set_epoch(epoch)" in page
     assert "StatefulDataLoader(rows, " in page
 
 
 def test_the_init_containers_of_kubernetes_could_run():
-    page = (ROOT / "docs/recipes/kubernetes.md").read_text()
+    page = (ROOT / "docs/recipes.md").read_text()
     [manifest] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     _, job = yaml.safe_load_all(manifest)
     containers = job["spec"]["template"]["spec"]["initContainers"]
@@ -347,7 +347,7 @@ def test_the_init_containers_of_kubernetes_could_run():
 
 def test_several_pods_of_kubernetes_share_the_node():
     """A quarter of the GPUs, processes, CPUs and memory that the manifest gives a pod."""
-    page = (ROOT / "docs/recipes/kubernetes.md").read_text()
+    page = (ROOT / "docs/recipes.md").read_text()
     _, job = yaml.safe_load_all(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
     [container] = job["spec"]["template"]["spec"]["containers"]
     gpus, memory = container["resources"]["limits"].values()
@@ -363,7 +363,7 @@ def test_several_pods_of_kubernetes_share_the_node():
 
 
 def test_a_local_s3_is_read_with_the_settings_of_the_page(tmp_path, monkeypatch):
-    page = (ROOT / "docs/recipes/s3.md").read_text()
+    page = (ROOT / "docs/recipes.md").read_text()
     [paragraph] = re.findall(r"^\*\*A local S3.*?\n\n", page, re.MULTILINE | re.DOTALL)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

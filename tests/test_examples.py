@@ -252,7 +252,7 @@ def test_slurm(folder, tmp_path):
 
 
 def test_the_recipe_of_slurm_has_the_options_of_the_example():
-    pages = (ROOT / "examples/train_slurm.sh", ROOT / "docs/recipes/slurm.md")
+    pages = (ROOT / "examples/train_slurm.sh", ROOT / "docs/recipes.md")
     example, recipe = (re.findall(r"^#SBATCH (.+)$", page.read_text(), re.MULTILINE) for page in pages)
     assert example == recipe
     assert "--requeue" in example

@@ -21,7 +21,7 @@ LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
 FIRST_BYTES = 64  # by which files without a footer are recognised
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
-CONVERT = "convert images, JSON lines or CSV by dataload convert, MDS or tar as docs/migrate/webdataset.md shows"
+CONVERT = "convert images, JSON lines, CSV, MDS, LitData or tar by dataload convert"
 LENGTH_BYTES = 4  # of the length before the magic
 MARK_BYTES = 8
 

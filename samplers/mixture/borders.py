@@ -3,8 +3,8 @@
 The quota of a source is a sum of its shares up to a position (`quotas.py`). Its unit j, counted from 0, may come at the
 positions from which on the quota exceeds j, and must have come where it is j + 1. This is the same as
 |count(p) - quota(p)| < 1 at every position p. Such a sequence exists for all shares (Tijdeman, The chairman assignment
-problem, Discrete Mathematics 32, 1980), but known algorithms walk it from its start. `docs/design/mixtures.md` proves
-that the bisection here needs no walk.
+problem, Discrete Mathematics 32, 1980), but known algorithms walk it from its start. The bisection here needs no walk:
+`docs/decisions/samplers.md` proves it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from test_filesystem import fs  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
 
-# What docs/recipes/s3.md says: the status of a request whose condition does not hold, or whose checksum is wrong.
+# What docs/recipes.md says: the status of a request whose condition does not hold, or whose checksum is wrong.
 ANSWERS = {
     "seaweedfs": {"read If-Match": 412, "write If-None-Match": 412, "end of parts If-None-Match": 412, "checksum": 400},
     "rclone": {"read If-Match": 200, "write If-None-Match": 200, "end of parts If-None-Match": 200, "checksum": 200},
