@@ -46,6 +46,7 @@ def seaweedfs(folder: Path, ports: Iterator[int]) -> tuple[list[str], int]:
     command += ["-filer", "-s3", f"-s3.config={folder}/users.json", "-s3.iam=false", "-master.telemetry=false"]
     for part in ("master", "volume", "filer", "s3"):
         command += [f"-{part}.port={(port := next(ports))}", f"-{part}.port.grpc={next(ports)}"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # catalogs, each on one port by default
     return [*command, "-volume.max=0", "-master.volumeSizeLimitMB=64"], port
 
 
