@@ -18,8 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from ports import free_port
 from quiet import noise
+from torch import nn
+
+from dataload import World, make_loader
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
@@ -264,6 +268,35 @@ def test_data_parallel(folder, tmp_path):
     check_rows(folder, tmp_path, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_pipeline_trains_as_the_whole_model_does(folder, tmp_path):
+    """Two pipelines of two stages have the losses of a plain loop over the batches of both."""
+    job = program("train_pipeline.py", folder, tmp_path, "--stages", "2")
+    job.remove(str(folder / "held-out"))
+    output = run_all([[*RUN, "--standalone", "--nproc-per-node", "4", *job]], tmp_path)
+    found = [float(text) for text in re.findall(r"loss ([\d.]+)", output)]
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    worlds = [World(rank, 2, rank, 2) for rank in range(2)]
+    options = {"columns": ["image", "label"], "drop_last": True, "cache_dir": tmp_path / "plain"}
+    loaders = [make_loader(folder / "train", 32, world=world, **options) for world in worlds]
+    expected = []
+    for _ in range(2):
+        losses = []
+        for batches in zip(*loaders, strict=True):
+            own = [nn.functional.cross_entropy(model(batch["image"].float()), batch["label"]) for batch in batches]
+            (sum(own) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(own[0].item())
+        expected.append(float(np.mean(losses)))
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_every_recipe_on_the_page_of_trainers_is_in_a_workflow():
     page = (ROOT / "docs/guides/trainers.md").read_text()
     blocks = re.findall(r"```python\n# (tests/workflows/\w+\.py)\n(.*?)```", page, re.DOTALL)
@@ -275,7 +308,7 @@ def test_every_recipe_on_the_page_of_trainers_is_in_a_workflow():
 
 
 def test_every_example_is_short_and_on_the_page_of_trainers():
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 11
     page = (ROOT / "docs/guides/trainers.md").read_text()
     blocks = dict(re.findall(r"```(?:python|sh)\n# examples/(\w+\.\w+)\n(.*?)```", page, re.DOTALL))
     assert blocks.keys() == {path.name for path in EXAMPLES}
