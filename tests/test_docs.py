@@ -165,6 +165,7 @@ WARNINGS = {  # that a page causes on purpose, and one of torch about the cost o
     "docs/guides/filters.md": "is replaced",
     "docs/guides/mixtures.md": "the state has weights=",
     "docs/guides/replay.md": "epoch ",
+    "docs/guides/scale.md": "USDT:",  # the lines of torch's profiler
     "docs/loader.md": "worker processes in total",
 }
 
