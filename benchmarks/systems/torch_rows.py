@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow.parquet as pq
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -44,7 +47,7 @@ class Rows(Dataset[Row]):
     def __init__(self, setting: Setting) -> None:
         filesystem = fsspec.filesystem("s3", **setting.storage_options)
         table = pq.read_table(setting.url.removeprefix("s3://"), filesystem=filesystem)
-        self._columns = {name: values(table[name].combine_chunks()) for name in table.column_names}
+        self._columns = {name: _joined([values(chunk) for chunk in table[name].chunks]) for name in table.column_names}
         self._transform = setting.workload.from_file
 
     def __len__(self) -> int:
@@ -53,3 +56,8 @@ class Rows(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         row = {name: column[index] for name, column in self._columns.items()}
         return self._transform(row) if self._transform else row
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Join the parts of a column, whose bytes may be more than the offsets of one array of Arrow's can count."""
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [*chain.from_iterable(parts)]
