@@ -50,8 +50,7 @@ class Suite:
             keep: Called with the results after each measurement.
         """
         self.place.data.mkdir(parents=True, exist_ok=True)
-        results["runs"] = [run for run in results["runs"] if not run["error"]]
-        done = {(run["round"], run["ranks"], run["dataset"], run["system"]) for run in results["runs"]}
+        done = {_key(run) for run in results["runs"] if not run["error"]}
         with Origin(self.place.data, behaviour=S3) as origin:
             for turn, (number, ranks, workload, group) in enumerate(self._turns()):
                 say(f"round {number}, ranks {ranks}: {workload.rows:,} rows of {workload.name}, {group:g} MB")
@@ -64,7 +63,8 @@ class Suite:
                     results["speed"].append(speed(memory))
                 for entry in missing:
                     run = Measurement(self.place, origin, dataset, entry, ranks, number).run(say)
-                    results["runs"].append(asdict(run))
+                    found = asdict(run)
+                    results["runs"] = [*(each for each in results["runs"] if _key(each) != _key(found)), found]
                     keep(results)
                     say(in_short(run))
 
@@ -79,3 +79,7 @@ class Suite:
         """Return the systems. Each turn starts with another one, so that no system is always the first."""
         first = turn % max(1, len(self.entries))
         return self.entries[first:] + self.entries[:first]
+
+
+def _key(run: Result) -> tuple[int, int, str, str]:
+    return run["round"], run["ranks"], run["dataset"], run["system"]

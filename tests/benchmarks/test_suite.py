@@ -149,6 +149,8 @@ def test_only_what_the_results_lack_is_measured(
     kept: list[str] = []
     earlier = measure("dataload", "pyarrow", keep=lambda found: kept.append(json.dumps(found)))
     assert [len(json.loads(each)["runs"]) for each in kept] == [1, 2]  # each result is kept at once
+    measure("pyarrow", results=earlier)
+    assert [run["error"] for run in earlier["runs"]] == ["no such thing", ""]  # a failure stays until it runs again
     jobs[1:] = []
     results = measure("dataload", "pyarrow", "the wire", results=json.loads(json.dumps(earlier)), groups=(10, 128))
     assert jobs[1:] == [  # the job that failed, a new system, and a new dataset
