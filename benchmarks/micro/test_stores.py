@@ -1,4 +1,4 @@
-"""Processor time per gigabyte of reads from S3, Google Cloud Storage, Azure and a web server, in ranges as a loader's.
+"""Processor time per gigabyte of reads from S3, Google Cloud Storage, Azure and a web server, in a loader's requests.
 
 The servers are processes of their own, whose time does not count. That of the stores other than S3 is beside it.
 """
@@ -21,10 +21,11 @@ from dataload.cache.origin.origin import Origin
 from dataload.formats.range_stream import LARGEST_PIECE
 from dataload.runtime.executor import awaited
 
-OBJECTS, OBJECT_BYTES, ROUNDS = 4, 64 << 20, 5
+OBJECTS, OBJECT_BYTES, ROUNDS = 32, LARGEST_PIECE, 5
 BODY = np.random.default_rng(0).bytes(OBJECT_BYTES)
 NAMES = [f"{number}.bin" for number in range(OBJECTS)]
 seconds_of_s3: dict[str, float] = {}  # per gigabyte
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the clients that write the objects
 
 Store = tuple[Any, list[str]]
 """A filesystem, and the paths of the objects."""
@@ -63,18 +64,14 @@ STORES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("store", STORES)
 def test_reads(benchmark: Any, origin_of: Any, store: str, per_second: Any, record_property: Any) -> None:
     benchmark.group = "reads from stores"
-    memory = memoryview(bytearray(OBJECTS * OBJECT_BYTES))
+    memory, starts = memoryview(bytearray(OBJECTS * OBJECT_BYTES)), range(0, OBJECTS * OBJECT_BYTES, OBJECT_BYTES)
     with STORES[store](origin_of) as (filesystem, paths):
         blocks = Blocks.uncached(Origin(filesystem))
         objects = [Object.of(blocks.origin.info(path)) for path in paths]
 
         def read() -> None:
-            requests = [
-                blocks.submit(blocks.fetch_into, each, start, memory[number * OBJECT_BYTES + start :][:LARGEST_PIECE])
-                for number, each in enumerate(objects)
-                for start in range(0, OBJECT_BYTES, LARGEST_PIECE)
-            ]
-            for request in requests:
+            parts = [(each, memory[start : start + OBJECT_BYTES]) for each, start in zip(objects, starts, strict=True)]
+            for request in [blocks.submit(blocks.fetch_into, each, 0, part) for each, part in parts]:
                 awaited(request)
 
         read()  # opens the connections

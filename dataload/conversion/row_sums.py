@@ -10,10 +10,13 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
+from dataload.formats.arrow_types import has_part
+
 Hashes = npt.NDArray[np.uint64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NULL = np.uint64(0x2545F4914F6CDD1D)
+CACHED_ROWS = 1 << 13  # whose hashes stay in the processor's cache
 
 
 def row_sum(table: pa.Table, first_row: int | None = None) -> int:
@@ -23,21 +26,29 @@ def row_sum(table: pa.Table, first_row: int | None = None) -> int:
         table: The rows.
         first_row: The number of the first row, if the order counts; None: it does not.
     """
-    hashes = np.zeros(table.num_rows, np.uint64)
-    for column in table.columns:
-        chunks = [_hashes(chunk) for chunk in column.chunks]
-        hashes = mixed(hashes * GOLDEN + (np.concatenate(chunks) if chunks else np.uint64(0)))
-    if first_row is not None:
-        hashes = mixed(hashes + np.arange(first_row, first_row + len(hashes), dtype=np.uint64) * GOLDEN)
-    return int(hashes.sum(dtype=np.uint64))
+    total = done = 0
+    has_dictionary = any(has_part(field.type, pa.types.is_dictionary) for field in table.schema)
+    for rows in table.to_batches(max_chunksize=None if has_dictionary else CACHED_ROWS):  # each hashes its dictionaries
+        hashes = np.zeros(rows.num_rows, np.uint64)
+        for column in rows.columns:
+            hashes = mixed(hashes * GOLDEN + _hashes(column))
+        if first_row is not None:
+            numbers = np.arange(len(hashes), dtype=np.uint64) + np.uint64(first_row + done)
+            hashes = mixed(hashes + numbers * GOLDEN)
+        total += int(hashes.sum(dtype=np.uint64))
+        done += len(hashes)
+    return total % (1 << 64)
 
 
 def mixed(values: Hashes) -> Hashes:
     """Return the values with their bits mixed: the finalizer of splitmix64."""
     values = values + GOLDEN
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 def _hashes(array: pa.Array) -> Hashes:
