@@ -112,6 +112,7 @@ packers: setup
 
 # Convert datasets of other libraries, and compare the rows with what these libraries read.
 sources: .venv-peers/.ready
+	.venv-peers/bin/python -m pip install --quiet --upgrade pip --constraint constraints.txt
 	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --group sources
 	.venv-peers/bin/python -m pytest -m "slow or not slow" tests/conversion/test_other_libraries.py
 

@@ -45,7 +45,10 @@ def s3(origin_of: Callable[[], Any], name: str = "s3") -> Iterator[Store]:
 
 @contextmanager
 def emulated(start: Callable[[], Any]) -> Iterator[Store]:
-    with start() as running:
+    with start() as running, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else gcsfs waits for a server of gRPC
+        for name, value in running.environment().items():
+            patch.setenv(name, value)
         filesystem = running.filesystem()
         filesystem.mkdir("stores")
         for each in NAMES:
