@@ -21,6 +21,11 @@ from test_convert import check_resumed, files_in, small  # noqa: F401 (a fixture
 
 from dataload import ConfigError, DataError, convert, make_dataset
 
+# The libraries warn of their own work, and leave files open.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("The given buffer is not writable", ":ResourceWarning", ":pytest.PytestUnraisableExceptionWarning")
+]
 tqdm = pytest.importorskip("tqdm").tqdm
 tqdm.monitor_interval = 0  # else its first progress bar starts a thread, which stays
 ROWS = 300
