@@ -77,7 +77,7 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Measure the share of a job's time in which GPUs compute, with dataload and with other loaders.
+    """Measure how busy dataload and other loaders keep accelerators.
 
     All takes hours and 100 GB of disk. Each measurement is kept at once: interrupt it, and go on by --continue, with
     other workloads, systems or ranks if you like. Outside a clone, the data and the results are kept only in a --folder
@@ -101,14 +101,10 @@ def bench(
             asked = (QUICK if quick else USUAL) | {name: value for name, value in chosen.items() if value is not None}
             python = peers_python.absolute() if peers_python.exists() else None
             place = Place(asked["size"], (folder or base / ".bench").absolute(), python)
-            wanted = _entries(systems)
-            entries = tuple(entry for entry in wanted if place.python(entry))
-            if missing := [entry.name for entry in wanted if entry not in entries]:
-                typer.echo(f"not measured: {', '.join(missing)}: their environment is made by `make peers`", err=True)
             given = {
                 "workloads": _named_workloads(asked["workloads"], asked["size"]),
                 "groups": _numbers("groups", asked["groups"], float),
-                "entries": entries,
+                "entries": _entries(systems),
                 "ranks": _numbers("ranks", asked["ranks"], int),
                 "rounds": rounds or (PUBLISHED_ROUNDS if publish else 1),
             }
@@ -139,6 +135,9 @@ def _measured(place: Place, given: dict[str, Any], path: Path, goes_on: bool) ->
         _check_same(found["conditions"], fixed, path)
         fixed["versions"] = found["conditions"]["versions"] | fixed["versions"]
     found |= {"date": datetime.now(UTC).date().isoformat(), "conditions": fixed}
+    if missing := [entry.name for entry in given["entries"] if not place.python(entry)]:
+        typer.echo(f"not measured: {', '.join(missing)}: their environment is made by `make peers`", err=True)
+    given = {**given, "entries": tuple(entry for entry in given["entries"] if place.python(entry))}
     for folder in (place.folder, path.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with HotMemory(place.folder) as memory:
