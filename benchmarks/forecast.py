@@ -27,6 +27,7 @@ from dataload.runtime.child_process import as_child
 
 MEASURED_AT = Behaviour(latency=0.03, bytes_per_second=90e6, host_bytes_per_second=1.25e9)
 CLOSE = 0.1
+BATCHES = 400  # an epoch, about
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Setting:
         load: Rows that the accelerators compute in a second, as a share of those that `gbps` brings.
         epochs: Epochs.
         cache: The cache, as a share of the data.
+        window: Row groups that the loader shuffles together; None: its default.
     """
 
     shape: str
@@ -52,6 +54,7 @@ class Setting:
     load: float
     epochs: int
     cache: float = 2.0
+    window: int | None = None
 
 
 SETTINGS = [
@@ -59,7 +62,7 @@ SETTINGS = [
     *(Setting("images", 50, gbps, latency, 1, 0.9, 2) for gbps in (2, 8) for latency in (5, 100)),
     *(Setting("tokens", 10, gbps, 30, ranks, 0.5, 2) for gbps in (1, 4) for ranks in (1, 2)),
     *(Setting("numbers", group, 2, 30, 1, load, 2) for group in (10, 100) for load in (0.3, 1.0)),
-    *(Setting("images", 10, 4, 30, 1, 0.5, 3, cache) for cache in (0.4, 0.7)),
+    *(Setting("images", 10, 4, 30, 1, 0.5, 3, cache, window=4) for cache in (0.4, 0.7)),
 ]
 
 
@@ -83,7 +86,7 @@ def main(
         hosts[key] = hosts.get(key) or _measured(files, folder.absolute())
         busy, forecast = _run(setting, files, folder.absolute(), hosts[key])
         found.append({**asdict(setting), "busy": busy, "forecast": forecast, "host": hosts[key]})
-        cells = [setting.shape, f"{setting.group} MB", *map("{:g}".format, list(asdict(setting).values())[2:])]
+        cells = [setting.shape, f"{setting.group} MB", *map("{:g}".format, list(asdict(setting).values())[2:-1])]
         typer.echo(f"| {' | '.join(cells)} | {busy:.2f} | {forecast:.2f} | {forecast / busy - 1:+.0%} |")
         if output is not None:
             output.write_text(json.dumps(found))
@@ -97,10 +100,11 @@ def main(
 def _measured(files: Path, folder: Path) -> dict[str, Any]:
     """Return the speed of this host, with the processor time of the origin for the same bytes."""
     with _served(files, MEASURED_AT) as origin, TemporaryDirectory(dir=folder) as cache:
+        batch = max(1, json.loads(_dataload(origin, files, "plan", cache))["rows"] // BATCHES)
         server = psutil.Process(origin.pid)
         before = sum(server.cpu_times()[:2])
         measured = Path(cache, "measured.json")
-        _dataload(origin, files, "doctor", cache, f"--measure={measured}")
+        _dataload(origin, files, "doctor", cache, f"--measure={measured}", f"--batch-size={batch}")
         host: dict[str, Any] = json.loads(measured.read_text())
         seconds = sum(server.cpu_times()[:2]) - before
         served = origin.stats()["get_bytes"] / 1e9
@@ -115,17 +119,18 @@ def _run(setting: Setting, files: Path, folder: Path, host: dict[str, Any]) -> t
     limit = str(int(setting.cache * stored))
     with _served(files, behaviour) as origin, TemporaryDirectory(dir=folder) as cache:
         rows = json.loads(_dataload(origin, files, "plan", cache))["rows"]
-        batch = max(1, rows // 400 // setting.ranks)
+        batch = max(1, rows // BATCHES // setting.ranks)
         step_ms = 1e3 * batch * setting.ranks * stored / rows / (setting.load * rate)
         measured = Path(cache, "measured.json")
         measured.write_text(json.dumps(host))
         options = {"accelerators": setting.ranks, "step-ms": step_ms, "batch-size": batch, "epochs": setting.epochs}
         options |= {"gbps": setting.gbps, "latency-ms": setting.latency_ms, "measured": measured, "cache-bytes": limit}
+        options |= {} if setting.window is None else {"window": setting.window}
         words = [f"--{name}={value}" for name, value in options.items()]
         forecast = json.loads(_dataload(origin, files, "plan", str(Path(cache, "plan")), *words))["forecast"]
         job = {"url": _url(files), "batch_size": batch, "step": step_ms / 1e3, "epochs": setting.epochs}
         job |= {"options": {"cache_dir": str(Path(cache, "job")), "cache_bytes": limit}, "ranks": setting.ranks}
-        job["options"]["storage_options"] = origin.storage_options
+        job["options"] |= {"storage_options": origin.storage_options, "window": setting.window}
         seconds = _job_seconds(job)
     ideal = forecast["busy_share"] * forecast["seconds"]
     return ideal / seconds, forecast["busy_share"]
