@@ -107,13 +107,13 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
 
 
-def write(folder: Path, size: Size) -> None:
+def write(folder: Path, rows: int, side: int) -> None:
     """Write random images in row groups of 256 rows."""
     rng = np.random.default_rng(0)
-    numbers = 3 * size.side**2
+    numbers = 3 * side**2
     kind = pa.list_(pa.uint8(), numbers)
     with pq.ParquetWriter(folder / "images.parquet", pa.schema([("image", kind), ("label", pa.int64())])) as file:
-        for _ in range(0, size.rows, 256):
+        for _ in range(0, rows, 256):
             pixels = pa.array(np.frombuffer(rng.bytes(256 * numbers), np.uint8))
             images = pa.FixedSizeListArray.from_arrays(pixels, type=kind)
             file.write_table(pa.table({"image": images, "label": rng.integers(CLASSES, size=256)}), 256)
@@ -263,7 +263,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         data.mkdir()
-        write(data, size)
+        write(data, size.rows, size.side)
         dataset = make_dataset(str(data), cache=CacheConfig(cache_dir=str(Path(folder, "cache"))))
         rows = list(measure(size, device, dataset))
     if args.json:

@@ -21,21 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from torch import Tensor, nn
 
+from dataload.benchmarks.gpu import CLASSES, loss, write
 from dataload.cache.config import CacheConfig
 from dataload.loader import make_loader
 from dataload.runtime.resource_limits import usable_cores
 from dataload.train.harness import fit
 
-CLASSES, EPOCHS = 10, 3  # the first epoch fills the cache and warms the device, the last one counts
+EPOCHS = 3  # the first epoch fills the cache and warms the device, the last one counts
 TARGET = 0.98
 
 
@@ -129,21 +127,6 @@ class Classifier(nn.Module):
         return scores
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
-
-
-def write(folder: Path, size: Size) -> None:
-    """Write random images in row groups of 128 rows."""
-    rng, numbers = np.random.default_rng(0), 3 * size.side**2
-    kind = pa.list_(pa.uint8(), numbers)
-    with pq.ParquetWriter(folder / "images.parquet", pa.schema([("image", kind), ("label", pa.int64())])) as file:
-        for _ in range(0, size.rows, 128):
-            pixels = pa.array(np.frombuffer(rng.bytes(128 * numbers), np.uint8))
-            images = pa.FixedSizeListArray.from_arrays(pixels, type=kind)
-            file.write_table(pa.table({"image": images, "label": rng.integers(CLASSES, size=128)}), 128)
-
-
 def train(way: Way, folder: Path) -> dict[str, float]:
     """Train as one rank. Return the seconds of the last epoch, those with a resident batch, and the peak of memory."""
     size, ranks = SIZES[_device()], int(os.environ.get("WORLD_SIZE", "1"))
@@ -210,7 +193,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         data.mkdir()
-        write(data, SIZES[_device()])
+        write(data, SIZES[_device()].rows, SIZES[_device()].side)
         for way in WAYS if cuda else [way for way in WAYS if way.options.get("comm_hook") != "bf16"]:  # gloo has none
             figures = measured(way, ranks, Path(folder))
             rows.append({"way": way.name, **figures, "busy": figures["resident"] / figures["seconds"]})

@@ -19,6 +19,7 @@ from dataload.cache.config import CacheConfig
 from dataload.errors import DataloadError
 from dataload.planning.forecast import ROUND_TRIPS, Host
 from dataload.runtime.child_process import as_child
+from dataload.runtime.redact import redacted
 from dataload.runtime.resource_limits import usable_cores
 
 if TYPE_CHECKING:
@@ -51,8 +52,11 @@ def measure(folder: Path, cache: CacheConfig, batch_size: int, reads: dict[str, 
         )
         cpu = _cpu_of_children() - before
     if child.returncode:
-        raise DataloadError((child.stderr.strip().splitlines() or ["the measurement ended without a message"])[-1])
+        said = child.stderr.strip().splitlines() or ["the measurement ended without a message"]
+        raise DataloadError(redacted(said[-1]))
     found = json.loads(child.stdout.splitlines()[-1])
+    if not found["bytes"]:
+        raise DataloadError("the dataset is too small to measure: its rows come with the footers; name a larger one")
     return Host(
         cores=usable_cores(),
         start_seconds=max(0.1, found["start"] - ROUND_TRIPS * found["latency"]),

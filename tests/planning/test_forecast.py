@@ -154,3 +154,9 @@ def test_a_file_that_measures_no_host_is_refused(folder: Path, tmp_path: Path, t
     done = CliRunner().invoke(app, [*map(str, ("plan", folder, "--cache-dir", tmp_path / "c", *job))])
     assert done.exit_code != 0
     assert f"--measured={tmp_path / 'host.json'}" in str(done.exception)
+
+
+def test_a_dataset_without_rows_has_no_forecast(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([], pa.float64())}), tmp_path / "x.parquet")
+    job = ("--accelerators", 1, "--step-ms", 10)
+    assert run("plan", tmp_path / "x.parquet", "--cache-dir", tmp_path / "c", *job)["forecast"] is None

@@ -155,7 +155,7 @@ def plan(
         rows = batches.borders(0)[1]  # A batch may need all row groups of its plan window.
     local_world_size = math.ceil(world_size / num_streams)
     job = None
-    if accelerators is not None and step_ms is not None:
+    if accelerators is not None and step_ms is not None and order.n:
         if measured is None:
             row_bytes = max(blobs.row_bytes for blobs in sources)
             host = replace(host, rows_per_second=min(host.rows_per_second, TYPICAL_BYTES / max(1, row_bytes)))
