@@ -1,4 +1,4 @@
-"""The results of the demo: traffic by epoch, promises kept or broken, and a table of both."""
+"""The results of the demo: traffic by epoch, promises kept or broken, and what it prints about them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from rich.table import Table
 OVERHEAD = 1.02  # limit of fetched bytes over dataset bytes; footers are extra
 LEARNED = 0.95  # least accuracy with true labels
 GUESSED = 0.2  # limit of the accuracy with random labels
+NEXT = """
+Done in {seconds:.0f} s. Next:
+
+  dataload demo --serve                serve data for a first program of yours
+  dataload plan s3://bucket/train/     what your data would fetch and cache
+  dataload doctor s3://bucket/train/   whether this machine is ready for it"""
 
 
 @dataclass(frozen=True)
@@ -116,11 +122,13 @@ def traffic_promises(epochs: Sequence[EpochTraffic], dataset_bytes: int, *, whol
     first, *later = epochs
     share = first.s3_bytes / dataset_bytes
     if whole:
-        start = Promise(f"epoch 1 read from the kept cache: {first.s3_requests} requests to S3", first.s3_requests == 0)
+        seen = f"the first epoch read the kept cache: {first.s3_requests} requests to S3"
+        start = Promise(seen, first.s3_requests == 0)
     else:
-        start = Promise(f"epoch 1 fetched {share:.3f} x the dataset (at most {OVERHEAD})", share <= OVERHEAD)
+        seen = f"S3 sent the dataset once: {share:.3f} x its bytes (at most {OVERHEAD})"
+        start = Promise(seen, share <= OVERHEAD)
     requests = sum(epoch.s3_requests for epoch in later)
-    return [start, Promise(f"later epochs sent {requests} data requests to S3 (0)", requests == 0)]
+    return [start, Promise(f"later epochs read the local disk: {requests} requests to S3", requests == 0)]
 
 
 def order_digest(order: NDArray[np.int64]) -> str:
@@ -135,22 +143,23 @@ def order_promises(orders: Sequence[NDArray[np.int64]], rows: int) -> list[Promi
         rows: Rows of the dataset.
     """
     wrong = [number for number, order in enumerate(orders, 1) if not np.array_equal(np.sort(order), np.arange(rows))]
-    seen = f"not every row exactly once in epochs {wrong}" if wrong else "every row exactly once in every epoch"
+    seen = f"rows lost or repeated in epochs {wrong}" if wrong else "each epoch had every row once, over both ranks"
     distinct = len({order_digest(order) for order in [np.arange(rows), *orders]}) - 1
-    return [Promise(seen, not wrong), Promise(f"{distinct} orders in {len(orders)} epochs", distinct == len(orders))]
+    return [Promise(seen, not wrong), Promise(f"{len(orders)} epochs, {distinct} orders", distinct == len(orders))]
 
 
 def accuracy_promise(accuracy: float, *, shuffled_labels: bool) -> Promise:
     """Check that the model learns from true labels and not from shuffled ones."""
+    right = f"{accuracy:.1%} of unseen digits right"
     if shuffled_labels:
-        return Promise(f"shuffled labels: held-out accuracy {accuracy:.3f} (below {GUESSED})", accuracy < GUESSED)
-    return Promise(f"held-out accuracy {accuracy:.3f} (at least {LEARNED})", accuracy >= LEARNED)
+        return Promise(f"shuffled labels teach nothing: {right} (below {GUESSED:.0%})", accuracy < GUESSED)
+    return Promise(f"the model learned: {right} (at least {LEARNED:.0%})", accuracy >= LEARNED)
 
 
 def show(result: Result, console: Console) -> None:
-    """Print the result as a table of at most 80 columns."""
-    table = Table(title=f"{result.rows:,} rows, {decimal(result.dataset_bytes)}")
-    for heading in ("epoch", "rows/s", "S3 GETs", "S3 bytes", "x data", "hits", "stall", "accuracy"):
+    """Print the figures, what they prove and what to do next, in at most 80 columns."""
+    table = Table()
+    for heading in ("epoch", "rows/s", "S3 GETs", "S3 bytes", "cache hits", "waiting", "accuracy"):
         table.add_column(heading, justify="right")
     for number, epoch in enumerate(result.epochs, 1):
         table.add_row(
@@ -158,7 +167,6 @@ def show(result: Result, console: Console) -> None:
             f"{epoch.rows_per_second:,.0f}",
             f"{epoch.s3_requests:,}",
             decimal(epoch.s3_bytes),
-            f"{epoch.s3_bytes / result.dataset_bytes:.2f}",
             f"{epoch.hit_rate:.1%}",
             f"{epoch.stall_fraction:.1%}",
             f"{epoch.accuracy:.3f}",
@@ -166,4 +174,4 @@ def show(result: Result, console: Console) -> None:
     console.print(table)
     for promise in result.promises:
         console.print(f"[green]kept[/]    {promise.seen}" if promise.kept else f"[red]BROKEN[/]  {promise.seen}")
-    console.print(f"{result.seconds:.0f} s")
+    console.print(NEXT.format(seconds=result.seconds), highlight=False)

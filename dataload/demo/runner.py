@@ -24,6 +24,7 @@ from types import FrameType
 import numpy as np
 import platformdirs
 from rich.console import Console
+from rich.filesize import decimal
 
 from dataload.benchmarks.origin import Origin
 from dataload.cache.local.fsck import open_existing
@@ -98,7 +99,10 @@ def _train_and_check(
         path, dataset_bytes = write_dataset(scratch / "s3", rows, shuffled_labels=shuffled_labels, seed=seed)
         _, held_out = dataset.load_split(seed)
         np.savez(held_out_file(scratch), images=held_out.images, labels=held_out.labels)
+    console.print(f"Serving {rows:,} images of digits, {decimal(dataset_bytes)} of Parquet, as S3 on this machine.")
     whole = held_bytes(cache_dir, path) >= dataset_bytes
+    state = "the kept" if whole else "an empty"
+    console.print(f"Training a small network on them: {RANKS} ranks, {EPOCHS} epochs, {state} cache.")
     # A kept cache must recognise the files of the next run.
     with Origin(scratch / "s3", content_etags=True) as server:
         job = Job(
