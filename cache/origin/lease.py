@@ -174,7 +174,10 @@ def _name(number: int) -> str:
 
 
 def life_of(pid: int) -> str | None:
-    """Return a name of a process that no other one has, or had, under this kernel; None if there is no such process."""
+    """Return a name of a process that no other one has, or had, under this kernel.
+
+    None: it has ended, or belongs to another user, whom /proc may hide.
+    """
     with suppress(OSError, IndexError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -187,5 +190,11 @@ def _has_ended(life: str) -> bool:
     """Return whether a process has ended. False if that is unknown, such as of another host."""
     own, parts = life_of(os.getpid()), str(life).split()
     if own is None or len(parts) != 4 or parts[:2] != own.split()[:2] or not parts[2].isdecimal():
+        return False
+    try:
+        os.kill(int(parts[2]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # of another user
         return False
     return life_of(int(parts[2])) != life

@@ -533,7 +533,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     f"{self.num_workers}, or start this process with daemon=False"
                 )
             # Lightning sets worker_init_fn later, fit sets the generator, and the Accelerator may be newer.
-            begin = partial(_begin_worker, here, self.worker_init_fn)
+            begin = partial(begin_worker, here, self.worker_init_fn)
             late = {"worker_init_fn": begin, "generator": self._seeds_of_workers(), "pin_memory": pin}
             self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}
         return self._workers[here]
@@ -576,8 +576,14 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 yield from self.maker.handed_out(answers, waiting)
 
 
-def _begin_worker(parent: int, init: Callable[[int], object] | None, number: int) -> None:
-    """Begin a worker. torch's own look for a dead parent is no help to one that writes to a full pipe."""
+def begin_worker(parent: int, init: Callable[[int], object] | None, number: int) -> None:
+    """Begin a worker. torch's own look for a dead parent is no help to one that writes to a full pipe.
+
+    Args:
+        parent: The process that it ends with.
+        init: The `worker_init_fn` of the DataLoader.
+        number: Number of the worker.
+    """
     end_with(parent)
     with suppress(PermissionError):  # of the leader of a session
         os.setpgid(0, 0)  # Signals to the group, as of `timeout` and Ctrl-C, are for the parent only.

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isnan
 from numbers import Real
 from pathlib import Path
 from time import monotonic
@@ -121,11 +122,11 @@ class Ending:
     Attributes:
         signals: Signals do.
         max_steps: So many optimizer steps do; None: none.
-        max_seconds: So many seconds do, from now on; None: none.
+        max_seconds: So many seconds do, from now on, after a step at least; None: none.
         reason: What has ended the run; "": nothing yet.
 
     Raises:
-        ConfigError: A number is not positive.
+        ConfigError: A value is no such number.
     """
 
     signals: StopSignal
@@ -136,8 +137,8 @@ class Ending:
     def __post_init__(self) -> None:
         if self.max_steps is not None:
             whole_number("max_steps", self.max_steps, least=1)
-        if self.max_seconds is not None and not (isinstance(self.max_seconds, Real) and self.max_seconds > 0):
-            raise ConfigError(f"max_seconds={self.max_seconds!r} must be a number above 0")
+        if self.max_seconds is not None and not (isinstance(self.max_seconds, Real) and not isnan(self.max_seconds)):
+            raise ConfigError(f"max_seconds={self.max_seconds!r} must be a number of seconds")
         self._began = monotonic()
         self._largest = Largest()
 
@@ -146,14 +147,18 @@ class Ending:
         """Whether a signal has ended the run."""
         return bool(self.reason) and self.reason == self.signals.reason
 
-    def is_due(self, step: int) -> bool:
+    def ask_signals(self) -> bool:
+        """Return whether a signal ends the run: the same on all ranks, which must ask together."""
+        if self.signals.requested():
+            self.reason = self.signals.reason
+        return self.by_signal
+
+    def ask(self, step: int) -> bool:
         """Return whether the run ends after a step: the same on all ranks, which must ask after the same steps."""
-        if self.reason:
+        if self.ask_signals() or self.reason:
             return True
         if self.is_over(step):
             self.reason = f"max_steps={self.max_steps}"
-        elif self.signals.requested():
-            self.reason = self.signals.reason
         elif self.max_seconds is not None and self._largest(int(monotonic() - self._began >= self.max_seconds)):
             self.reason = f"max_seconds={self.max_seconds:g}"
         return bool(self.reason)

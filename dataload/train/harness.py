@@ -156,9 +156,11 @@ def fit(
             the loader if it has one; otherwise all ranks are data-parallel.
         max_steps: Optimizer steps in total, including those before a resume, after which the run ends within an epoch.
             None: `epochs` alone decide. If a rank has no more batches by then, the epoch ends first.
-        max_seconds: Seconds from this call on, after which the run ends with the next step. None: none.
+        max_seconds: Seconds from this call on, after which the run ends with the next step. Ranks may differ, as in
+            `deadline - time.time()`: the first one decides. None: none.
         stop_signals: Names of signals that end the run, on whichever rank they come: all ranks finish the step and
-            save, rank 0 logs why, and `fit` raises SystemExit(0), which ends the program with exit status 0. Slurm's
+            save, rank 0 logs why, and `fit` raises SystemExit(0), which ends the program with exit status 0, also if
+            all epochs are trained. Before the ranks have met, a signal ends the process as without `fit`. Slurm's
             `--signal`, Kubernetes and spot instances send one before they kill. Those that the program handles itself
             are left to it, and all of them if `fit` does not run in the main thread.
         loss_weight: What the loss of a batch averages over, if not its rows: "tokens", or a function of the batch that
@@ -217,7 +219,8 @@ def fit(
     ending = Ending(stop, max_steps, max_seconds)
 
     def train() -> list[dict[str, Any]]:
-        agree("stop_signals, max_steps and max_seconds", (tuple(sorted(stop_signals or ())), max_steps, max_seconds))
+        limits = (tuple(sorted(stop_signals or ())), max_steps, max_seconds is not None)
+        agree("stop_signals, max_steps and whether there are max_seconds", limits)
         _check_ranks(loader, world, mesh)
         stats_dir = on_all(lambda: None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir))
         traces = on_all(lambda: None if profile is None else local_folder("profile", profile))
@@ -251,7 +254,7 @@ def fit(
             with _recorded(loop, log_dir, log_every, device, traces):
                 return loop.run(epochs, resumed, show_progress=progress and is_first())
 
-    with stop, process_group(world, device, timeout):
+    with process_group(world, device, timeout), stop:  # A rank that still waits for the others ends at a signal.
         history = train()
     if ending.by_signal:
         raise SystemExit(0)

@@ -238,7 +238,7 @@ class TrainingLoop:
         self._first_epoch, self._epochs, self._show = len(self.history), epochs, show_progress
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
-            if self.ending.is_over(self.step):
+            if self.ending.ask_signals() or self.ending.is_over(self.step):
                 break
             _set_epoch(self.loader, number)
             self._check_data()
@@ -249,12 +249,13 @@ class TrainingLoop:
                 self._tell(unfinished)
                 self._tell_of_end(number)
                 return [*self.history, unfinished]
-            ends = number + 1 < epochs and self.ending.is_due(self.step)
-            if not (ends and self.ending.by_signal):  # The next run evaluates.
-                self._finish_epoch()
-            if ends:
-                self._tell_of_end(number + 1)
+            if self.ending.ask_signals():
+                break  # The next run evaluates.
+            self._finish_epoch()
+            if self.ending.ask(self.step):
                 break
+        if self.ending.ask_signals() or (self.ending.reason and len(self.history) < epochs):
+            self._tell_of_end(len(self.history))
         return self.history
 
     def _tell(self, record: Mapping[str, Any]) -> None:
@@ -274,11 +275,14 @@ class TrainingLoop:
         call = "a call with a larger max_steps" if self.ending.is_over(self.step) else "the same call"
         if not self.checkpoints.enabled:
             saved = "nothing is saved without a checkpoint_dir"
+        elif number == self._epochs:
+            saved = "all epochs are trained" + ("" if self.evaluated else f", and {call} evaluates the last one")
         elif number == len(self.history) and not self._stateful:
             saved = f"{call} begins again with epoch {number}, because the loader has no state_dict"
         else:
             saved = f"{call} goes on from {self.checkpoints.folder}"
-        log.warning("%s has ended the run after step %d, in epoch %d: %s", self.ending.reason, self.step, number, saved)
+        place = f"in epoch {number}" if number < self._epochs else "the last one"
+        log.warning("%s has ended the run after step %d, %s: %s", self.ending.reason, self.step, place, saved)
 
     def _finished(self, epochs: int) -> tuple[str, str] | None:
         """Return what a resumed run has done already, and the argument that says so; None: there is more to do."""
@@ -364,7 +368,7 @@ class TrainingLoop:
                 continue
             is_due = self.checkpoint_every is not None and self.step % self.checkpoint_every == 0
             started = perf_counter()
-            ends = self.ending.is_due(self.step)  # where ranks may wait for each other
+            ends = self.ending.ask(self.step)  # where ranks may wait for each other
             tally.counts["sync_seconds"] += perf_counter() - started
             if not (is_due or ends):
                 continue

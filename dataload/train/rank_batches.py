@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from dataload.errors import ConfigError
-from dataload.loader.loader import Loader
+from dataload.loader.loader import Loader, begin_worker
 from dataload.rows.batch_tree import map_columns
 from dataload.rows.collate import Flat
 from dataload.telemetry.spans import stage
@@ -129,25 +131,31 @@ def batches_on(
         ledger_dir: As for `Loader.batches_on`.
         progress: As for `Loader.batches_on`.
     """
-    _keep_global_generator(loader)
+    if isinstance(loader, DataLoader):
+        _prepare_workers(loader)
     if not isinstance(loader, Loader):
         return loader
     return loader.batches_on(None if device.type == "cpu" else device, stats_dir, ledger_dir, progress)
 
 
-_with_own_generator = weakref.WeakSet[DataLoader[Any]]()  # once each: torch draws more seeds for a stream of torchdata
+_prepared = weakref.WeakSet[DataLoader[Any]]()  # once each: torch draws more seeds for a stream of torchdata
 
 
-def _keep_global_generator(loader: Iterable[Any]) -> None:
-    """Let a DataLoader with persistent workers draw their seed from a generator of its own.
+def _prepare_workers(loader: DataLoader[Any]) -> None:
+    """Keep signals to the process group from the workers of torch's DataLoader, and their seed from the loop.
 
-    torch draws this seed when it starts the workers, which a resumed run does in a later epoch. From the global
-    generator, the run would then get other random numbers than an uninterrupted one.
+    A signal that ends the run would end its workers before `fit` has saved. And torch draws the seed of persistent
+    workers when it starts them, which a resumed run does in a later epoch: from the global generator, it would then get
+    other random numbers than an uninterrupted run.
     """
-    if isinstance(loader, DataLoader) and loader.persistent_workers and loader not in _with_own_generator:
+    if loader in _prepared:
+        return
+    if loader.num_workers and not isinstance(loader, Loader):
+        loader.worker_init_fn = partial(begin_worker, os.getpid(), loader.worker_init_fn)
+    if loader.persistent_workers:
         seed = (loader.generator or torch.default_generator).initial_seed()
         loader.generator = torch.Generator("cpu").manual_seed(seed)
-        _with_own_generator.add(loader)
+    _prepared.add(loader)
 
 
 def num_rows(batch: Any) -> int:

@@ -247,14 +247,15 @@ class Terminal:
                 return
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
 def test_a_signal_leaves_the_terminal_as_it_was(tmp_path, end):
     write_three(tmp_path)
     terminal = Terminal([*TOP, str(tmp_path)])
     terminal.read_until("rank 1 (")
+    terminal.program.send_signal(signal.SIGTSTP)  # Ctrl-Z does nothing
     terminal.program.send_signal(end)
     terminal.read_until(None)
-    assert terminal.program.wait(120) == {signal.SIGINT: 130, signal.SIGTERM: 143}[end]
+    assert terminal.program.wait(120) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGQUIT: 131}[end]
     os.close(terminal.ours)
     assert terminal.text.count("\x1b[?1049h") == 1
     after = terminal.text.rpartition("\x1b[?1049l")

@@ -24,4 +24,4 @@ def change_state(checkpoint, state):
 def seal(checkpoint):
     """Write a manifest that fits the files of a checkpoint, as whoever can write there can."""
     names = [path.name for path in checkpoint.iterdir() if path.name != manifest.MANIFEST]
-    manifest.write(checkpoint, manifest.entries(checkpoint, names))
+    (checkpoint / manifest.MANIFEST).write_bytes(manifest.content_of(manifest.entries(checkpoint, names)))

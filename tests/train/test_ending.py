@@ -6,6 +6,7 @@ import faulthandler
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -138,13 +139,80 @@ def test_max_steps_counts_over_resumes_and_a_finished_run_says_how_to_go_on(tmp_
 def test_max_seconds_ends_the_run_after_a_step(tmp_path, folder):
     _, history, calls = train(folder, tmp_path, max_seconds=1e-9)
     assert (len(history), calls) == (1, 1)
+    _, history, calls = train(folder, tmp_path, max_seconds=-1)  # a deadline that has passed
+    assert (len(history), calls) == (1, 1)
     _, history, _ = train(folder, tmp_path, max_seconds=1e9)
     assert [record["rows"] for record in history] == [ROWS] * EPOCHS
 
 
-def test_a_run_that_has_all_its_epochs_ends_as_if_there_had_been_no_signal(tmp_path, folder):
-    _, history, _ = train(folder, tmp_path, at=ROWS // 4 * EPOCHS - 1)
-    assert len(history) == EPOCHS
+def by_a_deadline_of_its_own(folder):
+    return train(folder, None, max_seconds=1e9 if World.detect().rank else 1e-9)
+
+
+def test_ranks_may_measure_the_seconds_to_a_deadline_themselves(folder, ranks):
+    assert [calls for *_, calls in ranks(2, by_a_deadline_of_its_own, folder)] == [1, 1]
+
+
+@pytest.mark.parametrize("of", ["step", "evaluate", "max_steps"])
+def test_a_signal_at_the_end_of_a_run_is_heeded_too(tmp_path, folder, caplog, of):
+    """Otherwise the program would begin its next part, such as another run, until it is killed."""
+    last = ROWS // 4 * EPOCHS
+
+    def evaluate(model):
+        if of == "evaluate" and not evaluated:
+            evaluated.append(os.kill(os.getpid(), signal.SIGTERM))
+        return {"score": 1.0}
+
+    evaluated: list[None] = []
+    how = {"evaluate": evaluate, "epochs": EPOCHS}
+    if of == "evaluate":
+        how["epochs"] = 1
+    if of == "max_steps":
+        how["max_steps"] = last - 1
+    at = {"step": last - 1, "max_steps": last - 2}.get(of)
+    _, history, calls = train(folder, tmp_path, at=at, **how)
+    assert history is None
+    assert caplog.text.count("SIGTERM has ended the run after step") == 1
+    _, history, again = train(folder, tmp_path, **how)
+    assert (again, len(history)) == (0, how["epochs"] - (of == "max_steps"))
+    if of != "max_steps":
+        assert history[-1]["score"] == 1.0
+    assert calls == {"step": last, "evaluate": ROWS // 4, "max_steps": last - 1}[of]
+
+
+def test_a_signal_while_a_run_is_opened_ends_it_before_its_first_step(tmp_path, folder, monkeypatch):
+    train(folder, tmp_path, max_steps=3)
+    loader = make_loader(folder, 4, cache=False)
+    load = loader.load_state_dict
+
+    def told(*state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        load(*state)
+
+    monkeypatch.setattr(loader, "load_state_dict", told)
+    assert train(folder, tmp_path, loader=loader)[1:] == (None, 0)
+
+
+def test_a_rank_that_waits_for_the_others_ends_at_a_signal(folder):
+    program = """
+import torch
+from dataload import fit
+print("waits", flush=True)
+model = torch.nn.Linear(1, 1)
+fit(model, torch.optim.SGD(model.parameters()), [], lambda *_: None, epochs=1)
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | ranks) as waiting:
+        assert waiting.stdout.readline() == b"waits\n"
+        with socket.socket() as peer:
+            while peer.connect_ex(("127.0.0.1", port)):
+                assert waiting.poll() is None
+        waiting.terminate()
+        assert waiting.wait(60) == -signal.SIGTERM
 
 
 def test_a_loader_without_a_state_ends_at_once_and_its_epoch_begins_again(tmp_path, caplog):
@@ -203,10 +271,12 @@ def test_ranks_may_name_the_signals_in_any_order(folder, ranks):
     assert [len(history) for _, history, _ in ranks(2, in_an_order_of_its_own, folder)] == [1, 1]
 
 
-def test_a_signal_to_the_process_group_ends_the_program_with_status_0_and_no_worker(tmp_path):
+@pytest.mark.parametrize("of", ["torch", "dataload"])
+def test_a_signal_to_the_process_group_ends_the_program_with_status_0_and_no_worker(tmp_path, of):
     pq.write_table(pa.table({"x": np.arange(20_000.0)}), tmp_path / "a.parquet")  # more than workers make ahead
     program = f"""
 import os, signal, torch
+from torch.utils.data import DataLoader
 from dataload import fit, make_loader
 group = os.getpgid(0)
 def transform(batch):
@@ -216,7 +286,12 @@ def transform(batch):
 def loss(model, batch):
     return model(batch["x"][:, None]).tanh().mean()
 model = torch.nn.Linear(1, 1).double()
-loader = make_loader({str(tmp_path)!r}, 2, cache=False, shuffle=False, transform=transform, num_workers=2)
+if {of!r} == "torch":
+    rows = [{{"x": torch.tensor(float(row)).double()}} for row in range(20_000)]
+    collate = torch.utils.data.default_collate
+    loader = DataLoader(rows, 2, num_workers=2, collate_fn=lambda rows: transform(collate(rows)))
+else:
+    loader = make_loader({str(tmp_path)!r}, 2, cache=False, shuffle=False, transform=transform, num_workers=2)
 fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, checkpoint_dir={str(tmp_path / "run")!r})
 print("not reached")
 """
@@ -225,7 +300,8 @@ print("not reached")
     assert done.returncode == 0, done.stderr
     assert "SIGTERM has ended the run after step" in done.stderr
     assert done.stdout == ""
-    assert any((tmp_path / "run").glob("checkpoint-*"))
+    # torch's DataLoader has no state, so its epoch begins again.
+    assert any((tmp_path / "run").glob("checkpoint-*")) == (of == "dataload")
 
 
 def test_signals_that_the_program_handles_are_left_to_it(folder):
@@ -308,8 +384,8 @@ def test_handlers_are_restored_and_forked_children_end_as_before():
     ("options", "message"),
     [
         ({"max_steps": 0}, "max_steps=0"),
-        ({"max_seconds": 0}, "max_seconds=0 must be a number above 0"),
-        ({"max_seconds": "10"}, "max_seconds='10' must be a number above 0"),
+        ({"max_seconds": float("nan")}, "max_seconds=nan must be a number of seconds"),
+        ({"max_seconds": "10"}, "max_seconds='10' must be a number of seconds"),
         ({"stop_signals": ["SIGKILL"]}, "name signals that a process can handle"),
         ({"stop_signals": [signal.SIGTERM]}, "name signals that a process can handle"),
         ({"stop_signals": signal.SIGTERM}, "name signals that a process can handle"),

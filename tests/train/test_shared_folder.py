@@ -206,7 +206,7 @@ def fit_with_trouble_on_rank_0(folder, name, error):
 @pytest.mark.parametrize(
     ("name", "error", "kind"),
     [
-        ("manifest.write", PermissionError(errno.EACCES, "on purpose"), PermissionError),
+        ("places._write", PermissionError(errno.EACCES, "on purpose"), PermissionError),
         ("places.sync_folder", OSError(errno.EIO, "on purpose"), OSError),
         ("to_json", ConfigError("on purpose"), ConfigError),
     ],

@@ -33,7 +33,9 @@ def top(
     elif once or not console.is_interactive:
         console.print(view(found, console.width))
     else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after the terminal is as it was
+        for number in (signal.SIGTERM, signal.SIGQUIT):  # They end it after the terminal is as it was.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would leave the shell with a screen that it can't use
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(view(found, *console.size), refresh=True)

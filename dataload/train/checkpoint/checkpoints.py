@@ -189,7 +189,7 @@ class Checkpoints:
                 metadata = dcp_save(tensors(states), storage_writer=writer)
             needed = tensor_layout.files_of(metadata)
             written = {k: v for each in on_each(lambda: writer.written) for k, v in each.items()}
-            files = {name: written[name] for name in needed}
+            files = {name: written[name] for name in [*needed, TENSORS]}
             if problem := last_objections(lambda: on_first(lambda: _incomplete(draft, needed, files)))[0]:
                 raise ConfigError(problem)
             content = {"parts": map_leaves(states, to_meta), "earlier": self._earlier, **rest}
@@ -209,7 +209,8 @@ class Checkpoints:
         """Complete the checkpoint, unless another run has taken the place over. Remove those that are not kept."""
         assert self._lock is not None
         self._lock.check()
-        place.publish(self._latest, self._run, {"state": to_json(content), "tensors": layout}, files)
+        state = json.dumps({"state": to_json(content), "tensors": layout}).encode()
+        place.publish(self._latest, self._run, state, files)
         self._numbers.append(self._latest)
         own = [number for number in self._numbers if number > self._earlier]
         self._numbers = own[-self._keep :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,11 @@ class Entry(NamedTuple):
 def entries(folder: Path | StorePath, names: Iterable[str]) -> dict[str, Entry]:
     """Return the entries of files. Reads each of them. Raises OSError."""
     return {name: _entry(folder / name) for name in names}
+
+
+def entry_of(content: bytes) -> Entry:
+    """Return the entry of a file that is to have this content."""
+    return Entry(len(content), xxhash.xxh3_64(content).hexdigest())
 
 
 class HashedStream:
@@ -85,25 +89,13 @@ def _entry(file: Path | StorePath) -> Entry:
     return Entry(size, digest.hexdigest())
 
 
-def write_json(file: Path, content: Any) -> None:
-    """Write `content` and sync it. Raises OSError."""
-    with file.open("w", encoding="utf-8") as opened:
-        json.dump(content, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def to_json(files: dict[str, Entry]) -> dict[str, Any]:
+def content_of(files: dict[str, Entry]) -> bytes:
     """Return the content of a manifest of these files."""
-    return {
+    listed = {
         name: {key: value for key, value in entry._asdict().items() if value != ()}
         for name, entry in sorted(files.items())
     }
-
-
-def write(folder: Path, files: dict[str, Entry]) -> None:
-    """Write the manifest, which makes a checkpoint of a folder. Raises OSError."""
-    write_json(folder / MANIFEST, to_json(files))
+    return json.dumps(listed).encode()
 
 
 def read(folder: Path | StorePath) -> dict[str, Entry]:

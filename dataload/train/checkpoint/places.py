@@ -90,8 +90,15 @@ class Place(Protocol):
     def filesystem(self) -> FileSystemBase:
         """Return the filesystem for DCP, which has the entries of the files that it has written as `written`."""
 
-    def publish(self, number: int, run: str, state: Any, files: dict[str, manifest.Entry]) -> None:
-        """Complete a checkpoint by its state and the manifest. Raise ConfigError if another run has done so."""
+    def publish(self, number: int, run: str, state: bytes, files: dict[str, manifest.Entry]) -> None:
+        """Complete a checkpoint by its state and the manifest. Raise ConfigError if another run has done so.
+
+        Args:
+            number: Number of the checkpoint.
+            run: The run.
+            state: Content of its file of JSON.
+            files: Entries of the files that DCP has written.
+        """
 
     def remove(self, numbers: list[int]) -> None:
         """Remove checkpoints, as far as they are there. Raises OSError."""
@@ -138,10 +145,10 @@ class Disk:
     def filesystem(self) -> FileSystemBase:
         return _HashingFileSystem()
 
-    def publish(self, number: int, run: str, state: Any, files: dict[str, manifest.Entry]) -> None:
+    def publish(self, number: int, run: str, state: bytes, files: dict[str, manifest.Entry]) -> None:
         draft, published = self.draft(number, run), self.path / name_of(number)
-        manifest.write_json(draft / STATE, state)
-        manifest.write(draft, {**files, **manifest.entries(draft, (TENSORS, STATE))})
+        _write(draft / STATE, state)
+        _write(draft / manifest.MANIFEST, manifest.content_of({**files, STATE: manifest.entry_of(state)}))
         sync_folder(draft)
         try:
             draft.rename(published)
@@ -182,12 +189,6 @@ class Store:
         """As for `Place`. Each rank writes, reads and removes an object: it may have credentials of its own."""
         nonce = on_first(lambda: uuid4().hex)
         first, own = (self.path / f"{PROBE}{nonce}-{rank}" for rank in (0, process_number()))
-        on_each(lambda: own.create(PROBE.encode()))  # None or a wrong credential, or no such bucket, ends here.
-        if on_first(lambda: own.create(nonce.encode())) and is_first():
-            log.warning(
-                "%s: this store ignores If-None-Match, by which runs exclude each other: let no other run use it",
-                self.path,
-            )
 
         def look() -> None:
             try:
@@ -199,6 +200,12 @@ class Store:
                 ) from error
 
         try:
+            on_each(lambda: own.create(PROBE.encode()))  # None or a wrong credential, or no such bucket, ends here.
+            if on_first(lambda: own.create(nonce.encode())) and is_first():
+                log.warning(
+                    "%s: this store ignores If-None-Match, by which runs exclude each other: let no other run use it",
+                    self.path,
+                )
             on_each(look)
         finally:
             on_each(lambda: self.path.remove([own.name]))  # as `keep` will have to
@@ -219,14 +226,12 @@ class Store:
         return dict(sorted(found.items()))
 
     def claim(self, number: int, run: str) -> int:
-        own = json.dumps({"run": run}).encode()
-        # Another program's folder, or another run's, which has lost its lease, and perhaps does not know.
-        while not self._is_free(folder := self.draft(number, run)) or not (folder / OWNER).create(own):
-            number += 1
-        return number
-
-    def _is_free(self, folder: StorePath) -> bool:
-        return OWNER in (files := folder.files()) or not files
+        while True:
+            folder = self.draft(number, run)
+            files = folder.files()
+            if (OWNER in files or not files) and (folder / OWNER).create(_owned_by(run)):
+                return number
+            number += 1  # This one is another program's, or another run's, perhaps of one that has lost its lease.
 
     def draft(self, number: int, run: str) -> StorePath:  # noqa: ARG002 (it has claimed the number)
         return self.path / name_of(number)
@@ -234,12 +239,12 @@ class Store:
     def filesystem(self) -> FileSystemBase:
         return StoreFileSystem()
 
-    def publish(self, number: int, run: str, state: Any, files: dict[str, manifest.Entry]) -> None:
+    def publish(self, number: int, run: str, state: bytes, files: dict[str, manifest.Entry]) -> None:
         draft = self.draft(number, run)
         with (draft / STATE).upload() as stream:
-            stream.write(json.dumps(state).encode())
-        files = {**files, **manifest.entries(draft, (TENSORS, STATE, OWNER))}
-        if not (draft / manifest.MANIFEST).create(json.dumps(manifest.to_json(files)).encode()):
+            stream.write(state)
+        files = {**files, STATE: manifest.entry_of(state), OWNER: manifest.entry_of(_owned_by(run))}
+        if not (draft / manifest.MANIFEST).create(manifest.content_of(files)):
             raise taken(draft)
 
     def remove(self, numbers: list[int]) -> None:
@@ -249,34 +254,57 @@ class Store:
             folder.remove([manifest.MANIFEST])  # first: what is left of it is no checkpoint
             self._clear(number, files)
 
-    def abandon(self, number: int, run: str) -> None:  # noqa: ARG002 (it holds the lease)
-        self.sweep()
+    def abandon(self, number: int, run: str) -> None:
+        with self._told():
+            if manifest.MANIFEST not in (files := list(self.draft(number, run).files())):
+                self._clear(number, files)
 
     def sweep(self) -> None:
         """As for `Place`. A folder without an owner is another program's.
 
-        Whoever has begun the latest number, and perhaps only stands still, remains its owner.
+        What comes after the latest checkpoint stays: its run may only stand still, and would complete what is left.
         """
-        try:
+        with self._told():
             folders = self._folders()
             latest = max((number for number, files in folders.items() if manifest.MANIFEST in files), default=0)
             for number, files in folders.items():
-                if manifest.MANIFEST not in files and OWNER in files:
-                    self._clear(number, files, keep_owner=number > latest)
+                if number < latest and manifest.MANIFEST not in files and OWNER in files:
+                    self._clear(number, files)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             log.info("%s cannot be swept yet: %s", self.path, redacted(error))
 
-    def _clear(self, number: int, files: list[str], *, keep_owner: bool = False) -> None:
+    def _clear(self, number: int, files: list[str]) -> None:
         """Remove the files of a checkpoint; its owner last, without whom nobody may sweep what is left."""
         folder = self.path / name_of(number)
         folder.remove([name for name in files if name != OWNER])
-        if OWNER in files and not keep_owner:
+        if OWNER in files:
             folder.remove([OWNER])
+
+
+def _owned_by(run: str) -> bytes:
+    return json.dumps({"run": run}).encode()
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file and sync it. Raises OSError."""
+    with file.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.written: dict[str, manifest.Entry] = {}
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -324,6 +352,7 @@ class StoreFileSystem(FileSystemBase):
         with new_path.upload() as stream:
             stream.write(path.read_bytes())
         self.rm_file(path)
+        self.written[new_path.name] = self.written.pop(path.name)._replace(blocks=())  # It is read as a whole.
 
     def mkdir(self, path: Any) -> None:
         """Do nothing: an object store has no folders."""
