@@ -688,7 +688,8 @@ def opened(opening: Opening, version: str | None = None, *, newest: bool = False
     source = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
     found = {"source": source, "columns": columns}
     calls = (Call("make_dataset", replace(opening, base=manifest, found=found)),)
-    return Dataset(manifest, blocks, columns, opening.fill_null, opening.null_masks, (), opening.errors, calls)
+    fill_null = opening.fill_null if version is None else opening.fill_null_in(manifest)
+    return Dataset(manifest, blocks, columns, fill_null, opening.null_masks, (), opening.errors, calls)
 
 
 def _kept(source: Source) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -68,7 +68,7 @@ def _written_again(newer: Dataset, rows: KnownRows, move: Move) -> npt.NDArray[n
     whole = _whole(move.former)
     old, new = (Inventory.of(each.manifest, "") for each in (whole, newer))
     gone = rows.numbers(old, set(old.keys) - set(keys_of(move.whole.manifest)))
-    added = new.rows_in(set(new.keys) - set(old.keys)) if gone.size else gone
+    added = added_rows(rows, old, new) if gone.size else gone
     if not added.size:
         return added
     if whole.manifest.pinned:
@@ -78,6 +78,17 @@ def _written_again(newer: Dataset, rows: KnownRows, move: Move) -> npt.NDArray[n
     files = few(list(dict.fromkeys(old.keys[group][0] for group in groups)))
     log.warning("%s had excluded rows and is gone or replaced: exclude them again if new files have them", files)
     return added[:0]
+
+
+def added_rows(known: KnownRows, old: Inventory, new: Inventory) -> npt.NDArray[np.int64]:
+    """Return the numbers of the rows of new files, the known ones first.
+
+    These files had been in the table before, and it has them again, such as after RESTORE. Of rows of equal values, the
+    known ones are those that are written again, not further ones.
+    """
+    keys = set(new.keys) - set(old.keys)
+    first, rows = known.numbers(new, keys), new.rows_in(keys)
+    return np.concatenate((first, np.setdiff1d(rows, first, assume_unique=True)))
 
 
 def _mapped_again(dataset: Dataset, _: Any, move: Move) -> Dataset:
@@ -123,13 +134,16 @@ def at_newest(dataset: Dataset) -> Dataset:
     return _again(dataset, partial(opened, newest=True), is_newer=True)
 
 
-def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None) -> Dataset:
+def at_earlier(
+    dataset: Dataset, table: str | None, inventory: Inventory | None, without: Container[str] = ()
+) -> Dataset:
     """Return a dataset as it was at an earlier snapshot.
 
     Args:
         dataset: The dataset.
         table: The version, or a URL that ends in it, if it is one of a table.
         inventory: The rows that it had. None: those that the same calls make of the version.
+        without: Calls that it had not yet.
 
     Raises:
         ConfigError: It cannot be told.
@@ -137,7 +151,11 @@ def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None)
     """
     version = None if table is None else table.rpartition("@")[2]
     if inventory is None:
-        return _again(dataset, partial(opened, version=version), is_newer=False)
+        try:
+            return _again(dataset, partial(opened, version=version), without, is_newer=False)
+        except ConfigError as error:
+            place = dataset.manifest.pinned.rpartition("@")[0]
+            raise ConfigError(f"{place}@{version}, of which the epoch has rows: {error}") from error
     # The files of a folder are those that it has now.
     found = (_whole(dataset) if version is None else opened(_opening(dataset), version)).part(inventory)
     for stage in dataset.stages:
@@ -145,10 +163,21 @@ def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None)
     return found
 
 
-def _again(dataset: Dataset, open_source: Callable[[Opening], Dataset], *, is_newer: bool) -> Dataset:
+def lacking(dataset: Dataset, former: Dataset) -> list[str]:
+    """Return the columns that are named for a dataset and that an earlier snapshot of it lacks."""
+    return [name for name, names in _opening(dataset).names_in(former.manifest).items() if not names]
+
+
+def _again(
+    dataset: Dataset,
+    open_source: Callable[[Opening], Dataset],
+    without: Container[str] = (),
+    *,
+    is_newer: bool,
+) -> Dataset:
     """Return what the calls of a dataset make of another snapshot."""
-    opening = _opening(dataset)
-    steps = [(WAYS[name].again or _refused(name), given) for name, given in dataset.calls[1:]]
+    opening, calls = _opening(dataset), [call for call in dataset.calls[1:] if call.name not in without]
+    steps = [(WAYS[name].again or _refused(name), given) for name, given in calls]
     found = whole = open_source(opening)
     for again, given in steps:
         found = again(found, given, Move(dataset, whole, is_newer))

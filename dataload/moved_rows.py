@@ -2,7 +2,9 @@
 
 A file that a snapshot has no more may have had rows that the epoch has had, or that were excluded, and a new file may
 have them now. Nothing in the metadata tells which, so they are compared by value: all columns of the files that are
-read. Rows of equal values are one as good as the other. A row takes 16 bytes of memory, whatever its values are.
+read. The old files are read with the columns that the table has now, as the table itself read them when it wrote their
+rows again: so a renamed column, a wider type or a member that was added makes no other values. Rows of equal values are
+one as good as the other. A row takes 16 bytes of memory, whatever its values are.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import logging
 import math
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +24,13 @@ import torch
 
 from dataload.cache.blocks.reader import Object
 from dataload.catalog.footer_cache import Metadata
+from dataload.catalog.inventory import Inventory, KnownRows
+from dataload.catalog.manifest import manifest_of
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError, OriginNotFound
+from dataload.errors import ConfigError, DataError, OriginNotFound
+from dataload.formats.hive_partitions import Keys
 from dataload.formats.schema import Field
+from dataload.formats.table_columns import TableColumns, TableFile
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Array, Ragged, lengths_of
 from dataload.rows.row_block import Records
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-VERSION = 3
+VERSION = 4
 BYTES_AT_ONCE = 8 << 20  # of rows that are compared
 LANES = 2  # hashes of 64 bits for a row: other rows have equal ones less often than a disk returns wrong bytes
 MASK = (1 << 64) - 1
@@ -53,7 +59,7 @@ def moved(former: Dataset, gone: Int64, newer: Dataset, added: Int64, hint: str)
         former: The former snapshot.
         gone: Rows of it whose files the newer one lacks: int64 [n].
         newer: The newer snapshot.
-        added: Rows of it in files that the former one lacks, ascending: int64 [m].
+        added: Rows of it in files that the former one lacks: int64 [m]. Of equal ones, the first are taken.
         hint: What these rows are and what to do, for the error.
 
     Raises:
@@ -61,16 +67,20 @@ def moved(former: Dataset, gone: Int64, newer: Dataset, added: Int64, hint: str)
         OriginError: The origin failed.
         DataError: A row group cannot be decoded.
     """
-    pairs = _common(former.manifest, newer.manifest, newer.file_columns)
-    if pairs is None:
+    own, table = former.manifest.table, newer.manifest.table
+    called = {} if own is None or table is None else own.called_in(table)
+    names = _common(called, own, newer.file_columns)
+    if table is None or names is None:
         raise ConfigError(
             f"{newer.manifest.pinned} has written rows of {former.manifest.pinned} again, and columns were dropped and "
             f"added since, so equal rows cannot be found. {hint}"
         )
-    old, new = _of_files(former, [own for own, _ in pairs]), _of_files(newer, [own for _, own in pairs])
-    how = repr((pairs, newer.fill_null, newer.null_masks, newer.errors))
+    # The loader says what to do about nulls in the columns that it reads, not about those in others.
+    null_masks = newer.null_masks or not {*names} <= {*newer.file_columns}
+    new = Dataset(newer.manifest, newer.blocks, names, newer.fill_null, null_masks, errors=newer.errors)
     digest = hashlib.blake2b(digest_size=16, person=b"moved rows")
-    digest.update(json.dumps([old.fingerprint, new.fingerprint, how, len(gone)]).encode())
+    how = repr((names, newer.fill_null, null_masks, newer.errors))
+    digest.update(json.dumps([former.manifest.fingerprint, new.fingerprint, how, len(gone)]).encode())
     digest.update(np.ascontiguousarray(gone, "<i8").data)
     digest.update(np.ascontiguousarray(added, "<i8").data)
 
@@ -82,50 +92,72 @@ def moved(former: Dataset, gone: Int64, newer: Dataset, added: Int64, hint: str)
 
     cached = Metadata(new.blocks, Object("moved rows", 0, digest.hexdigest()), f"moved {VERSION}", parsed)
     try:
-        return cached.get_or_make_once(lambda: _found(old, gone, new, added))
+        return cached.get_or_make_once(lambda: _found(former.manifest, gone, new, added, table, called))
     except OriginNotFound as error:
         raise ConfigError(f"{error}. The table may have written its rows again into new files. {hint}") from error
+    except _OtherTypes as error:
+        raise ConfigError(
+            f"{newer.manifest.pinned} has written rows of {former.manifest.pinned} again, and they cannot be compared, "
+            f"because {error}. {hint}"
+        ) from error
 
 
-def _common(former: Manifest, newer: Manifest, read: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Return the columns to compare, by their former and their newer names; None: others would be taken for equal.
+class _OtherTypes(Exception):
+    """Rows of a former snapshot do not have the types that the table has now."""
+
+
+def _common(called: Mapping[str, str], former: TableColumns | None, read: Sequence[str]) -> list[str] | None:
+    """Return the columns to compare, by their newer names; None: others would be taken for equal.
 
     Args:
-        former: The former snapshot.
-        newer: The newer snapshot.
-        read: The columns that are read of it.
+        called: What the newer snapshot calls the columns that both have.
+        former: The columns of the former one.
+        read: The columns that are read of the newer one.
     """
-    if former.table is None or newer.table is None:
-        return None
-    own, other = ({key: name for name, key in each.table.identities.items()} for each in (former, newer) if each.table)
-    pairs = [(own[key], name) for key, name in other.items() if key in own]
-    chosen = [pair for pair in pairs if pair[1] in read]
-    if len(chosen) == len(read):
-        return chosen
+    if {*read} <= {*called.values()}:
+        return list(read)
     # Batches have columns that the former snapshot lacked. So what both have must tell the rows of the former one.
-    return pairs if len(pairs) == len(own) else None
+    return list(called.values()) if former is not None and len(called) == len(former.identities) else None
 
 
-def _of_files(dataset: Dataset, columns: Sequence[str]) -> Dataset:
-    """Return the same rows with columns of the files, before `map`."""
-    how = dataset.fill_null, dataset.null_masks
-    return Dataset(dataset.manifest, dataset.blocks, columns, *how, errors=dataset.errors)
-
-
-def _found(former: Dataset, gone: Int64, newer: Dataset, added: Int64) -> bytes:
+def _found(
+    former: Manifest, gone: Int64, newer: Dataset, added: Int64, table: TableColumns, called: Mapping[str, str]
+) -> bytes:
     log.info("comparing %s of files that the table has no more with %d new ones", counted(len(gone), "row"), len(added))
+    old, rows = _with_columns(former, gone, newer, table, called)
     keys = [secrets.randbits(64) for _ in range(LANES)]  # so that nobody can make other rows of equal hashes
-    own, other = ({field.name: field for field in each.rowstore.layout.fields} for each in (former, newer))
-    names = list(zip(former.file_columns, newer.file_columns, strict=True))
-    masks = ((f"{old}.is_null", f"{new}.is_null") for old, new in names)
-    names += [(old, new) for old, new in masks if old in own and new in other]
-    old = _hashes(former, gone, [(own[name], other[like]) for name, like in names], keys)
-    new = _hashes(newer, added, [(other[like], other[like]) for _, like in names], keys)
-    return zlib.compress(np.diff(added[_equal(old, new)], prepend=0).astype("<i8").tobytes(), 1)
+    fields = newer.rowstore.layout.fields  # Those of the old rows are the same.
+    try:
+        hashes = _hashes(old, rows, fields, keys)
+    except DataError as error:
+        raise _OtherTypes(str(error)) from error
+    found = np.sort(added[_equal(hashes, _hashes(newer, added, fields, keys))])
+    return zlib.compress(np.diff(found, prepend=0).astype("<i8").tobytes(), 1)
+
+
+def _with_columns(
+    former: Manifest, gone: Int64, newer: Dataset, table: TableColumns, called: Mapping[str, str]
+) -> tuple[Dataset, Int64]:
+    """Return rows of a former snapshot, read with the columns that the table has now: a dataset, and their numbers."""
+    inventory, known = Inventory.of(former, ""), KnownRows()
+    known.add(inventory, [gone])
+    groups = np.unique(np.searchsorted(np.cumsum(inventory.block_lengths), gone, "right"))
+    places = {group.file: group.footer_at for group in map(former.row_groups.__getitem__, groups.tolist())}
+    files: dict[Object, Keys] = {}
+    for file in places:
+        values = tuple((called[name], value) for name, value in getattr(file, "constants", ()) if name in called)
+        files[TableFile(file.path, file.size, file.version, columns=table, constants=values)] = ()
+    manifest = manifest_of(files, newer.blocks, errors=newer.errors, known=lambda: places)
+    here = Inventory.of(manifest, "")
+    rows = known.numbers(here, set(here.keys))
+    if len(rows) < len(gone):
+        raise _OtherTypes("a footer of an old file has changed")
+    how = newer.file_columns, newer.fill_null, newer.null_masks
+    return Dataset(manifest, newer.blocks, *how, errors=newer.errors), rows
 
 
 def _equal(old: UInt64, new: UInt64) -> Int64:
-    """Return which new hashes equal old ones, as many of each: int64 [k], ascending. Both are uint64 [lanes, rows]."""
+    """Return which new hashes equal old ones, the first ones of as many: int64 [k]. Both are uint64 [lanes, rows]."""
     hashes = np.concatenate((old, new), axis=1)
     order = np.lexsort(hashes)  # stable: of equal ones, the old ones come first
     begins = np.ones(len(order), np.bool_)
@@ -133,17 +165,17 @@ def _equal(old: UInt64, new: UInt64) -> Int64:
     firsts, is_new = np.flatnonzero(begins), order >= old.shape[1]
     counts = np.add.reduceat(~is_new, firsts, dtype=np.int64)  # of old ones
     ends = np.repeat(firsts + 2 * counts, np.diff(firsts, append=len(order)))
-    found: Int64 = np.sort(order[is_new & (np.arange(len(order)) < ends)]) - old.shape[1]
+    found: Int64 = order[is_new & (np.arange(len(order)) < ends)] - old.shape[1]
     return found
 
 
-def _hashes(dataset: Dataset, rows: Int64, columns: Sequence[tuple[Field, Field]], keys: Sequence[int]) -> UInt64:
+def _hashes(dataset: Dataset, rows: Int64, columns: Sequence[Field], keys: Sequence[int]) -> UInt64:
     """Return hashes of the values of rows: uint64 [keys, rows].
 
     Args:
         dataset: The dataset.
         rows: The rows.
-        columns: Each column, and the one that it is compared with.
+        columns: The columns.
         keys: The key of each hash.
     """
     count = max(1, BYTES_AT_ONCE // dataset.rowstore.row_bytes)
@@ -151,24 +183,23 @@ def _hashes(dataset: Dataset, rows: Int64, columns: Sequence[tuple[Field, Field]
     for first in range(0, len(rows), count):
         part = hashes[:, first : first + count]
         records = dataset.rowstore.gather(rows[first : first + count])
-        for field, like in columns:
-            values = _of_column(records, field, like, keys)
-            for hashed, own, key in zip(part, values, keys, strict=True):
+        for field in columns:
+            for hashed, own, key in zip(part, _of_column(records, field, keys), keys, strict=True):
                 hashed[:] = mix(key, hashed + own)
     return hashes
 
 
-def _of_column(records: Records, field: Field, like: Field, keys: Sequence[int]) -> UInt64:
-    """Return hashes of the values of a column: uint64 [keys, rows]. like: the column that it is compared with."""
-    if field.is_bytes and like.is_bytes:
+def _of_column(records: Records, field: Field, keys: Sequence[int]) -> UInt64:
+    """Return hashes of the values of a column: uint64 [keys, rows]."""
+    if field.is_bytes:
         found, codes = np.empty((len(keys), len(records)), np.uint64), records.rows[field.name]
         for number, blob in enumerate(records.blobs):
             here, (lengths, valid) = records.which == number, lengths_of(blob.spans(field))
             found[:, here] = _of_bytes(blob.heap(field), lengths, valid, keys)[:, codes[here]]
         return found
-    if (field.kind, field.shape) == (like.kind, like.shape) and field.kind != "nested":
+    if field.kind != "nested":
         lists = records.ragged(field) if field.ragged else Ragged(records.dense(field), np.arange(len(records) + 1))
-        values = lists.values.astype(like.dtype, copy=False)
+        values = lists.values
         words = values.astype(np.float64 if values.dtype.kind == "f" else np.int64).view(np.uint64).ravel()
         each = math.prod(values.shape[1:])
         return _of_words(words, each * lists.offsets, np.diff(lists.offsets), lists.valid, keys)

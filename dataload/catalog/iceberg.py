@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,12 +37,20 @@ VECTOR_MAGIC = bytes.fromhex("d1d33964")
 T = TypeVar("T")
 
 
+class AtSchema(NamedTuple):
+    """A scan of a snapshot with the columns of a schema, by its number; None: with those of the snapshot."""
+
+    scan: Any
+    schema_id: int | None
+
+
 def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> Snapshot:
     """Return the snapshot of a pyiceberg table, of its scan, or of a URL.
 
     Args:
-        source: The table, at its current snapshot; a scan; or "iceberg://catalog/namespace.table", perhaps with the id
-            or the name of a snapshot, such as a tag, behind "@".
+        source: The table, at its current snapshot; a scan; what `iceberg_at` returned; or
+            "iceberg://catalog/namespace.table", perhaps with the id or the name of a snapshot, such as a tag, behind
+            "@".
         storage_options: Options of fsspec.
 
     Raises:
@@ -53,6 +61,7 @@ def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> 
     if isinstance(source, (str, os.PathLike)):
         url = os.fspath(source)
         return _reading(redacted(url), lambda: _snapshot(*_opened(url, storage_options)))
+    source, schema_id = source if isinstance(source, AtSchema) else (source, None)
     if hasattr(source, "scan"):
         table = f"{ICEBERG_URL}{getattr(source.catalog, 'name', None)}/{'.'.join(source.name())}"
         return _reading(redacted(table), lambda: _snapshot(source.scan(), table))
@@ -62,11 +71,13 @@ def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> 
     table = str(source.table_metadata.location)
     if owner is not None and names:
         table = f"{ICEBERG_URL}{owner.name}/{'.'.join(names)}"
-    return _reading(redacted(table), lambda: _snapshot(source, table))
+    return _reading(redacted(table), lambda: _snapshot(source, table, schema_id))
 
 
 def iceberg_at(source: Any, version: str | None) -> Any:
-    """Return a table, or a scan of it, at another snapshot; None: the one that it has now, unless the scan names one.
+    """Return a table, or a scan of it, at another version; None: the one that it has now, unless the scan names one.
+
+    A scan of another version has all columns: that may have other names for those that the scan selects.
 
     Raises:
         ConfigError: Its catalog is not known, or it has no such snapshot.
@@ -76,8 +87,9 @@ def iceberg_at(source: Any, version: str | None) -> Any:
     name = getattr(source, "table_identifier", None) if is_scan else source.name()
     catalog = getattr(source, "catalog", None)
     if version is not None:
-        number = int(version.partition("~")[0])  # without the schema: it had the same rows
-        return source.update(snapshot_id=number) if is_scan else source.scan(snapshot_id=number)
+        _, number, schema_id = _parts(f"@{version}")
+        scan = source if is_scan else source.scan()
+        return AtSchema(scan.update(snapshot_id=int(number or version), selected_fields=("*",)), schema_id)
     if is_scan and source.snapshot_id is not None:
         return source
     if catalog is None or not name or type(catalog).__name__ == "NoopCatalog":

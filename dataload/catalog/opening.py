@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
@@ -106,11 +107,33 @@ class Opening:
         if is_table(source):
             if newest or version is not None:
                 source = at_snapshot(source, version, self.storage_options)
-            return read_table(source, self.storage_options, self.config, self.columns, self.errors)
+            if version is None:
+                return read_table(source, self.storage_options, self.config, self.columns, self.errors)
+            manifest, blocks, _ = read_table(source, self.storage_options, self.config, None, self.errors)
+            return manifest, blocks, [*chain.from_iterable(self.names_in(manifest).values())] or None
         paths = source_paths(source)
         blocks = Blocks.open(open_source(paths[0], dict(self.storage_options or {}) or None, paths[1:]), self.config)
         manifest = resolve(paths, blocks, self.columns, self.partitioning, self.errors, self._footers)
         return manifest, blocks, self.columns
+
+    def names_in(self, other: Manifest) -> dict[str, list[str]]:
+        """Return what another version of the table calls each column that is named here; nothing for one it lacks."""
+        columns, called = self.found.get("columns", self.columns), self._called_in(other)
+        if columns is None or self.base is None or called is None:
+            return {name: [name] for name in columns or ()}
+        return {name: [called[each] for each in self.base.select([name]) if each in called] for name in columns}
+
+    def fill_null_in(self, other: Manifest) -> Any:
+        """Return `fill_null` by the names of another version of the table."""
+        called = self._called_in(other)
+        if called is None or not isinstance(self.fill_null, Mapping):
+            return self.fill_null
+        return {called[name]: value for name, value in self.fill_null.items() if name in called}
+
+    def _called_in(self, other: Manifest) -> dict[str, str] | None:
+        """Return what another version of the table calls the columns that both have; None: the same."""
+        own = None if self.base is None else self.base.table
+        return None if own is None or other.table is None else own.called_in(other.table)
 
     def _footers(self) -> dict[Object, FooterLocation]:
         """Return where the footers of known files are cached."""

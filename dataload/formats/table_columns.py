@@ -64,10 +64,15 @@ class TableColumns:
                 found.setdefault(name, json.dumps(key))
         return {name: key for name, key in found.items() if name in self.flat.names}
 
+    def called_in(self, other: TableColumns) -> dict[str, str]:
+        """Return what another version of the table calls the columns that both have, by their names here."""
+        names = {key: name for name, key in other.identities.items()}
+        return {name: names[key] for name, key in self.identities.items() if key in names}
+
     def _leaves(self, each: pa.Field) -> Iterator[tuple[str, list[Any]]]:
         own = _id_of(each) if self.by == "id" else (_names_of(each) or [each.name])[0]
         if not has_members(each.type):
-            yield each.name, [own, _names_inside(each.type)]  # which values of nested columns have
+            yield each.name, [own]
             return
         for member in each.type:
             for name, key in self._leaves(member):
@@ -248,13 +253,6 @@ def _id_of(each: pa.Field) -> int | None:
 def _names_of(each: pa.Field) -> list[str]:
     names = (each.metadata or {}).get(STORED)
     return [] if names is None else list(json.loads(names))
-
-
-def _names_inside(kind: pa.DataType) -> list[Any]:
-    """Return the names of the members of structs inside a type."""
-    inner = [kind.field(number) for number in range(kind.num_fields)] if kind.num_fields else []
-    own = [each.name for each in inner] if pa.types.is_struct(kind) else []
-    return [*own, *(names for each in inner if (names := _names_inside(each.type)))]
 
 
 def _content(each: pa.Field) -> list[Any]:

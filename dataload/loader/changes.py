@@ -29,7 +29,7 @@ from dataload.catalog.inventory import Inventory, KnownRows, inventories_from_by
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError, DataError, OriginError
-from dataload.lineage import at_earlier
+from dataload.lineage import added_rows, at_earlier, lacking
 from dataload.mixture import Mixture
 from dataload.moved_rows import moved
 from dataload.runtime.text import counted, few
@@ -41,6 +41,7 @@ from dataload.samplers.position import EARLIER, Position, digest, listed, requir
 from dataload.samplers.rest import Continued, Left, LeftOrder
 
 if TYPE_CHECKING:
+    from dataload.dataset import Dataset
     from dataload.map_style import MapStyle
     from dataload.samplers.rank_sampler import RankSampler
     from dataload.samplers.steps import PositionOrder
@@ -205,12 +206,13 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
     urls = _urls(segment, dataset)
     if urls is None or (found is None and None in urls):
         raise _unknown(segment)
-    each = [
-        at_earlier(one, url, None if found is None else found[number])
-        for number, (one, url) in enumerate(zip(dataset.datasets, urls, strict=True))
-    ]
-    if _digest([one.inventory for one in each], _names(dataset)) != position.dataset:
-        raise _unknown(segment)
+    each = _reopened(segment, dataset, urls, found)
+    for one, former in zip(dataset.datasets, each, strict=True):
+        if gone := lacking(one, former):
+            raise ConfigError(
+                f"{former.manifest.pinned}, on which the epoch would end, lacks the column {gone[0]!r}: leave it out, "
+                'or use on_change="continue"'
+            )
     return dataset.over(each) if isinstance(dataset, Mixture) else each[0]
 
 
@@ -276,14 +278,30 @@ def _inventories(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventor
     if urls is None or None in urls:
         raise _unknown(segment)
     try:
-        former = [at_earlier(one, url, None) for one, url in zip(dataset.datasets, urls, strict=True)]
+        former = _reopened(segment, dataset, urls)
     except (OriginError, DataError) as error:
-        raise ConfigError(f"{few(map(str, urls))}, of which the epoch has rows, cannot be opened: {error}") from error
+        tables = [each.manifest.pinned.rpartition("@")[0] for each in dataset.datasets]
+        named = [f"{table}@{url.rpartition('@')[2]}" for table, url in zip(tables, urls, strict=True) if url]
+        raise ConfigError(f"{few(named)}, of which the epoch has rows, cannot be opened: {error}") from error
     found = [each.inventory for each in former]
-    if _digest(found, _names(dataset)) != segment["dataset"]:
-        raise _unknown(segment)
     _keep(segment["dataset"], inventories_to_bytes(found))
     return found
+
+
+def _reopened(
+    segment: Mapping[str, Any],
+    dataset: MapStyle,
+    urls: Sequence[str | None],
+    found: Sequence[Inventory] | None = None,
+) -> list[Dataset]:
+    """Return what the data of a segment was, of each source. found: the rows that it had, if they are known."""
+    known = [None] * len(urls) if found is None else found
+    # Rows may have been excluded since, such as bad ones that ended the run.
+    for without in ((), ("exclude",)):
+        each = [at_earlier(*source, without) for source in zip(dataset.datasets, urls, known, strict=True)]
+        if _digest([one.inventory for one in each], _names(dataset)) == segment["dataset"]:
+            return each
+    raise _unknown(segment)
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:
@@ -439,7 +457,7 @@ def _add_moved(
     """Add the rows that a table has written again into other files, from one snapshot of each source to another."""
     for source, (each, old, new) in enumerate(zip(dataset.datasets, former[1], newer[1], strict=True)):
         gone = had[source].numbers(old, set(old.keys) - set(new.keys))
-        added = new.rows_in(set(new.keys) - set(old.keys))
+        added = added_rows(had[source], old, new)
         if gone.size and added.size and not each.manifest.pinned:
             log.warning(
                 "files that the epoch had %s of are gone, renamed or replaced, such as %s: if new files have these "
