@@ -22,11 +22,12 @@ from dataload.extras import required
 from dataload.formats.schema import flatten
 from dataload.formats.table_columns import ID, STORED, TableColumns, with_fields
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.redact import cause_of, quotes_input, redacted
+from dataload.runtime.redact import cause_of, quotes_input, redacted, secrets_of
 from dataload.runtime.text import counted
 
 DELETES_AT_ONCE = 16
 CATALOG_SECONDS = 60.0  # a load balancer's usual limit
+PLAN_REQUESTS = 5  # A catalog that plans a scan sends the plan in parts.
 NO_SUCH = {"NoSuchTableError", "NoSuchNamespaceError", "NoSuchIdentifierError", "NoSuchPropertyException"}
 COPY = "copy the rows, such as by spark.table(name).write.parquet(copy), and name the copy"
 PUFFIN = b"PFA1"  # the first and the last bytes
@@ -59,19 +60,20 @@ def iceberg_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> 
         DataError: The table has something that cannot be applied.
     """
     if isinstance(source, (str, os.PathLike)):
-        url = os.fspath(source)
-        return _reading(redacted(url), lambda: _snapshot(*_opened(url, storage_options)))
-    source, schema_id = source if isinstance(source, AtSchema) else (source, None)
-    if hasattr(source, "scan"):
-        table = f"{ICEBERG_URL}{getattr(source.catalog, 'name', None)}/{'.'.join(source.name())}"
-        return _reading(redacted(table), lambda: _snapshot(source.scan(), table))
-    if not hasattr(source, "snapshot"):
-        raise ConfigError(f"the source is a {type(source).__name__}, which reads no snapshot: use table.scan()")
-    owner, names = getattr(source, "catalog", None), getattr(source, "table_identifier", None)
-    table = str(source.table_metadata.location)
-    if owner is not None and names:
-        table = f"{ICEBERG_URL}{owner.name}/{'.'.join(names)}"
-    return _reading(redacted(table), lambda: _snapshot(source, table, schema_id))
+        scan, table, schema_id = _opened(os.fspath(source), storage_options)
+    else:
+        scan, schema_id = source if isinstance(source, AtSchema) else (source, None)
+        if hasattr(scan, "scan"):
+            table = f"{ICEBERG_URL}{getattr(scan.catalog, 'name', None)}/{'.'.join(scan.name())}"
+            scan = scan.scan()
+        elif not hasattr(scan, "snapshot"):
+            raise ConfigError(f"the source is a {type(scan).__name__}, which reads no snapshot: use table.scan()")
+        else:
+            owner, names = getattr(scan, "catalog", None), getattr(scan, "table_identifier", None)
+            table = str(scan.table_metadata.location)
+            if owner is not None and names:
+                table = f"{ICEBERG_URL}{owner.name}/{'.'.join(names)}"
+    return _reading(redacted(table), lambda: _snapshot(scan, table, schema_id), _secrets_of(scan))
 
 
 def iceberg_at(source: Any, version: str | None) -> Any:
@@ -95,7 +97,8 @@ def iceberg_at(source: Any, version: str | None) -> Any:
     if catalog is None or not name or type(catalog).__name__ == "NoopCatalog":
         raise ConfigError("the table has no catalog, which would know its newest snapshot: load it by a catalog")
     shown = redacted(f"{ICEBERG_URL}{getattr(catalog, 'name', None)}/{'.'.join(name)}")
-    table = _reading(shown, lambda: _answered(shown, lambda: catalog.load_table(name)))
+    secrets = secrets_of(getattr(catalog, "properties", {}))
+    table = _reading(shown, lambda: _answered(shown, lambda: catalog.load_table(name)), secrets)
     if not is_scan:
         return table
     chosen = {each: getattr(source, each) for each in ("row_filter", "selected_fields", "case_sensitive", "options")}
@@ -104,7 +107,7 @@ def iceberg_at(source: Any, version: str | None) -> Any:
 
 def location_of(url: str) -> str:
     """Return the URL of the folder of the table that a URL names; errors are those of `iceberg_snapshot`."""
-    return _reading(redacted(url), lambda: _plain(_opened(url, None)[0].table_metadata.location))
+    return _plain(_opened(url, None)[0].table_metadata.location)
 
 
 def _parts(url: str) -> tuple[str, str | None, int | None]:
@@ -119,24 +122,24 @@ def _parts(url: str) -> tuple[str, str | None, int | None]:
 def _opened(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str, int | None]:
     """Return a scan of the table and the snapshot that a URL names, the table's URL, and the schema that it names."""
     required("pyiceberg.table", "iceberg", "an Iceberg table")
-    from pyiceberg.catalog import load_catalog
-
     place, named, schema_id = _parts(url)
     name, _, identifier = place.removeprefix(ICEBERG_URL).partition("/")
     if not name or "." not in identifier:
         raise ConfigError(f"{redacted(url)} must be {ICEBERG_URL}catalog/namespace.table, perhaps with @snapshot")
+    given = to_iceberg(storage_options)
+    known = _configured(redacted(url), name) | given
+    secrets = secrets_of(known)
 
     def load() -> Any:
+        from pyiceberg.catalog import load_catalog
+
         try:
-            catalog = load_catalog(name, **to_iceberg(storage_options))
+            catalog = load_catalog(name, **given)
         except ValueError as error:
-            raise ConfigError(
-                f"{redacted(url)}: pyiceberg knows no catalog {name!r}: describe it in ~/.pyiceberg.yaml, or by "
-                f"variables PYICEBERG_CATALOG__{name.upper()}__URI: {_line(error)}"
-            ) from cause_of(error)
+            raise ConfigError(_not_opened(redacted(url), name, error, secrets, known)) from cause_of(error, secrets)
         return catalog.load_table(identifier).scan()
 
-    scan = _answered(redacted(place), load)
+    scan = _reading(redacted(place), lambda: _answered(redacted(place), load), secrets)
     if named is None:
         return scan, place, None
     metadata = scan.table_metadata
@@ -146,18 +149,57 @@ def _opened(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, s
     return scan.update(snapshot_id=found.snapshot_id), place, schema_id
 
 
-def _answered(table: str, call: Callable[[], T]) -> T:
+def _configured(url: str, name: str) -> dict[str, Any]:
+    """Return what pyiceberg's configuration says of a catalog."""
+    from pyiceberg.utils.config import Config
+
+    try:
+        return dict(Config().get_catalog_config(name) or {})
+    except Exception as error:  # noqa: BLE001 (strictyaml raises its own, which quote the file)
+        raise ConfigError(
+            f"{url}: ~/.pyiceberg.yaml, or a variable PYICEBERG_…, cannot be read ({type(error).__name__}): correct it"
+        ) from None
+
+
+def _not_opened(url: str, name: str, error: ValueError, secrets: Iterable[str], known: Mapping[str, Any]) -> str:
+    """Return why a catalog cannot be opened. known: what is configured for it."""
+    if not known:
+        return (
+            f"{url}: pyiceberg knows no catalog {name!r}: describe it in ~/.pyiceberg.yaml, or by variables "
+            f"PYICEBERG_CATALOG__{name.upper()}__URI"
+        )
+    if type(error).__module__.startswith("pydantic"):
+        what = "what answers at its uri is no catalog, perhaps a page to log in: check its uri and credentials"
+    elif quotes_input(error):
+        what = "its uri must begin with https:// or http://, and its token or headers may have one line only"
+    else:
+        what = f"check its type and uri: {_line(error, secrets)}"
+    return f"{url}: the catalog {name!r} cannot be opened ({type(error).__name__}): {what}"
+
+
+def _secrets_of(scan: Any) -> set[str]:
+    """Return the credentials of the catalog and of the store of a scan."""
+    holders = getattr(scan, "catalog", None), getattr(scan, "io", None)
+    return set().union(*(secrets_of(getattr(each, "properties", {})) for each in holders))
+
+
+def _answered(table: str, call: Callable[[], T], requests: int = 1) -> T:
     """Return what a call of a catalog returns. pyiceberg itself waits for ever.
 
+    Args:
+        table: Names it.
+        call: The call.
+        requests: How many it may send, one after the other.
+
     Raises:
-        OriginError: It has not answered after `CATALOG_SECONDS`.
+        OriginError: It has not answered after `CATALOG_SECONDS` for each.
     """
+    seconds = requests * CATALOG_SECONDS
     try:
-        return DaemonExecutor(1, "dataload-catalog").submit(call).result(CATALOG_SECONDS)
+        return DaemonExecutor(1, "dataload-catalog").submit(call).result(seconds)
     except FutureTimeoutError:
         raise OriginError(
-            f"{table}: the catalog has not answered for {CATALOG_SECONDS} s: check its uri, and that this host reaches "
-            "it"
+            f"{table}: the catalog has not answered for {seconds:g} s: check its uri, and that this host reaches it"
         ) from None
 
 
@@ -169,8 +211,8 @@ def _no_snapshot(table: str, named: object, metadata: Any) -> ConfigError:
     )
 
 
-def _reading(table: str, call: Callable[[], T]) -> T:
-    """Return what a call of pyiceberg returns, with its errors as those of dataload."""
+def _reading(table: str, call: Callable[[], T], secrets: Iterable[str]) -> T:
+    """Return what a call of pyiceberg returns, with its errors as those of dataload, without some secrets."""
     try:
         return call()
     except (ConfigError, OriginError, DataError):
@@ -178,23 +220,25 @@ def _reading(table: str, call: Callable[[], T]) -> T:
     except FileNotFoundError as error:
         raise OriginNotFound(
             f"{table}: a file of its metadata is gone, which expire_snapshots removes with old snapshots: open a newer "
-            f"snapshot: {_line(error)}"
-        ) from cause_of(error)
+            f"snapshot: {_line(error, secrets)}"
+        ) from cause_of(error, secrets)
     except Exception as error:  # noqa: BLE001 (each catalog and store raises its own)
+        cause = cause_of(error, secrets)
         if type(error).__name__ in NO_SUCH:
-            raise OriginNotFound(f"{table}: the catalog has no such table: {_line(error)}") from cause_of(error)
-        if "equality delete" in str(error).lower():
-            raise DataError(f"{table} has equality deletes, which dataload cannot apply: {COPY}") from cause_of(error)
+            raise OriginNotFound(f"{table}: the catalog has no such table: {_line(error, secrets)}") from cause
         raise OriginError(
             f"{table}: the catalog or the table's metadata cannot be read by pyiceberg ({type(error).__name__}): "
-            f"{_line(error)}"
-        ) from cause_of(error)
+            f"{_line(error, secrets)}"
+        ) from cause
 
 
-def _line(error: Any) -> str:
-    if quotes_input(error):
-        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    return redacted(" ".join(str(error).split()))
+def _line(error: Any, secrets: Iterable[str] = ()) -> str:
+    if not quotes_input(error):
+        return redacted(error, secrets)
+    if not type(error).__module__.startswith("pydantic"):
+        return "a URL or a header is malformed"
+    found = (": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors())
+    return redacted("; ".join(found), secrets)
 
 
 def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
@@ -223,9 +267,12 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
             filters = _expression(scan, schema)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
+    catalog = getattr(scan, "catalog", None)
+    is_by_catalog = hasattr(catalog, "supports_server_side_planning") and catalog.supports_server_side_planning()
     try:
-        tasks = list(scan.plan_files())
-    except ValueError as error:
+        plan = scan.plan_files
+        tasks = list(_answered(redacted(table), plan, PLAN_REQUESTS) if is_by_catalog else plan())
+    except (ValueError, NotImplementedError) as error:
         if "equality delete" not in str(error).lower():
             raise
         raise DataError(

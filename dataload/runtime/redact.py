@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 CREDENTIALS = re.compile(
@@ -13,6 +13,8 @@ CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 """Matches the names of options and query parameters that hold credentials."""
+
+SHORTEST_SECRET = 4  # characters: shorter ones are in any text
 
 # Up to the last @ of a host: a password may have others. In Azure's URLs the name of a container may stand before it.
 _NOT_AZURE = "(?<!abfs:)(?<!abfss:)(?<!wasb:)(?<!wasbs:)"
@@ -41,17 +43,42 @@ def without_signature(path: str) -> str:
     return "?".join(filter(None, (address, "&".join(kept)))) if signed else path
 
 
-def redacted(text: object) -> str:
-    """Return `text` on one line, its URLs without user, password and query, except a version of S3."""
-    return _USERINFO.sub("//", _QUERY.sub(r"\1", " ".join(str(text).split())))
+def redacted(text: object, secrets: Iterable[str] = ()) -> str:
+    """Return `text` on one line, its URLs without user, password and query, except a version of S3.
+
+    Args:
+        text: The text.
+        secrets: What it must not show besides, see `secrets_of`.
+    """
+    text = " ".join(str(text).split())
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "…").replace(repr(secret)[1:-1], "…")
+    return _USERINFO.sub("//", _QUERY.sub(r"\1", text))
 
 
-def cause_of(error: Exception) -> Exception | None:
+def secrets_of(options: Any, *, is_secret: bool = False) -> set[str]:
+    """Return the parts of options that are credentials, at any depth: of those named so, and of the users of URLs.
+
+    Args:
+        options: The options, or a value of one.
+        is_secret: Whether the name of this value says so.
+    """
+    if isinstance(options, Mapping):
+        every = ((value, is_secret or CREDENTIALS.search(str(name)) is not None) for name, value in options.items())
+        return {part for value, named in every for part in secrets_of(value, is_secret=named)}
+    if not isinstance(options, str):
+        return set()
+    user = options.rpartition("@")[0].rpartition("//")[2]
+    parts = re.split(r"[\s:@]+", options if is_secret and "://" not in options else user)
+    return {part for part in parts if len(part) >= SHORTEST_SECRET}
+
+
+def cause_of(error: Exception, secrets: Iterable[str] = ()) -> Exception | None:
     """Return `error` as the cause of another one; None if the traceback would, or may, show credentials."""
     shown: list[BaseException] = [error]
     for seen in shown:  # It grows. Causes may make a cycle.
         text = " ".join("".join(traceback.format_exception_only(seen)).split())
-        if redacted(text) != text or quotes_input(seen):
+        if redacted(text, secrets) != text or quotes_input(seen):
             return None
         members = seen.exceptions if isinstance(seen, BaseExceptionGroup) else ()
         shown += [each for each in (seen.__cause__ or seen.__context__, *members) if each and each not in shown]
@@ -59,8 +86,13 @@ def cause_of(error: Exception) -> Exception | None:
 
 
 def quotes_input(error: BaseException) -> bool:
-    """Return whether an error is one of pydantic's, whose text quotes what was given: perhaps a store's answer."""
-    return type(error).__module__.startswith("pydantic")
+    """Return whether the text of an error quotes what was given, such as a store's answer, a header or a URL.
+
+    Those of pydantic do, and those of requests and http.client about headers and URLs.
+    """
+    module = type(error).__module__
+    is_of_requests = module.startswith("requests") or str(error).startswith("Invalid header")
+    return module.startswith("pydantic") or (isinstance(error, ValueError) and is_of_requests)
 
 
 def without_credentials(text: str) -> str:

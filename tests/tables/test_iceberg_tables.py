@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import traceback
 import uuid
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +31,7 @@ from pyiceberg.utils.config import Config
 from table_rows import check_same, rows_of
 
 from dataload import make_dataset, make_loader
+from dataload.catalog import iceberg
 from dataload.catalog.iceberg import vectors_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 from dataload.loader import changes
@@ -197,6 +200,19 @@ def test_equality_deletes_are_refused_by_name(table):
         make_dataset(table, cache=False)
 
 
+def test_equality_deletes_in_the_plan_of_a_catalog_are_refused_by_name(table, monkeypatch):
+    [file, _] = data_files(table)
+    content = {"content": DataFileContent.EQUALITY_DELETES, "equality_ids": [1]}
+    add_deletes(table, "file:///nowhere/equal.parquet", file, FileFormat.PARQUET, 1, **content)
+
+    def planned(_: object) -> None:
+        raise NotImplementedError("PyIceberg does not yet support equality deletes: file:///nowhere/equal.parquet")
+
+    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", planned)
+    with pytest.raises(DataError, match=r"space.table@\d+: file:///nowhere/equal.parquet has equality deletes"):
+        make_dataset(table, cache=False)
+
+
 def test_files_of_other_formats_are_refused_by_name(table):
     content = {"content": DataFileContent.DATA}
     add_deletes(table, "file:///nowhere/rows.orc", data_files(table)[0], FileFormat.ORC, 1, **content)
@@ -348,6 +364,108 @@ def test_an_answer_that_cannot_be_read_shows_no_credentials(monkeypatch):
         with pytest.raises(OriginError, match=r"iceberg://vending/space.table: .* \(ValidationError\)") as found:
             make_dataset("iceberg://vending/space.table", cache=False)
     assert VENDED["s3.secret-access-key"] not in "".join(traceback.format_exception(found.value))
+
+
+def configure(monkeypatch, name: str, **properties: str) -> None:
+    for key, value in properties.items():
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__{name.upper()}__{key.upper()}", value)
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+
+
+@pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ({"uri": "http://127.0.0.1:9", "token": "tok-s3cret\n"}, "its token or headers may have one line only"),
+        ({"uri": "http://127.0.0.1:9", "header__x_key": "s3cret\n"}, "its token or headers may have one line only"),
+        ({"uri": "user:s3cret@127.0.0.1:9", "type": "rest"}, "its uri must begin with https://"),
+        ({"uri": "s3cret@127.0.0.1:9", "type": "sql"}, "ArgumentError"),
+        ({"type": "s3cret", "token": "s3cret"}, "check its type and uri: '…' is not a valid CatalogType"),
+    ],
+)
+def test_errors_of_a_catalog_show_no_credentials(properties, problem, monkeypatch):
+    configure(monkeypatch, "hidden", **properties)
+    with pytest.raises((ConfigError, OriginError), match=rf"iceberg://hidden/space.table: .*{problem}") as found:
+        make_dataset("iceberg://hidden/space.table", cache=False)
+    assert "s3cret" not in "".join(traceback.format_exception(found.value))
+
+
+def test_errors_of_a_table_show_no_credentials_of_its_catalog_and_store(table, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("the store of VENDED-S3CRET refuses tok-S3CRET")
+
+    table.catalog.properties["token"] = "tok-S3CRET"
+    table.io.properties["s3.session-token"] = "VENDED-S3CRET"
+    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", fails)
+    for source in (table, table.scan()):
+        with pytest.raises(OriginError, match="the store of … refuses …") as found:
+            make_dataset(source, cache=False)
+        assert "S3CRET" not in "".join(traceback.format_exception(found.value))
+
+
+def test_a_configuration_that_cannot_be_read_shows_no_credentials(tmp_path, monkeypatch):
+    (tmp_path / ".pyiceberg.yaml").write_text("catalog:\n  prod:\n    token: S3CRET\n   uri: x: y")
+    monkeypatch.setenv("PYICEBERG_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"~/.pyiceberg.yaml, or a variable PYICEBERG_…, cannot be read") as found:
+        make_dataset("iceberg://prod/space.table", cache=False)
+    assert "S3CRET" not in "".join(traceback.format_exception(found.value))
+
+
+class LogIn(BaseHTTPRequestHandler):
+    """Answers everything with a page to log in."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>Please log in</html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_is_no_catalog_is_told(monkeypatch):
+    with serving(LogIn) as url:
+        configure(monkeypatch, "page", uri=url)
+        with pytest.raises(ConfigError, match=r"the catalog 'page' cannot be opened .*: what answers at its uri is no"):
+            make_dataset("iceberg://page/space.table", cache=False)
+
+
+def planning(table: Any) -> type[BaseHTTPRequestHandler]:
+    """Return a catalog that answers with a table, and not at all when it is asked which files to read."""
+    answer = {"metadata-location": table.metadata_location, "metadata": json.loads(table.metadata.model_dump_json())}
+    paths = "/v1/{prefix}/namespaces/{namespace}/tables/{table}"
+    config = {"defaults": {"scan-planning-mode": "server"}, "overrides": {}}
+    config["endpoints"] = [f"GET {paths}", f"POST {paths}/plan"]
+
+    class Planning(LogIn):
+        asked, given_up = threading.Event(), threading.Event()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(config if "/config" in self.path else {**answer, "config": {}}).encode())
+
+        def do_POST(self) -> None:
+            self.asked.set()
+            self.given_up.wait(60)
+
+    return Planning
+
+
+def test_a_catalog_that_does_not_plan_a_scan_is_given_up(table, monkeypatch):
+    handler = planning(table)
+    answered = iceberg._answered
+
+    def with_deadline(name: str, call: Any, requests: int = 1) -> Any:
+        """Give up at once what is asked after the table has been loaded."""
+        monkeypatch.setattr(iceberg, "CATALOG_SECONDS", 60 if requests == 1 else 0.01)
+        return answered(name, call, requests)
+
+    monkeypatch.setattr(iceberg, "_answered", with_deadline)
+    with serving(handler) as url:
+        configure(monkeypatch, "plans", uri=url)
+        with pytest.raises(OriginError, match=r"iceberg://plans/space.table: the catalog has not answered for 0.05 s"):
+            make_dataset("iceberg://plans/space.table", cache=False)
+        handler.given_up.set()
 
 
 def test_a_table_without_snapshots_is_told(catalog):
