@@ -44,6 +44,7 @@ def narrow(
     filters: Filters,
     made: Collection[str] = (),
     errors: TextErrors = "raise",
+    name: str = "filters",
 ) -> Manifest:
     """Return the manifest of the rows that match.
 
@@ -56,6 +57,7 @@ def narrow(
         filters: As in `make_dataset`.
         made: Names of the columns that `map` made, which no filter can read.
         errors: As in `make_dataset`.
+        name: The argument that the filters were given as.
 
     Raises:
         ConfigError: The filters are malformed, they name a column that `map` made, or no row matches.
@@ -87,7 +89,7 @@ def narrow(
     result = manifest.selected(found)
     if not result.num_rows:
         raise ConfigError(
-            f"filters={shown(filters)} leave none of {manifest.num_rows} rows: compare the values with `dataload head`"
+            f"{name}={shown(filters)} leave none of {manifest.num_rows} rows: compare the values with `dataload head`"
         )
     return result
 

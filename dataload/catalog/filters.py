@@ -172,7 +172,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema, errors: T
 def lacks_member(name: str, manifest: Manifest) -> ConfigError:
     """Return the error of a filter that reads a member of a struct which a file lacks."""
     file = manifest.partial[name]
-    return ConfigError(f"filters= cannot use {name!r}, because {file} lacks this member: filter the rows by others")
+    return ConfigError(f"no filter can use {name!r}, because {file} lacks this member: filter the rows by others")
 
 
 def _lists(filters: Any) -> list[Sequence[Any]]:

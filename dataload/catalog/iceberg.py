@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -243,6 +244,7 @@ def _line(error: Any, secrets: Iterable[str] = ()) -> str:
 
 def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
     from pyiceberg.expressions import AlwaysTrue
+    from pyiceberg.io.pyarrow import expression_to_pyarrow
 
     metadata = scan.table_metadata
     if scan.limit is not None:
@@ -261,10 +263,11 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
     if snapshot.schema_id not in (None, schema.schema_id):  # columns that were renamed or added since
         url += f"~{schema.schema_id}"
     columns = _columns(schema, metadata, url)
-    filters = None
+    filters = undecided = None
     if not isinstance(scan.row_filter, AlwaysTrue):
         try:
-            filters = _expression(scan, schema)
+            bound = _bound(scan, schema)
+            filters, undecided = expression_to_pyarrow(bound, schema), partial(_undecided, bound, schema)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
     catalog = getattr(scan, "catalog", None)
@@ -280,7 +283,7 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
             f"applies: run rewrite_data_files, or {COPY}"
         ) from error
     identities = {spec.spec_id: _identities(spec, schema) for spec in metadata.specs().values()}
-    chosen = None if "*" in scan.selected_fields else flatten(_arrow(scan.projection())).names
+    chosen = None if "*" in scan.selected_fields else _chosen(scan, schema, url)
     return Snapshot(
         url,
         snapshot.snapshot_id,
@@ -292,7 +295,20 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
         of_iceberg(metadata.location, scan.io.properties),
         chosen,
         filters,
+        undecided,
     )
+
+
+def _chosen(scan: Any, schema: Any, url: str) -> list[str]:
+    """Return the columns that a scan selects. Raise ConfigError for a part of a list or a map."""
+    whole = flatten(_arrow(schema))
+    for each in (found := flatten(_arrow(scan.projection()))):
+        if each.type != whole.field(each.name).type:
+            raise ConfigError(
+                f"{url}: selected_fields selects a part of {each.name!r}, whose values are read whole: select "
+                f"{each.name!r}, and leave out the rest in map or transform"
+            )
+    return list(found.names)
 
 
 def _earlier(snapshot: Any, metadata: Any) -> list[int]:
@@ -383,14 +399,41 @@ def _plain(url: str) -> str:
     return url.removeprefix("file://") if url.startswith("file:///") else url.removeprefix("file:")
 
 
-def _expression(scan: Any, schema: Any) -> Any:
-    """Return the row filter of a scan as an expression of Arrow, with the names of a schema."""
+def _bound(scan: Any, schema: Any) -> Any:
+    """Return the row filter of a scan with the columns of a schema."""
     from pyiceberg.expressions.visitors import bind, translate_column_names
-    from pyiceberg.io.pyarrow import expression_to_pyarrow
 
     own = bind(scan.table_metadata.schema(), scan.row_filter, case_sensitive=scan.case_sensitive)
     named = translate_column_names(own, schema, case_sensitive=scan.case_sensitive)
-    return expression_to_pyarrow(bind(schema, named, case_sensitive=scan.case_sensitive), schema)
+    return bind(schema, named, case_sensitive=scan.case_sensitive)
+
+
+def _undecided(condition: Any, schema: Any, lacked: Collection[str]) -> str | None:
+    """Return a column that files lack, if Iceberg has their rows by a condition like `n != 7`, and Arrow has not.
+
+    pyiceberg asks Iceberg about columns that a file lacks, and Arrow about nulls that it stores.
+    """
+    from pyiceberg import expressions as of
+    from pyiceberg.expressions.visitors import rewrite_not
+
+    condition = rewrite_not(condition)
+    negative = of.BoundNotEqualTo, of.BoundNotIn, of.BoundNotNaN, of.BoundNotStartsWith
+    found: list[str] = []
+
+    def over_nulls(each: Any, *, by_iceberg: bool) -> Any:
+        if isinstance(each, of.And | of.Or):
+            parts = (over_nulls(part, by_iceberg=by_iceberg) for part in (each.left, each.right))
+            return type(each)(*parts)
+        if not isinstance(each, of.BoundPredicate):
+            return each
+        if (name := schema.find_column_name(each.term.ref().field.field_id)) not in lacked:
+            return each
+        if isinstance(each, negative):
+            found.append(name)
+        return of.AlwaysTrue() if isinstance(each, (of.BoundIsNull, *negative * by_iceberg)) else of.AlwaysFalse()
+
+    is_decided = over_nulls(condition, by_iceberg=True) == over_nulls(condition, by_iceberg=False)
+    return None if is_decided else found[0]
 
 
 def _equality_deletes(snapshot: Any, io: Any) -> str:

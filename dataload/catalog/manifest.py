@@ -40,7 +40,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.decompression import decompressed
 from dataload.runtime.text import few
 
-VERSION = f"15 of pyarrow {pa.__version__}"  # Another one may read other types of the same footers.
+VERSION = f"16 of pyarrow {pa.__version__}"  # Another one may read other types of the same footers.
 UNKNOWN = -1  # nulls
 MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
 MOST = 1 << 48  # rows of a row group, or bytes

@@ -75,6 +75,7 @@ class Snapshot:
         storage_options: Options of fsspec for the files, as the table has them.
         chosen: The names of the columns that are read; None: all.
         filters: An expression that holds in the rows that are read; None: all are.
+        undecided: Returns one of the columns that a file lacks if the filters do not tell which of its rows are read.
     """
 
     url: str
@@ -87,6 +88,7 @@ class Snapshot:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     chosen: Sequence[str] | None = None
     filters: pc.Expression | None = None
+    undecided: Callable[[frozenset[str]], str | None] | None = None
 
 
 def is_table(source: object) -> bool:
@@ -264,8 +266,24 @@ def manifest_of_table(
     if snapshot.filters is not None:
         from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
 
-        manifest = narrow(manifest, blocks, snapshot.filters, errors=errors)
+        _check_decided(snapshot, manifest)
+        manifest = narrow(manifest, blocks, snapshot.filters, errors=errors, name="row_filter")
     return manifest
+
+
+def _check_decided(snapshot: Snapshot, manifest: Manifest) -> None:
+    """Raise ConfigError if the filters of a scan do not tell which rows of a file without some columns are read."""
+    if snapshot.undecided is None:
+        return
+    files = {
+        frozenset(name for name, value in group.constants if value is None): group.file for group in manifest.row_groups
+    }
+    for lacked, file in files.items():
+        if (name := snapshot.undecided(lacked)) is not None:
+            raise ConfigError(
+                f"{snapshot.url}: the row_filter leaves open whether rows without a value of {name!r} are read, and "
+                f"{file.name} lacks it: add `and {name} is not null` to that condition, or `or {name} is null`"
+            )
 
 
 def _store_of(url: str) -> str:

@@ -138,6 +138,7 @@ class _Names:
     def __init__(self, elements: list[Element], obj: TableFile) -> None:
         self._elements = elements
         table = obj.columns
+        self._table_by = table.by
         self.by_id = table.by == "id" and any(each.field_id is not None for each in self._elements)
         self.changed: dict[int, str] = {}  # by node, its new name
         self._owner: dict[int, str] = {}  # by node, the column of the table
@@ -208,7 +209,8 @@ class _Names:
     def _is(self, each: pa.Field, element: Element) -> bool:
         if self.by_id:
             return element.field_id is not None and _id_of(each) == element.field_id
-        return element.text in (_names_of(each) or [each.name])
+        # A column without names in the mapping is in no file without numbers, whatever the file calls its columns.
+        return element.text in (_names_of(each) or ([each.name] if self._table_by == "name" else []))
 
     def _inside(self, kind: pa.DataType, node: int, owner: str) -> None:
         """Give the nodes inside a column the names that the table has for them."""

@@ -98,6 +98,53 @@ def test_the_row_filter_of_a_scan_is_exact(condition, table):
     check_same(scan, scan.to_arrow())
 
 
+@pytest.fixture
+def grown(table):
+    """A table of which two files lack the column "n", and one has it."""
+    with table.update_schema() as update:
+        update.add_column("n", LongType())
+    table.append(rows(8, 3).append_column("n", pa.array([7, 8, None], pa.int64())))
+    return table
+
+
+@pytest.mark.parametrize("condition", ["n != 7", "n not in (7, 9)", "not (n = 7)", "id > 1 and (n != 7 or id = 2)"])
+def test_a_row_filter_that_leaves_rows_without_a_value_open_is_refused(condition, grown):
+    """If a file lacks the column, pyiceberg reads them, and if it stores nulls, it does not."""
+    assert grown.scan(row_filter=condition).to_arrow()["n"].null_count
+    with pytest.raises(ConfigError, match=r"leaves open whether rows without a value of 'n' are read, and .* lacks it"):
+        make_dataset(grown.scan(row_filter=condition), cache=False)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["n != 7 and n is not null", "n != 7 or n is null", "n = 7", "not (n != 7)", "n is null", "n != 7 and id > 8"],
+)
+def test_a_row_filter_on_a_column_that_files_lack_is_exact(condition, grown):
+    scan = grown.scan(row_filter=condition)
+    check_same(scan, scan.to_arrow())
+
+
+def test_a_row_filter_without_rows_is_told_by_its_name(grown):
+    with pytest.raises(ConfigError, match=r"^row_filter=.* leave none of 3 rows"):
+        make_dataset(grown.scan(row_filter="n is null and id = 8"), cache=False)
+
+
+@pytest.mark.parametrize("name", ["l.element.a", "m.value.a"])
+def test_a_part_of_what_is_inside_a_list_or_a_map_is_not_selected(name, catalog):
+    kind = pa.struct([("a", pa.int64()), ("b", pa.string())])
+    columns = {
+        "p": pa.array([{"a": 1, "b": "x"}], kind),
+        "l": pa.array([[{"a": 1, "b": "x"}]], pa.list_(kind)),
+        "m": pa.array([[("k", {"a": 1, "b": "x"})]], pa.map_(pa.string(), kind)),
+    }
+    made = catalog.create_table("space.nested", pa.table(columns).schema)
+    made.append(pa.table(columns))
+    for scan in (made.scan(selected_fields=("p.a", name[:1])), made.scan(selected_fields=("m.key",))):
+        check_same(scan, scan.to_arrow())
+    with pytest.raises(ConfigError, match=f"selects a part of '{name[:1]}', whose values are read whole"):
+        make_dataset(made.scan(selected_fields=(name,)), cache=False)
+
+
 def test_the_row_filter_of_a_scan_and_filters_both_hold(table):
     assert ids(table.scan(row_filter="id > 2"), filters=[("id", "<", 5)]) == [3, 4]
 
@@ -173,6 +220,19 @@ def test_names_of_a_mapping_stand_for_field_ids(catalog, tmp_path):
     with made.transaction() as transaction:
         transaction.set_properties({"schema.name-mapping.default": json.dumps(names)})
     check_same(made, made.scan().to_arrow())
+
+
+def test_a_column_that_a_mapping_leaves_out_is_null(catalog, tmp_path):
+    """Even if a file has one of its name."""
+    fields = NestedField(1, "id", LongType(), False), NestedField(2, "x", StringType(), False)
+    made = catalog.create_table("space.partial", Schema(*fields))
+    path = tmp_path / "plain.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "x": ["of another", "column"]}), path)
+    with made.transaction() as transaction:
+        transaction.set_properties({"schema.name-mapping.default": json.dumps([{"field-id": 1, "names": ["id"]}])})
+    _add_file(made, path)
+    dataset = make_dataset(made, cache=False)
+    assert (dataset["id"].tolist(), dataset["x"].tolist()) == ([1, 2], [None, None])
 
 
 def _add_file(table, path: Path, *partition: object) -> None:
