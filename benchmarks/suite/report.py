@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,12 @@ def headline(results: Result) -> str:
 
 
 def first_table(results: Result) -> str:
-    """Return the part of the README: the shares of ten epochs with the fewest ranks and the smallest row groups."""
+    """Return the part of the README, a column a system: ten epochs, the fewest ranks, the smallest row groups."""
     figures = Figures(results)
-    return "\n".join(_shares(figures, *figures.slices[0])) if figures.slices else ""
+    if not figures.slices:
+        return ""
+    systems, *shares = zip(*_shares(figures, *figures.slices[0]), strict=True)
+    return "\n".join(_table(systems, shares))
 
 
 def put_between_marks(page: Path, text: str) -> None:
@@ -124,13 +128,14 @@ def _all_shares(figures: Figures) -> list[str]:
     lines: list[str] = []
     for ranks, group in figures.slices:
         lines += [f"Busy share of {EPOCHS} epochs, {ranked(ranks)}, row groups of {group:g} MB:", ""]
-        lines += [*_shares(figures, ranks, group), ""]
+        heads, *rows = _shares(figures, ranks, group)
+        lines += [*_table(heads, rows), ""]
     cells = " ".join(lines)
     return [*lines, KINDS] if "*" in cells.replace("**", "") or "<" in cells else lines[:-1]
 
 
-def _shares(figures: Figures, ranks: int, group: float) -> list[str]:
-    """Return the table of one number of ranks and one size of row groups."""
+def _shares(figures: Figures, ranks: int, group: float) -> list[list[str]]:
+    """Return the shares for one number of ranks and one size of row groups, a row a system, below the workloads."""
     datasets = {
         described["workload"]: name
         for name, described in figures.datasets.items()
@@ -142,7 +147,7 @@ def _shares(figures: Figures, ranks: int, group: float) -> list[str]:
         for cells in [[percent(figures.share(name, entry.name, ranks)) for name in datasets.values()]]
         if {*cells} != {NOTHING}
     ]
-    return _table(["", *datasets], [_highlighted(row) if "**" in row[0] else row for row in rows])
+    return [["", *datasets], *(_highlighted(row) if "**" in row[0] else row for row in rows)]
 
 
 def _details(figures: Figures) -> list[str]:
@@ -218,9 +223,9 @@ def _shown(value: float | None, shape: str) -> str:
     return NOTHING if value is None else shape.format(value)
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [_row(heads), _row(["---", *["--:"] * (len(heads) - 1)]), *map(_row, rows)]
 
 
-def _row(cells: list[str]) -> str:
+def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -27,6 +27,7 @@ except RuntimeError:
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
 
 __all__ = ["Mosaic", "Stream", "StreamingDataLoader", "StreamingDataset", "convert"]
 
@@ -64,6 +65,8 @@ def _encoding(name: str, value: Any) -> str:
 class Mosaic:
     def __init__(self, setting: Setting) -> None:
         keep_temporary_files_in(setting.cache_dir)
+        if setting.rank == 0:
+            clean_stale_shared_memory()  # of a job that the time limit ended: otherwise the next one is refused
         access = setting.storage_options
         os.environ |= {
             "S3_ENDPOINT_URL": setting.endpoint_url,

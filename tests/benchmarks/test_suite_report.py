@@ -115,7 +115,9 @@ def test_a_cell_is_a_number() -> None:
     assert "| pyarrow | *6.7 %* |" in text
     assert "| rows in memory (reference) | < 17 % |" in text
     assert "WebDataset" not in text
-    for line in [*text.splitlines(), *report.first_table(results_of()).splitlines()]:
+    heads, *lines = report.first_table(results_of()).splitlines()
+    assert [cell.strip() for cell in heads.split("|")[2:4]] == ["**dataload**", "LitData"]
+    for line in [*text.splitlines(), *lines]:
         for cell in line.split("|")[2:-1]:
             assert re.fullmatch(r"images|--:|\*{0,2}(< )?[\d.]+ %\*{0,2}|–", cell.strip()), line
 
