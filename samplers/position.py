@@ -17,7 +17,8 @@ PLACE: Final = ("version", "dataset", "epoch", "cursor")
 LISTS: Final = {"weights": "weights", "next_weights": "weights of the next epoch", "windows": "windows"}
 CHOICE: Final = 'choose on_change="continue" or "next_epoch"'  # of a loader's load_state_dict, and of fit
 EARLIER: Final = "earlier"  # an option: the data that an epoch had before, a dict for each, the first one first
-MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
+TABLES: Final = "tables"  # an option: the versions of the tables that the data is of
+MOST_CHARACTERS: Final = 3700  # of all lists as JSON: a state has at most 4 KB
 
 
 class Position(NamedTuple):
@@ -48,7 +49,7 @@ class Position(NamedTuple):
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a JSON-able dict of at most 4 KB. Digests replace lists that are too long for it."""
         options = dict(self.options)
-        left = MOST_CHARACTERS - (len(json.dumps(options[EARLIER])) if EARLIER in options else 0)
+        left = MOST_CHARACTERS - sum(len(json.dumps(options[name])) for name in (EARLIER, TABLES) if name in options)
         for name in LISTS:
             if options.get(name) is not None:
                 size = len(json.dumps(options[name]))

@@ -50,7 +50,9 @@ def excluded(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
     """
     if not rows.size:
         return manifest
-    mask = ~_mask(rows, manifest.num_rows) if rows.dtype.kind in "iu" else _mask(rows, 0)
+    if rows.dtype == np.bool_:
+        raise ConfigError("exclude takes row numbers, not a mask: give it np.flatnonzero(mask), or select(~mask)")
+    mask = ~_mask(rows, manifest.num_rows)
     if not mask.any():
         raise ConfigError("exclude leaves no row: name fewer")
     return manifest.selected(Selection.of(_by_row_group(mask, manifest)))
@@ -58,7 +60,7 @@ def excluded(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
 
 def _mask(rows: npt.NDArray[Any], total: int) -> Mask:
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-        raise ConfigError(f"rows must be a list of row numbers or a mask, not {rows.dtype} of shape {rows.shape}")
+        raise ConfigError(f"rows must be a list of row numbers, not {rows.dtype} of shape {rows.shape}")
     for outside in (rows.min(), rows.max()) if rows.size else ():
         if not -total <= outside < total:
             raise IndexError(f"row {outside} of a dataset of {total} rows: row numbers count from 0")

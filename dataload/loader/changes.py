@@ -37,7 +37,7 @@ from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Schedule, plain, weights_of
 from dataload.samplers.order import Order
-from dataload.samplers.position import EARLIER, Position, digest, listed, require
+from dataload.samplers.position import EARLIER, TABLES, Position, digest, listed, require
 from dataload.samplers.rest import Continued, Left, LeftOrder
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ OnChange = Literal["error", "next_epoch", "continue"]
 
 VERSION: Final = 3  # of cached inventories
 BY_ROWS: Final = "by_rows"  # in the first segment: the mixture weighs each snapshot by its rows
-TABLES: Final = "tables"  # in a state and in its segments: the versions of the tables that it is of
-MOST_TABLE_CHARACTERS: Final = 400  # of their URLs: a state has at most 4 KB
+MOST_URL_CHARACTERS: Final = 400  # of the tables of a state; their numbers stand for longer ones
+MOST_TABLE_CHARACTERS: Final = 1600  # of the versions of tables in a state, which has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
 REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch with set_epoch"
 KEPT: Final = 64  # inventories of this process
@@ -71,9 +71,9 @@ def check_choice(on_change: str) -> None:
 def versions_of(dataset: MapStyle) -> list[str]:
     """Return the versions of tables that a dataset has, for a state: as URLs, or as numbers if these are too long."""
     found = [each.manifest.pinned for each in dataset.datasets if each.manifest.pinned]
-    if sum(map(len, found)) > MOST_TABLE_CHARACTERS:
+    if len(json.dumps(found)) > MOST_URL_CHARACTERS:
         found = [each.rpartition("@")[2] for each in found]
-    return found if sum(map(len, found)) <= MOST_TABLE_CHARACTERS else []
+    return found if len(json.dumps(found)) <= MOST_TABLE_CHARACTERS else []
 
 
 def keep(dataset: MapStyle, digest: str) -> None:

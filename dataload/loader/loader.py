@@ -28,7 +28,6 @@ from dataload.loader.background_iterator import check_process, closed_at_exit, r
 from dataload.loader.batch_maker import BatchMaker, answers_of
 from dataload.loader.capacity import Capacity, check_workers, gathered_at_once
 from dataload.loader.changes import (
-    TABLES,
     OnChange,
     at_start,
     check_choice,
@@ -54,7 +53,7 @@ from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.keys import derive_key
-from dataload.samplers.position import CHOICE, EARLIER, Position
+from dataload.samplers.position import CHOICE, EARLIER, TABLES, Position
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.samplers.steps import PositionOrder
 from dataload.telemetry.loader_stats import LoaderStats
@@ -201,7 +200,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             self._renew()
         keep(self.dataset, sampler.position.dataset)
         tables = versions_of(self.dataset)
-        return {**sampler.state_dict(), TABLES: tables} if tables else sampler.state_dict()
+        return sampler.saved_position.with_options(**({TABLES: tables} if tables else {})).state_dict()
 
     def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "error") -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.

@@ -53,6 +53,9 @@ def test_row_ids_of_batches_can_be_excluded(dataset):
 
 
 def test_rows_that_cannot_be_excluded_are_told(dataset):
+    for mask in (np.arange(len(dataset)) == 1, [True] * len(dataset)):
+        with pytest.raises(ConfigError, match=r"exclude takes row numbers, not a mask: give it np.flatnonzero\(mask\)"):
+            dataset.exclude(mask)
     with pytest.raises(ConfigError, match="exclude leaves no row"):
         dataset.exclude(range(100))
     with pytest.raises(IndexError, match="row 100 of a dataset of 100 rows"):

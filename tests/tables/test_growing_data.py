@@ -1407,6 +1407,23 @@ def test_versions_of_tables_with_long_urls_are_in_the_state(tmp_path):
         loader().load_state_dict(state)
 
 
+@pytest.mark.parametrize("choice", ["continue", "next_epoch"])
+def test_a_mixture_of_many_tables_goes_on_without_the_cache_of_its_run(choice, tmp_path):
+    table = GrowingIceberg(tmp_path / "table", 0, 4)
+
+    def loader() -> Any:
+        changes._kept.clear()
+        return make_loader(mix({f"s{each}": make_dataset(table.source(), cache=False) for each in range(50)}), 4)
+
+    seen, state = read([loader()], 3, None)
+    assert len(state["tables"]) == 50
+    table.append(1)
+    resumed = loader()
+    resumed.load_state_dict(state, on_change=choice)
+    rest = ended(resumed)
+    assert Counter(seen + rest) == dict.fromkeys(range(4 + (choice == "continue")), 50)
+
+
 # fit
 
 
