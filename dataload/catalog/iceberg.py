@@ -270,11 +270,10 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
             filters, undecided = expression_to_pyarrow(bound, schema), partial(_undecided, bound, schema)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
-    catalog = getattr(scan, "catalog", None)
-    is_by_catalog = hasattr(catalog, "supports_server_side_planning") and catalog.supports_server_side_planning()
+    is_by_catalog = getattr(getattr(scan, "catalog", None), "supports_server_side_planning", lambda: False)
     try:
         plan = scan.plan_files
-        tasks = list(_answered(redacted(table), plan, PLAN_REQUESTS) if is_by_catalog else plan())
+        tasks = list(_answered(redacted(table), plan, PLAN_REQUESTS) if is_by_catalog() else plan())
     except (ValueError, NotImplementedError) as error:
         if "equality delete" not in str(error).lower():
             raise
