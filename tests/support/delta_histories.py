@@ -89,7 +89,9 @@ class DeltaHistory:
 
     def possible(self) -> list[str]:
         """Return the changes that can be made to the table as it is."""
-        found = ["append", "overwrite", "add", "vacuum"]
+        found = ["append", "overwrite", "add", "add_member", "vacuum"]
+        if self.table.version() > self.since:
+            found += ["restore"]
         if self.mapping == "none":  # deltalake does these to no table with column mapping.
             found += ["compact", "repartition"]
         else:
@@ -145,6 +147,24 @@ class DeltaHistory:
         field = {"name": name, "type": self.draw.choice(["integer", "string", "date"]), "nullable": True}
         self._commit_schema({**schema, "fields": [*schema["fields"], {**field, "metadata": mapped}]})
         self.append()
+
+    def add_member(self) -> None:
+        """Add a member to a struct, or to those in a list."""
+        schema = self._schema()
+        kinds = [each["type"] for each in schema["fields"] if isinstance(each["type"], dict)]
+        inner = [kind.get("elementType", kind) for kind in kinds]
+        number = 500 + self.table.version()
+        mapped = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": f"col-{uuid.uuid4()}"}
+        if structs := [each for each in inner if isinstance(each, dict) and "fields" in each]:
+            field = {"name": f"m{number}", "type": self.draw.choice(["integer", "string"]), "nullable": True}
+            fields = self.draw.choice(structs)["fields"]
+            fields.append({**field, "metadata": mapped if self.mapping != "none" else {}})
+            self._commit_schema(schema)
+        self.append()
+
+    def restore(self) -> None:
+        """Bring back the files of an earlier version. Its columns do not come back."""
+        self.table.restore(self.draw.randint(self.since, self.table.version() - 1))
 
     def compact(self) -> None:
         self.table.optimize.compact()

@@ -104,7 +104,7 @@ class GrowingDelta(Growing):
         return DeltaTable(str(self.folder))
 
     def changes(self) -> list[Callable[[random.Random], object]]:
-        return [self.vector, self.rewrite, lambda _: self.source().optimize.compact()]
+        return [self.vector, self.rewrite, self.restore, lambda _: self.source().optimize.compact()]
 
     def append(self, count: int) -> None:
         from deltalake import write_deltalake
@@ -133,6 +133,13 @@ class GrowingDelta(Growing):
         gone = self._some(draw)
         self.alive -= set(gone)
         self.source().delete(f"id in ({', '.join(map(str, gone))})")
+
+    def restore(self, draw: random.Random) -> None:
+        """Bring back an earlier version, and with it files and rows that were deleted."""
+        if (newest := self.source().version()) < 2:
+            return
+        self.source().restore(draw.randint(1, newest - 1))
+        self.alive = set(pa.table(self.source().scan())["id"].to_pylist())
 
     def _create(self, rows: pa.Table) -> None:
         from deltalake import write_deltalake
@@ -164,7 +171,7 @@ class GrowingIceberg(Growing):
         return self._catalog.load_table("space.table")
 
     def changes(self) -> list[Callable[[random.Random], object]]:
-        return [self.positions, self.rewrite]
+        return [self.positions, self.rewrite, self.roll_back]
 
     def append(self, count: int) -> None:
         self.source().append(self._rows(count))
@@ -191,6 +198,13 @@ class GrowingIceberg(Growing):
         gone = self._some(draw)
         self.alive -= set(gone)
         self.source().delete(f"id in ({', '.join(map(str, gone))})")
+
+    def roll_back(self, draw: random.Random) -> None:
+        """Bring back an earlier snapshot, and with it files and rows that were deleted."""
+        table = self.source()
+        earlier = [each.snapshot_id for each in table.snapshots()[1:]]  # The first has half of the rows.
+        table.manage_snapshots().set_current_snapshot(draw.choice(earlier)).commit()
+        self.alive = set(self.source().scan().to_arrow()["id"].to_pylist())
 
     def _create(self, rows: pa.Table) -> None:
         from iceberg_histories import catalog_in

@@ -122,11 +122,13 @@ class IcebergHistory:
             "add": self._addable(),
             "widen": self._widenable(),
             "rename_member": self._structs(),
+            "add_member": self._growable(),
+            "roll_back": self._expirable(),
             "drop": self._droppable(),
             "repartition": self._partitionable(),
             "positions": self._tasks(),
             "vector": any(not task.delete_files for task in self._tasks()),
-            "expire": len(self.table.snapshots()) > 1,
+            "expire": self._expirable(),
         }
         return [*found, *(name for name, choice in choices.items() if choice)]
 
@@ -148,8 +150,16 @@ class IcebergHistory:
 
     def expire(self) -> None:
         """Remove the oldest snapshot, and with it the files that no other one has. pyiceberg leaves those."""
-        oldest = self.table.snapshots()[0].snapshot_id
-        self.table.maintenance.expire_snapshots().by_id(oldest).commit()
+        self.table.maintenance.expire_snapshots().by_id(self._expirable()[0]).commit()
+
+    def _expirable(self) -> list[int]:
+        found = [each.snapshot_id for each in self.table.snapshots()]
+        return [each for each in found if each != self.table.current_snapshot().snapshot_id]
+
+    def roll_back(self) -> None:
+        """Bring back another snapshot. Its columns do not come back."""
+        other = self.draw.choice(self._expirable())
+        self.table.manage_snapshots().set_current_snapshot(other).commit()
 
     def _addable(self) -> list[str]:
         return sorted({"id", "text", "x", "more", "day"} - {each.name for each in self.table.schema().fields})
@@ -196,6 +206,22 @@ class IcebergHistory:
         self._rename(f"{place}.a", "between")
         self._rename(f"{place}.b", "a")
         self._rename(f"{place}.between", "b")
+
+    def _growable(self) -> list[tuple[str, str]]:
+        """Return structs, and lists of them, that lack a member, and its name."""
+        kinds = {
+            each.name: getattr(each.field_type, "element_type", each.field_type) for each in self.table.schema().fields
+        }
+        return [
+            (name, new)
+            for name, kind in kinds.items()
+            for new in ("b", "c", "d")
+            if isinstance(kind, StructType) and new not in {each.name for each in kind.fields}
+        ]
+
+    def add_member(self) -> None:
+        with self.table.update_schema() as update:
+            update.add_column(self.draw.choice(self._growable()), self.draw.choice([IntegerType(), StringType()]))
 
     def _partitions(self) -> set[int]:
         """Return the ids of the columns by which the table was ever partitioned."""

@@ -16,7 +16,7 @@ from table_rows import check_same, rows_of
 from dataload import make_dataset
 from dataload.errors import OriginNotFound
 
-CHANGES = 8
+CHANGES = 10
 QUICK, ALL = 6, 60  # histories
 
 
@@ -64,5 +64,5 @@ def test_more_histories_have_the_rows_of_deltalake(seed, history):
 def test_the_first_histories_have_all_kinds_of_changes(history):
     assert {name for seed in range(QUICK) for name in history(seed).told} == {
         *("append", "overwrite", "delete", "update", "merge", "add", "compact", "repartition", "vacuum"),
-        *("rename", "rename_member", "drop", "vector"),
+        *("rename", "rename_member", "drop", "vector", "add_member", "restore"),
     }
