@@ -164,8 +164,11 @@ def at_earlier(
 
 
 def lacking(dataset: Dataset, former: Dataset) -> list[str]:
-    """Return the columns that are named for a dataset and that an earlier snapshot of it lacks."""
-    return [name for name, names in _opening(dataset).names_in(former.manifest).items() if not names]
+    """Return the columns that are named for a dataset, or for its first map, and that an earlier snapshot lacks."""
+    found = [name for name, names in _opening(dataset).names_in(former.manifest).items() if not names]
+    given = dataset.stages[0].columns if dataset.stages else None
+    own, others = dataset.manifest.schema.names, former.manifest.schema.names
+    return found + [name for name in given or () if name in own and name not in others]
 
 
 def _again(

@@ -125,6 +125,23 @@ def test_a_column_that_the_earlier_version_lacks_is_told_with_the_version(table)
     assert not {*column(first, "id")} & {*column(rest, "id")}
 
 
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: 2 * values for name, values in batch.items()}
+
+
+def test_a_column_of_map_that_the_earlier_version_calls_otherwise_is_told_with_the_version(table):
+    first, state = begun(make_dataset(table(), cache=False).map(doubled, columns=["id"]))
+    rename(table, ("id", "key"))
+    table().delete("key = 11")
+    dataset = make_dataset(table(), cache=False).map(doubled, columns=["key"])
+    with pytest.raises(ConfigError, match=r"on which the epoch would end, lacks the column 'key'"):
+        ended(dataset, state, "next_epoch")
+    changes._kept.clear()
+    rest = ended(dataset, state, "continue")
+    assert sorted({*column(first, "id"), *column(rest, "key")} - {22}) == list(range(0, 22, 2))
+    assert not {*column(first, "id")} & {*column(rest, "key")}
+
+
 def test_rows_are_found_by_columns_with_nulls_that_are_not_read(table):
     table().overwrite(pa.table({"id": pa.array(range(12), pa.int64()), "tens": pa.nulls(12, pa.int64())}))
     first, state = begun(table(), columns=["id"], cache=False)
