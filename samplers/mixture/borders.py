@@ -1,10 +1,53 @@
 """Exact quotas at the borders of blocks, at any position of an endless sequence of sources.
 
-The quota of a source is a sum of its shares up to a position (`quotas.py`). Its unit j, counted from 0, may come at the
-positions from which on the quota exceeds j, and must have come where it is j + 1. This is the same as
-|count(p) - quota(p)| < 1 at every position p. Such a sequence exists for all shares (Tijdeman, The chairman assignment
-problem, Discrete Mathematics 32, 1980), but known algorithms walk it from its start. The bisection here needs no walk:
-`docs/decisions/samplers.md` proves it.
+The quota Q(p) of a source is the sum of its shares up to position p (`quotas.py`): p w for a fixed share w. Its count
+c(p) must satisfy |c(p) - Q(p)| < 1 at each p. This is a window for each unit: unit j, counted from 0, may come from the
+last p with Q(p) <= j on, and before the first p with Q(p) >= j + 1.
+
+A sequence with these windows exists for all shares (Tijdeman, The chairman assignment problem, Discrete Mathematics 32,
+1980), and taking the unit whose window ends first finds one (Steiner and Yeomans, 1993), but both walk it from position
+0. The bisection here finds the counts at any border without a walk.
+
+The count at p is floor(Q(p)), or one more if the *current unit* j = floor(Q(p)) is done. So the state at p is a set U
+of sources whose current unit is done. It has R members, the sum of the fractions f(p) = Q(p) - j over all sources.
+
+Bisection: at the middle m of an interval from a to b, `bisect` chooses U so:
+
+- A unit that is done at a is done at m; a unit that is not done at b is not done at m.
+- Bounds: for each t with m <= t < b let A(t) be the current units whose window ends after t, and k(t) the sum of f(t)
+  over A(t), rounded up. At most k(t) units of A(t) are done.
+- Under these, units are taken in the order of the begin of their window.
+
+Mirrored bounds: for each t with a < t < b let B(t) be the units that began before t, and l(t) the sum of 1 - f(t) over
+B(t), rounded up. At most l(t) units of B(t) are not done.
+
+Claim. Suppose that the state at a satisfies the bounds for a < t < b, that the state at b satisfies the mirrored
+bounds, and that no count shrinks from a to b. Then the state at m exists, satisfies the bounds for m < t < b and the
+mirrored ones for a < t < m, and no count shrinks from a to m or from m to b. So both halves satisfy the condition
+again, and intervals of length 1 are single units.
+
+Proof. Call E the units at m, F those done at a, and G those not done at b. U must be an independent set of the nested
+matroid M given by k and must contain F. Its complement in E must be an independent set of the nested matroid N given by
+l and must contain G. F is independent: for t > m the units of F in A(t) were current at a, where their bound is at most
+k(t). G is independent in the same way. By the matroid union theorem U exists if for all t' <= m <= t the units X of
+A(t) that began before t' satisfy
+
+    |X - F - G| + |F & A(t)| + |G & B(t')| <= k(t) + l(t').
+
+Units of F began before a < t', and windows of G end after b > t, so both intersections are in X and the left side is
+|X|. On the right, f grows with time, so each unit of X contributes at least f(t) + 1 - f(t') >= 1. The bounds at t = t'
+= m say that U has R members. Taking units in the order of their begin is the greedy algorithm of M, and for each t' it
+takes as many units of B(t') as possible, so it satisfies N if any set does. Counts do not shrink: if a source has the
+same current unit at both positions, F and G say so; otherwise a unit ended in between, which is counted in full at the
+later one. QED.
+
+Position 0 has no state, and at `END` nothing follows. In between, 32 bisections lead to any border, and neighbours
+share most of them.
+
+Schedules. The proof needs of Q only that it grows and that quotas sum to p, so each stretch between two rows of a
+schedule is a segment with a polynomial of its own. Large denominators are rounded to multiples of 1 / MOST. What that
+leaves in doubt, less than one window in 10,000, is computed again in Python's integers. Then k(t) is the sum less e =
+127/512, rounded up, which still suffices: k(t) + l(t') >= |X| - 2 e, rounded up, which is |X|.
 """
 
 from __future__ import annotations
