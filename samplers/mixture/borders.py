@@ -16,7 +16,7 @@ Bisection: at the middle m of an interval from a to b, `bisect` chooses U so:
 - A unit that is done at a is done at m; a unit that is not done at b is not done at m.
 - Bounds: for each t with m <= t < b let A(t) be the current units whose window ends after t, and k(t) the sum of f(t)
   over A(t), rounded up. At most k(t) units of A(t) are done.
-- Under these, units are taken in the order of the begin of their window.
+- Under these bounds, units whose windows begin first are taken first.
 
 Mirrored bounds: for each t with a < t < b let B(t) be the units that began before t, and l(t) the sum of 1 - f(t) over
 B(t), rounded up. At most l(t) units of B(t) are not done.
@@ -36,10 +36,10 @@ A(t) that began before t' satisfy
 
 Units of F began before a < t', and windows of G end after b > t, so both intersections are in X and the left side is
 |X|. On the right, f grows with time, so each unit of X contributes at least f(t) + 1 - f(t') >= 1. The bounds at t = t'
-= m say that U has R members. Taking units in the order of their begin is the greedy algorithm of M, and for each t' it
-takes as many units of B(t') as possible, so it satisfies N if any set does. Counts do not shrink: if a source has the
-same current unit at both positions, F and G say so; otherwise a unit ended in between, which is counted in full at the
-later one. QED.
+= m say that U has R members. Taking the units that began first is the greedy algorithm of M, and for each t' it takes
+as many units of B(t') as possible, so it satisfies N if any set does. Counts do not shrink: if a source has the same
+current unit at both positions, F and G say so; otherwise a unit ended in between, which is counted in full at the later
+one. QED.
 
 Position 0 has no state, and at `END` nothing follows. In between, 32 bisections lead to any border, and neighbours
 share most of them.
