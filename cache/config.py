@@ -52,29 +52,24 @@ class CacheConfig:
         policy: "pin" keeps the data that running jobs use, evicts other data, oldest first, and then admits nothing
             more; "lru" evicts the least recently used data.
         consistency: When `tiercache` checks an object's version: once per "generation" (listing), at every "open", or
-            never again once known ("immutable", for objects that nobody overwrites: a restarted job asks for none of
-            them). A dataset lists its objects once and reads those versions.
-        engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3, Google
-            Cloud Storage and Azure, and a client of its own for HTTP(S) and the Hugging Face Hub, if they support all
-            options of the fsspec filesystem. Else it uses fsspec, which takes three times the CPU time, and the log
-            and `stats()` say why.
-        in_flight: Limit on concurrent requests to the origin, for each process. `make_loader` divides it equally among
-            the ranks of a host and their background decoders. Workers, which seldom fetch, may have as many as their
-            rank. Lower it if the store answers SlowDown.
-        cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,
-            through which hosts share cached data. Give user and password in the URL, or in VALKEY_USERNAME and
-            VALKEY_PASSWORD. Without one, each host fetches its own data.
-        cluster_key: A secret of all hosts that share the cluster; default: DATALOAD_CLUSTER_KEY, where no list of
-            processes shows it. Make one by `openssl rand -hex 32`. Values that were written without it are not used.
-            Without one, whoever can write to the cluster can change the data.
-        origin_id: Name of the store in cache keys; default: its protocol and endpoint, account or host, never a
-            credential. Two addresses of one store share cached data under one name, such as a VPC endpoint and Amazon
-            itself. All regions of Amazon have one name.
-        allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
-            use such a folder at a time: locks and the index do not work across hosts. Blobs of any owner and mode are
-            used, with one warning: many of these filesystems show the same ones for all files.
-        page_checksums: Verify the checksums that pages of Parquet files may have before rows are cached. `False` saves
-            up to a fifth of the CPU time of a cold epoch over such files, as Spark writes them.
+            never again once known ("immutable", for objects that nobody overwrites). A dataset reads the versions that
+            it has listed.
+        engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" is obstore for S3, Google Cloud
+            Storage and Azure, and a client of its own for HTTP(S) and the Hugging Face Hub. For options that these
+            don't support it falls back to fsspec, at three times the CPU time, and the log and `stats()` say why.
+        in_flight: Limit on concurrent requests to the origin, per process. `make_loader` divides it among the
+            ranks of a host and their background decoders. Lower it if the store answers SlowDown.
+        cluster: "valkey://host:port,host:port", or "valkeys://…" for TLS: a Valkey or Redis, one server or a cluster,
+            through which hosts share cached data. User and password are in the URL, or in VALKEY_USERNAME and
+            VALKEY_PASSWORD.
+        cluster_key: A secret of all hosts that share the cluster; default: DATALOAD_CLUSTER_KEY. Values that were
+            written without it are not used. Without a key, whoever can write to the cluster can change the data.
+        origin_id: Name of the store in cache keys; default: its protocol and endpoint, account or host. Two addresses
+            of one store, such as a VPC endpoint and Amazon itself, share cached data under one name.
+        allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may use
+            it at a time: locks and the index do not work across hosts. Blobs of any owner and mode are used.
+        page_checksums: Verify the checksums that pages of Parquet files may have, as Spark writes them, before rows are
+            cached. `False` saves up to a fifth of the CPU time of a cold epoch over such files.
 
     Raises:
         ConfigError: An argument is invalid. The message names it.
