@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -23,6 +24,11 @@ T = TypeVar("T")
 # Whether the request under way is one that `retried` repeats. fsspec's event loop runs it in the context of the caller.
 is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
 
+_nothing = threading.Event()
+
+# Set once nobody waits for the requests of this context any more, as after an error of another one: no more retries.
+abandoned: ContextVar[threading.Event] = ContextVar("abandoned", default=_nothing)
+
 _random = SystemRandom()  # It draws nothing from the generators of the user, and differs in forked children.
 
 
@@ -30,7 +36,7 @@ def retried(
     request: Callable[[], T],
     seconds: Callable[[Exception], float],
     on_retry: Callable[[Exception], None],
-    sleep: Callable[[float], object] = time.sleep,
+    sleep: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
     """Make a request, and repeat it after transient errors.
@@ -40,7 +46,7 @@ def retried(
         seconds: Returns for how long to retry a transient error: after the first failure, or from the start until the
             store has answered.
         on_retry: Called with the error before each retry.
-        sleep: Waits for a number of seconds.
+        sleep: Waits for a number of seconds; None: or until the request is `abandoned`.
         clock: Monotonic time in seconds.
     """
     began, failed_at = clock(), None
@@ -56,11 +62,11 @@ def retried(
             is_first_contact = allowed <= FIRST_CONTACT_SECONDS
             left = (began if is_first_contact else failed_at) + allowed - clock()
             too_few = attempt + 1 < LEAST_ATTEMPTS and not is_first_contact
-            if left <= 0 and not too_few:
+            if (left <= 0 and not too_few) or abandoned.get().is_set():
                 raise
             on_retry(error)
         finally:
             is_repeated.reset(token)
         pause = _random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
-        sleep(pause if left <= 0 else min(left, pause))
+        (sleep or abandoned.get().wait)(pause if left <= 0 else min(left, pause))
     raise AssertionError("unreachable")

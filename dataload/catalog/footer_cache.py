@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.origin.retries import abandoned
 from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import PROOF_BYTES, Allocate, BlobKey, Tier, copy_into
 from dataload.errors import DataError
@@ -107,6 +108,7 @@ def read_footers(
         if number in members
     }
     executor = DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
+    before = abandoned.set(runs.ended)
     try:
         made = (
             result
@@ -116,6 +118,7 @@ def read_footers(
         return [old[obj] if obj in old else next(made) for obj in objects]
     finally:
         runs.ended.set()
+        abandoned.reset(before)
 
 
 class _Runs(Generic[T]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from dataload.cache.origin.retries import (
     LEAST_ATTEMPTS,
     LONGEST_PAUSE,
     RETRY_SECONDS,
+    abandoned,
     retried,
 )
 
@@ -93,6 +95,24 @@ def test_a_slow_request_is_repeated_unless_the_store_has_never_answered(seconds:
     with pytest.raises(ConnectionResetError):
         retried(store.request, lambda _: seconds, store.retried.append, store.sleep, lambda: store.now)
     assert store.requests == requests
+
+
+def test_a_request_that_nobody_waits_for_is_not_repeated() -> None:
+    ended = threading.Event()
+
+    def request() -> None:
+        ended.set()
+        requests.append(1)
+        raise ConnectionResetError
+
+    requests: list[int] = []
+    before = abandoned.set(ended)
+    try:
+        with pytest.raises(ConnectionResetError):
+            retried(request, lambda _: RETRY_SECONDS, lambda _: None)
+    finally:
+        abandoned.reset(before)
+    assert requests == [1]
 
 
 def test_an_error_that_is_not_transient_is_raised_at_once() -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
-    """Print the table of workflows, and write it to the page that `WRITE_TABLE` names."""
-    lines = ["| workflow | what must hold | outcome |", "|---|---|---|"]
-    found = Counter[str]()
-    for name, (kind, said, each) in sorted(outcomes.items(), key=lambda entry: entry[1][0]):
-        outcome = next((one for one in each if one in ("**fails**", "skipped")), each[0])
-        lines.append(f"| {kind}: `{name}` | {said} | {outcome} |")
-        found[outcome.partition(":")[0]] += 1
+    """Print the tables of workflows, and write them to the page that `WRITE_TABLE` names."""
+    lines, found = list[str](), Counter[str]()
+    for kind, group in groupby(sorted(outcomes.items(), key=lambda entry: entry[1][0]), lambda entry: entry[1][0]):
+        lines += [f"## {kind.capitalize()}", "", "| | |", "|---|---|"]
+        for name, (_, said, each) in group:
+            outcome = next((one for one in each if one in ("**fails**", "skipped")), each[0])
+            lines.append(f"| `{name}` | {said}{'' if outcome == 'works' else f' ({outcome})'} |")
+            found[outcome.partition(":")[0]] += 1
+        lines.append("")
     summary = ", ".join(f"{count} {outcome.strip('*')}" for outcome, count in found.items())
     releases = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PROJECTS)
-    text = "\n".join([f"{len(outcomes)} workflows: {summary}. On {releases}.", "", *lines, ""])
+    text = "\n".join([f"{len(outcomes)} workflows: {summary}. On {releases}.", "", *lines])
     terminalreporter.write_line(text)
     if (page := os.environ.get("WRITE_TABLE")) and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         path = Path(page)
