@@ -13,11 +13,19 @@ from dataload.benchmarks.accelerators import LOAD
 from dataload.benchmarks.origin.behaviour import Behaviour
 from dataload.benchmarks.suite.figures import Figures, Share, ranked, utilization
 from dataload.benchmarks.suite.measurement import EPOCHS, LIMIT
-from dataload.benchmarks.systems.registry import Entry
+from dataload.benchmarks.systems.registry import ENTRIES, Entry
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
 NOTHING = "–"
+FIRST = {  # the systems of the README, and what it calls them
+    "dataload": "**dataload**",
+    "MosaicML Streaming": "MosaicML Streaming",
+    "LitData": "LitData",
+    "Hugging Face, map-style": "Hugging Face, map-style",
+    "pyarrow": "pyarrow",
+    "local files": "torch, local Parquet",
+}
 MEASURE = f"""
 **Of the time that you pay for, how much do the GPUs compute?** The busy share of a job is its ideal compute time over
 its time from the start of the processes to the last step. Imports, the first batch, every wait and, for formats of a
@@ -69,7 +77,9 @@ def first_table(results: Result) -> str:
     figures = Figures(results)
     if not figures.slices:
         return ""
-    systems, *shares = zip(*_shares(figures, *figures.slices[0]), strict=True)
+    heads, *rows = _shares(figures, *figures.slices[0])
+    known = {_name(entry): name for entry in ENTRIES for own, name in FIRST.items() if entry.name == own}
+    systems, *shares = zip(*[heads, *([known[row[0]], *row[1:]] for row in rows if row[0] in known)], strict=True)
     return "\n".join(_table(systems, shares))
 
 

@@ -200,11 +200,14 @@ class RowGroupScheduler:
         return next((load for load in loads if not load.contents.done()), None)
 
     def usual_cause(self) -> str:
-        """Return the cause of most of the loading time."""
+        """Return the cause of most of the time in which row groups were made, here or by the background decoder.
+
+        A process that has only found them on the disk, because another one makes them, knows nothing of that.
+        """
         spent = Counter(self._spent.snapshot())
         if self.decoder is not None:
             spent += Counter(self.decoder.spent.snapshot())
-        known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
+        known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES and cause != "disk"}
         return max(known, key=known.__getitem__, default="origin")
 
     def states(self) -> dict[str, int]:

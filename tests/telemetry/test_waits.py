@@ -133,6 +133,15 @@ def test_a_slow_disk(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert epoch(make_loader(dataset, 4, window=2)).waits["disk"] >= 0.05
 
 
+def test_a_wait_for_another_process_is_not_charged_to_the_disk(dataset: Any, origin: Origin, tmp_path: Path) -> None:
+    """A rank that only finds on the disk what others make does not know what they wait for."""
+    epoch(make_loader(dataset, 4, window=2))
+    options = {"storage_options": origin.storage_options, "cache": CacheConfig(str(tmp_path / "cache"), "1GB")}
+    again = make_loader("s3://bucket/data", 4, window=2, **options)
+    epoch(again)
+    assert again.dataset.rowstore.scheduler.usual_cause() == "origin"
+
+
 @pytest.mark.usefixtures("one_after_the_other")
 def test_slow_decoding(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_maker, "decode", slowly(file_maker.decode, 0.05))
