@@ -26,6 +26,7 @@ from dataload.cache.blocks.reader import Object
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.inventory import Inventory, KnownRows
 from dataload.catalog.manifest import manifest_of
+from dataload.catalog.selection import Selection
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.hive_partitions import Keys
@@ -124,11 +125,11 @@ def _found(
     former: Manifest, gone: Int64, newer: Dataset, added: Int64, table: TableColumns, called: Mapping[str, str]
 ) -> bytes:
     log.info("comparing %s of files that the table has no more with %d new ones", counted(len(gone), "row"), len(added))
-    old, rows = _with_columns(former, gone, newer, table, called)
+    old = _with_columns(former, gone, newer, table, called)
     keys = [secrets.randbits(64) for _ in range(LANES)]  # so that nobody can make other rows of equal hashes
     fields = newer.rowstore.layout.fields  # Those of the old rows are the same.
     try:
-        hashes = _hashes(old, rows, fields, keys)
+        hashes = _hashes(old, np.arange(len(old)), fields, keys)
     except DataError as error:
         raise _OtherTypes(str(error)) from error
     found = np.sort(added[_equal(hashes, _hashes(newer, added, fields, keys))])
@@ -137,8 +138,8 @@ def _found(
 
 def _with_columns(
     former: Manifest, gone: Int64, newer: Dataset, table: TableColumns, called: Mapping[str, str]
-) -> tuple[Dataset, Int64]:
-    """Return rows of a former snapshot, read with the columns that the table has now: a dataset, and their numbers."""
+) -> Dataset:
+    """Return rows of a former snapshot as a dataset that reads them with the columns that the table has now."""
     inventory, known = Inventory.of(former, ""), KnownRows()
     known.add(inventory, [gone])
     groups = np.unique(np.searchsorted(np.cumsum(inventory.block_lengths), gone, "right"))
@@ -149,11 +150,12 @@ def _with_columns(
         files[TableFile(file.path, file.size, file.version, columns=table, constants=values)] = ()
     manifest = manifest_of(files, newer.blocks, errors=newer.errors, known=lambda: places)
     here = Inventory.of(manifest, "")
-    rows = known.numbers(here, set(here.keys))
-    if len(rows) < len(gone):
+    # Only these rows, because others may have nulls that batches cannot hold.
+    selection = Selection.of(~others for others in known.others(here))
+    if selection.counts.sum() < len(gone):
         raise _OtherTypes("a footer of an old file has changed")
     how = newer.file_columns, newer.fill_null, newer.null_masks
-    return Dataset(manifest, newer.blocks, *how, errors=newer.errors), rows
+    return Dataset(manifest.selected(selection), newer.blocks, *how, errors=newer.errors)
 
 
 def _equal(old: UInt64, new: UInt64) -> Int64:
