@@ -121,8 +121,8 @@ def test_a_column_that_the_earlier_version_lacks_is_told_with_the_version(table)
         ended(table(), state, "next_epoch", columns=["id", "more"], **options)
     changes._kept.clear()
     rest = ended(table(), state, "continue", columns=["id", "more"], **options)
-    assert sorted({*column(first + rest, "id")} - {11}) == list(range(11))
-    assert not {*column(first, "id")} & {*column(rest, "id")}
+    had = column(first, "id")
+    assert sorted(had + column(rest, "id")) == sorted({*range(11)} | {*had})
 
 
 def doubled(batch: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def test_a_column_of_map_that_the_earlier_version_calls_otherwise_is_told_with_t
         ended(dataset, state, "next_epoch")
     changes._kept.clear()
     rest = ended(dataset, state, "continue")
-    assert sorted({*column(first, "id"), *column(rest, "key")} - {22}) == list(range(0, 22, 2))
-    assert not {*column(first, "id")} & {*column(rest, "key")}
+    had = column(first, "id")
+    assert sorted(had + column(rest, "key")) == sorted({*range(0, 22, 2)} | {*had})
 
 
 def test_rows_are_found_by_columns_with_nulls_that_are_not_read(table):
@@ -149,8 +149,8 @@ def test_rows_are_found_by_columns_with_nulls_that_are_not_read(table):
     table().delete("id = 11")
     options = {"columns": ["id", "more"], "fill_null": {"more": 0}, "cache": False}
     rest = ended(table(), state, "continue", **options)
-    assert sorted({*column(first + rest, "id")} - {11}) == list(range(11))
-    assert not {*column(first, "id")} & {*column(rest, "id")}
+    had = column(first, "id")
+    assert sorted(had + column(rest, "id")) == sorted({*range(11)} | {*had})
 
 
 def test_filters_that_an_earlier_version_does_not_know_are_told_with_the_version(table):
@@ -249,8 +249,8 @@ def test_rows_that_are_written_again_are_found_after_a_member_of_a_list_has_chan
             update.add_column(("l", "b" if change == "drop and add" else "c"), StringType())
     table().delete("id = 11")
     rest = ended(table(), state, "continue", cache=False)
-    assert sorted({*column(first, "id"), *column(rest, "id")} - {11}) == list(range(11))
-    assert not {*column(first, "id")} & {*column(rest, "id")}
+    had = column(first, "id")
+    assert sorted(had + column(rest, "id")) == sorted({*range(11)} | {*had})
     catalog.engine.dispose()
 
 
