@@ -270,17 +270,7 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
             filters, undecided = expression_to_pyarrow(bound, schema), partial(_undecided, bound, schema)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
-    is_by_catalog = getattr(getattr(scan, "catalog", None), "supports_server_side_planning", lambda: False)
-    try:
-        plan = scan.plan_files
-        tasks = list(_answered(redacted(table), plan, PLAN_REQUESTS) if is_by_catalog() else plan())
-    except (ValueError, NotImplementedError) as error:
-        if "equality delete" not in str(error).lower():
-            raise
-        raise DataError(
-            f"{url}: {_equality_deletes(snapshot, scan.io)} has equality deletes, which neither pyiceberg nor dataload "
-            f"applies: run rewrite_data_files, or {COPY}"
-        ) from error
+    tasks = _tasks(scan, snapshot, redacted(table))
     identities = {spec.spec_id: _identities(spec, schema) for spec in metadata.specs().values()}
     chosen = None if "*" in scan.selected_fields else _chosen(scan, schema, url)
     return Snapshot(
@@ -296,6 +286,28 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
         filters,
         undecided,
     )
+
+
+def _tasks(scan: Any, snapshot: Any, table: str) -> list[Any]:
+    """Return the files of a snapshot that a scan reads, and what is deleted of each, as pyiceberg or the catalog plans.
+
+    Raises:
+        DataError: The snapshot has equality deletes.
+        OriginError: The catalog does not answer.
+    """
+    is_by_catalog = getattr(getattr(scan, "catalog", None), "supports_server_side_planning", lambda: False)
+    try:
+        if not is_by_catalog():
+            return list(scan.plan_files())
+        plan = scan.update(snapshot_id=snapshot.snapshot_id).plan_files  # without an id, it plans its newest one
+        return list(_answered(table, plan, PLAN_REQUESTS))
+    except (ValueError, NotImplementedError) as error:
+        if "equality delete" not in str(error).lower():
+            raise
+        raise DataError(
+            f"{table}@{snapshot.snapshot_id}: {_equality_deletes(snapshot, scan.io)} has equality deletes, which "
+            f"neither pyiceberg nor dataload applies: run rewrite_data_files, or {COPY}"
+        ) from error
 
 
 def _chosen(scan: Any, schema: Any, url: str) -> list[str]:

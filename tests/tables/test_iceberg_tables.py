@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 import traceback
@@ -497,7 +498,8 @@ def planning(table: Any) -> type[BaseHTTPRequestHandler]:
     config["endpoints"] = [f"GET {paths}", f"POST {paths}/plan"]
 
     class Planning(LogIn):
-        asked, given_up = threading.Event(), threading.Event()
+        asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        given_up = threading.Event()
 
         def do_GET(self) -> None:
             self.send_response(200)
@@ -505,13 +507,13 @@ def planning(table: Any) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(json.dumps(config if "/config" in self.path else {**answer, "config": {}}).encode())
 
         def do_POST(self) -> None:
-            self.asked.set()
+            self.asked.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.given_up.wait(60)
 
     return Planning
 
 
-def test_a_catalog_that_does_not_plan_a_scan_is_given_up(table, monkeypatch):
+def test_a_catalog_that_plans_a_scan_is_told_its_snapshot_and_given_up(table, monkeypatch):
     handler = planning(table)
     answered = iceberg._answered
 
@@ -525,7 +527,10 @@ def test_a_catalog_that_does_not_plan_a_scan_is_given_up(table, monkeypatch):
         configure(monkeypatch, "plans", uri=url)
         with pytest.raises(OriginError, match=r"iceberg://plans/space.table: the catalog has not answered for 0.05 s"):
             make_dataset("iceberg://plans/space.table", cache=False)
-        handler.given_up.set()
+        try:
+            assert handler.asked.get(timeout=60)["snapshot-id"] == table.metadata.current_snapshot_id
+        finally:
+            handler.given_up.set()
 
 
 def test_a_table_without_snapshots_is_told(catalog):
