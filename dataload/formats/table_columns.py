@@ -62,7 +62,8 @@ class TableColumns:
         for each in self.schema:
             for name, key in self._leaves(each):
                 found.setdefault(name, json.dumps(key))
-        return {name: key for name, key in found.items() if name in self.flat.names}
+        own = set(self.flat.names)
+        return {name: key for name, key in found.items() if name in own}
 
     def called_in(self, other: TableColumns) -> dict[str, str]:
         """Return what another version of the table calls the columns that both have, by their names here."""
