@@ -6,15 +6,23 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote, quote_plus, unquote
 
 CREDENTIALS = re.compile(
-    "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string|"
+    "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection[-_]string|"
     "jwt|pwd|^code$",
     re.IGNORECASE,
 )
 """Matches the names of options and query parameters that hold credentials."""
 
 SHORTEST_SECRET = 4  # characters: shorter ones are in any text
+
+# Names and values of options about credentials that are none themselves.
+_NO_SECRET = re.compile("(enabled|type|region|signer|endpoint|delegation|user|name|ur[il])$", re.IGNORECASE)
+_WORDS = {"true", "false", "none", "basic", "bearer", "oauth2"}
+
+_FIELD = re.compile(r"([\w.-]+)=([^=].*)")  # of a connection string or a query; not base64, which may end in "="
+_BEHIND_USER = re.compile(r"[^=:]+:(?!//)(.+)")
 
 # Up to the last @ of a host: a password may have others. In Azure's URLs the name of a container may stand before it.
 _NOT_AZURE = "(?<!abfs:)(?<!abfss:)(?<!wasb:)(?<!wasbs:)"
@@ -52,25 +60,41 @@ def redacted(text: object, secrets: Iterable[str] = ()) -> str:
     """
     text = " ".join(str(text).split())
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "…").replace(repr(secret)[1:-1], "…")
+        forms = "|".join(map(re.escape, {secret, " ".join(secret.split()), repr(secret)[1:-1]}))
+        text = re.sub(rf"(?<![\w-])(?:{forms})(?![\w-])", "…", text)  # "iceberg", but no part of "iceberg_tables"
     return _USERINFO.sub("//", _QUERY.sub(r"\1", text))
 
 
 def secrets_of(options: Any, *, is_secret: bool = False) -> set[str]:
-    """Return the parts of options that are credentials, at any depth: of those named so, and of the users of URLs.
+    """Return the credentials in options, at any depth: of those named so, and of URLs and connection strings.
 
     Args:
         options: The options, or a value of one.
         is_secret: Whether the name of this value says so.
     """
     if isinstance(options, Mapping):
-        every = ((value, is_secret or CREDENTIALS.search(str(name)) is not None) for name, value in options.items())
-        return {part for value, named in every for part in secrets_of(value, is_secret=named)}
-    if not isinstance(options, str):
+        return set().union(*(secrets_of(each, is_secret=_named_so(str(n), is_secret)) for n, each in options.items()))
+    if isinstance(options, (list, tuple)):
+        return set().union(*(secrets_of(each, is_secret=is_secret) for each in options))
+    if not isinstance(options, (str, int)):
         return set()
-    user = options.rpartition("@")[0].rpartition("//")[2]
-    parts = re.split(r"[\s:@]+", options if is_secret and "://" not in options else user)
-    return {part for part in parts if len(part) >= SHORTEST_SECRET}
+    value = str(options)
+    pieces = re.split(r"[\s;&?]+", value)
+    password = value.rpartition("@")[0].rpartition("//")[2].partition(":")[2]
+    found = secrets_of([password, password.partition("@")[0]], is_secret=True) if password else set()
+    for name, each in (match.groups() for match in map(_FIELD.fullmatch, pieces) if match):
+        found |= secrets_of({name: each})
+    if is_secret:
+        parts = {value, *pieces}
+        parts |= {match[1] for match in map(_BEHIND_USER.fullmatch, parts) if match}
+        forms = {form for each in parts for form in (each, quote(each), quote_plus(each), unquote(each))}
+        found |= {form for form in forms if len(form) >= SHORTEST_SECRET and form.lower() not in _WORDS}
+    return found
+
+
+def _named_so(name: str, is_inside: bool) -> bool:
+    """Return whether an option of this name, perhaps inside of a secret one, is a secret."""
+    return not _NO_SECRET.search(name) and (is_inside or CREDENTIALS.search(name) is not None)
 
 
 def cause_of(error: Exception, secrets: Iterable[str] = ()) -> Exception | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from dataload.runtime.redact import cause_of, redacted, without_credentials, without_signature
+from dataload.runtime.redact import cause_of, redacted, secrets_of, without_credentials, without_signature
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,44 @@ def test_a_group_of_errors_is_a_cause_unless_a_member_shows_credentials() -> Non
     error = OSError("all connection attempts failed")
     error.__cause__ = telling
     assert cause_of(error) is None
+
+
+CONNECTION = (
+    "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=c2VjcmV0c2VjcmV0;BlobEndpoint=http://127.0.0.1:10000/a"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "seen"),
+    [
+        ({"uri": "postgresql://iceberg:s3cret@db/x"}, "no iceberg_tables; s3cret", "no iceberg_tables; …"),
+        ({"uri": "postgresql://iceberg:iceberg@db/x"}, 'no "iceberg_tables"', 'no "iceberg_tables"'),
+        ({"uri": "postgresql://u:p%40ssw0rd@h/d"}, "p%40ssw0rd or p@ssw0rd", "… or …"),
+        ({"uri": "https://u:s3cret@h/?to=a@b"}, "no s3cret", "no …"),
+        ({"uri": "https://h/?id=1234&token=abcdefgh"}, "1234 abcdefgh", "1234 …"),
+        ({"user": "iceberg", "s3.role-session-name": "train"}, "iceberg train", "iceberg train"),
+        ({"password": "a1:b2@c3"}, "no a1:b2@c3", "no …"),
+        ({"password": 12345678}, "no 12345678", "no …"),
+        ({"credential": "id:abcdefgh"}, "abcdefgh of id:abcdefgh", "… of …"),
+        (
+            {"headers": ["Bearer abcdefgh", "Bearer https://abc"]},
+            "Bearer abcdefgh https://abc by Bearer",
+            "… … by Bearer",
+        ),
+        ({"s3.secret-access-key": "ab/cd+efgh"}, "ab%2Fcd%2Befgh ab/cd%2Befgh", "… …"),
+        ({"connection_string": CONNECTION}, f"{CONNECTION} c2VjcmV0c2VjcmV0", "… …"),
+        ({"adls.connection-string": CONNECTION}, "http c2VjcmV0c2VjcmV0", "http …"),
+        ({"adls.connection-string": "AccountKey=c2VjcmV0c2VjcmV0=="}, "c2VjcmV0c2VjcmV0== c2Vjcm", "… c2Vjcm"),
+        ({"token-refresh-enabled": "true", "s3.remote-signing-enabled": True, "auth": "false"}, "true", "true"),
+        ({"auth": {"type": "basic", "basic": {"password": "s3cret"}}}, "basic s3cret", "basic …"),
+        ({"rest.signing-region": "us-east-1", "rest.signing-name": "glue"}, "us-east-1 glue", "us-east-1 glue"),
+        ({"s3.signer": "S3V4RestSigner", "s3.signer.endpoint": "v1/sign"}, "S3V4RestSigner v1/sign", None),
+        ({"header.X-Iceberg-Access-Delegation": "vended-credentials"}, "vended-credentials", None),
+        ({"oauth2-server-uri": "https://h/tokens"}, "https://h/tokens", None),
+    ],
+)
+def test_only_the_secrets_of_options_are_left_out(options: Any, text: str, seen: str | None) -> None:
+    secrets = secrets_of(options)
+    assert redacted(text, secrets) == (seen or text)
+    error = RuntimeError(text)
+    assert cause_of(error, secrets) is (error if seen in (None, text) else None)
