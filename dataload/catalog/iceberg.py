@@ -31,6 +31,7 @@ CATALOG_SECONDS = 60.0  # a load balancer's usual limit
 PLAN_REQUESTS = 5  # A catalog that plans a scan sends the plan in parts.
 NO_SUCH = {"NoSuchTableError", "NoSuchNamespaceError", "NoSuchIdentifierError", "NoSuchPropertyException"}
 COPY = "copy the rows, such as by spark.table(name).write.parquet(copy), and name the copy"
+NO_CATALOG = "what answers is no catalog or token endpoint, perhaps a page to log in"
 PUFFIN = b"PFA1"  # the first and the last bytes
 TRAILER = 12  # bytes behind the footer of Puffin: its size, flags, and the magic
 VECTOR = "deletion-vector-v1"  # a blob
@@ -169,8 +170,8 @@ def _not_opened(url: str, name: str, error: ValueError, secrets: Iterable[str], 
             f"{url}: pyiceberg knows no catalog {name!r}: describe it in ~/.pyiceberg.yaml, or by variables "
             f"PYICEBERG_CATALOG__{name.upper()}__URI"
         )
-    if type(error).__module__.startswith("pydantic"):
-        what = "what answers at its uri is no catalog, perhaps a page to log in: check its uri and credentials"
+    if type(error).__module__.startswith("pydantic") or type(error).__name__ == "JSONDecodeError":
+        what = f"{NO_CATALOG}: check its uri and credentials"
     elif quotes_input(error):
         what = "its uri must begin with https:// or http://, and its token or headers may have one line only"
     else:
@@ -236,6 +237,8 @@ def _reading(table: str, call: Callable[[], T], secrets: Iterable[str]) -> T:
 def _line(error: Any, secrets: Iterable[str] = ()) -> str:
     if not quotes_input(error):
         return redacted(error, secrets)
+    if type(error).__name__ == "JSONDecodeError":
+        return NO_CATALOG
     if not type(error).__module__.startswith("pydantic"):
         return "a URL or a header is malformed"
     found = (": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors())
@@ -311,7 +314,19 @@ def _tasks(scan: Any, snapshot: Any, table: str) -> list[Any]:
 
 
 def _chosen(scan: Any, schema: Any, url: str) -> list[str]:
-    """Return the columns that a scan selects. Raise ConfigError for a part of a list or a map."""
+    """Return the columns that a scan selects.
+
+    Raises:
+        ConfigError: The table lacks one, or it is a part of a list or a map.
+    """
+    for name in scan.selected_fields:
+        try:
+            schema.find_field(name, scan.case_sensitive)
+        except ValueError:
+            raise ConfigError(
+                f"{url} has no column {name!r}, which the scan's selected_fields names: it may have been renamed or "
+                "dropped since; make the dataset again, with a scan() of the columns that the table has"
+            ) from None
     whole = flatten(_arrow(schema))
     for each in (found := flatten(_arrow(scan.projection()))):
         if each.type != whole.field(each.name).type:

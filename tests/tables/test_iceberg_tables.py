@@ -479,6 +479,9 @@ class LogIn(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"<html>Please log in</html>")
 
+    def do_POST(self) -> None:
+        self.do_GET()
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -486,7 +489,18 @@ class LogIn(BaseHTTPRequestHandler):
 def test_what_is_no_catalog_is_told(monkeypatch):
     with serving(LogIn) as url:
         configure(monkeypatch, "page", uri=url)
-        with pytest.raises(ConfigError, match=r"the catalog 'page' cannot be opened .*: what answers at its uri is no"):
+        with pytest.raises(ConfigError, match=r"the catalog 'page' cannot be opened .*: what answers is no catalog"):
+            make_dataset("iceberg://page/space.table", cache=False)
+
+
+def test_what_is_no_token_endpoint_is_told(tmp_path, monkeypatch):
+    with serving(LogIn) as url:
+        oauth = f"client_id: me\n        client_secret: S3CRET\n        token_url: {url}"
+        auth = f"auth:\n      type: oauth2\n      oauth2:\n        {oauth}"
+        (tmp_path / ".pyiceberg.yaml").write_text(f"catalog:\n  page:\n    {auth}\n")
+        monkeypatch.setenv("PYICEBERG_HOME", str(tmp_path))
+        configure(monkeypatch, "page", uri=url)
+        with pytest.raises(ConfigError, match=r"the catalog 'page' cannot be opened .*: what answers is no catalog"):
             make_dataset("iceberg://page/space.table", cache=False)
 
 
@@ -531,6 +545,14 @@ def test_a_catalog_that_plans_a_scan_is_told_its_snapshot_and_given_up(table, mo
             assert handler.asked.get(timeout=60)["snapshot-id"] == table.metadata.current_snapshot_id
         finally:
             handler.given_up.set()
+
+
+def test_a_selected_column_that_is_renamed_is_told(table):
+    dataset = make_dataset(table.scan(selected_fields=("id",)), cache=False)
+    with table.update_schema() as update:
+        update.rename_column("id", "key")
+    with pytest.raises(ConfigError, match=r"has no column 'id', which the scan's selected_fields names: .* scan\(\)"):
+        dataset.refresh()
 
 
 def test_a_table_without_snapshots_is_told(catalog):
