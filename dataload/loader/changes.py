@@ -17,7 +17,7 @@ import base64
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -149,26 +149,45 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
         )
     if position.dataset != sampler.position.dataset and had_here:
         segments.append(_latest(position, had_here, tables, dataset, is_first=not segments))
-    if len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
-        raise ConfigError(
-            f"the data has changed {len(segments)} times within one epoch, more than a state holds: on_change="
-            '"next_epoch" ends the epoch first'
-        )
     by_rows = isinstance(dataset, Mixture) and bool(segments) and BY_ROWS in segments[0]
     snapshots = [*(_inventories(each, dataset) for each in segments), [each.inventory for each in dataset.datasets]]
     if by_rows:
         options["weights"] = _by_rows(snapshots[-1])
     options = listed(options, {**known, "windows": [*known.get("windows", ()), *map(_windows, snapshots)]})
     orders = [_order_over(sampler.order.with_options(), found, options, by_rows=by_rows) for found in snapshots]
-    had, taken = [KnownRows() for _ in dataset.datasets], 0
+    had, taken, compared = [KnownRows() for _ in dataset.datasets], 0, set()
     for number, segment in enumerate(segments):
         found, order = snapshots[number], orders[number]
         rest = order if not taken else rest_of(order, _others(had, found), taken, by_rows=by_rows)
         taken += segment["rows"]
         _add(had, found, rest, position.epoch, taken)
-        _add_moved(had, (segment, found), ((*segments, None)[number + 1], snapshots[number + 1]), dataset)
+        if _add_moved(had, (segment, found), ((*segments, None)[number + 1], snapshots[number + 1]), dataset):
+            compared |= {number, number + 1}
+    _shorten(segments, compared, dataset)
     moved = Position(sampler.position.dataset, position.epoch, position.cursor, {**options, EARLIER: segments})
     return moved, rest_of(orders[-1], _others(had, snapshots[-1]), taken, by_rows=by_rows)
+
+
+def _shorten(segments: Sequence[dict[str, Any]], compared: Collection[int], dataset: MapStyle) -> None:
+    """Leave out versions of tables until a state holds the segments, the oldest first: those that the cache stands for.
+
+    Args:
+        segments: The segments.
+        compared: Which of them are opened to compare rows. So is the last one if the data changes before it is read.
+        dataset: The data that the epoch goes on with.
+
+    Raises:
+        ConfigError: They are too long even so.
+    """
+    for number, segment in enumerate(segments[:-1]):
+        is_long = len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS
+        if is_long and number not in compared and _cached(dataset, segment["dataset"]).get() is not None:
+            segment.pop(TABLES, None)
+    if len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
+        raise ConfigError(
+            f"the data has changed {len(segments)} times within one epoch, more than a state holds: on_change="
+            '"next_epoch" ends the epoch first'
+        )
 
 
 def _check_calls(dataset: MapStyle) -> None:
@@ -453,8 +472,13 @@ def _add_moved(
     former: tuple[Mapping[str, Any], Sequence[Inventory]],
     newer: tuple[Mapping[str, Any] | None, Sequence[Inventory]],
     dataset: MapStyle,
-) -> None:
-    """Add the rows that a table has written again into other files, from one snapshot of each source to another."""
+) -> bool:
+    """Add the rows that a table has written again into other files, from one snapshot of each source to another.
+
+    Returns:
+        Whether versions of tables were opened for it.
+    """
+    opened = False
     for source, (each, old, new) in enumerate(zip(dataset.datasets, former[1], newer[1], strict=True)):
         gone = had[source].numbers(old, set(old.keys) - set(new.keys))
         added = added_rows(had[source], old, new)
@@ -471,6 +495,8 @@ def _add_moved(
                 for segment, inventory in ((former[0], old), (newer[0], new))
             )
             had[source].add(new, [moved(of, gone, to, added, REST_UNKNOWN)])
+            opened = True
+    return opened
 
 
 def _url(segment: Mapping[str, Any], dataset: MapStyle, source: int) -> str:

@@ -1479,6 +1479,51 @@ def test_a_mixture_of_many_tables_goes_on_without_the_cache_of_its_run(choice, t
     assert Counter(seen + rest) == dict.fromkeys(range(4 + (choice == "continue")), 50)
 
 
+def many_tables(table: GrowingIceberg, cache: Any) -> Any:
+    changes._kept.clear()
+    dataset = make_dataset(table.source(), cache=cache)
+    return make_loader(mix({f"s{each}": dataset for each in range(50)}), 4)
+
+
+def test_a_mixture_of_many_tables_changes_often_within_an_epoch(tmp_path):
+    """The cache stands for versions that a state cannot hold, but for those of which rows are compared."""
+    from dataload.cache.config import CacheConfig
+
+    table, cache = GrowingIceberg(tmp_path / "table", 0, 4), CacheConfig(cache_dir=str(tmp_path / "cache"))
+    seen, state = read([many_tables(table, cache)], 3, None)
+    for number in range(3):
+        table.append(1)
+        resumed = many_tables(table, cache)
+        resumed.load_state_dict(state, on_change="continue")
+        rows, state = read([resumed], 3, state)
+        seen += rows
+        assert ["tables" in each for each in state["earlier"]] == number * [False] + [True]
+    had = Counter(seen)
+    table.source().delete("id = 1")
+    resumed = many_tables(table, cache)
+    resumed.load_state_dict(state, on_change="continue")
+    rows, state = read([resumed], 3, state)
+    rest = many_tables(table, cache)
+    rest.load_state_dict(state, on_change="continue")
+    assert Counter(seen + rows + ended(rest)) == dict.fromkeys(table.alive - {1}, 50) | {1: had[1]}
+
+
+@pytest.mark.parametrize("why", ["without a cache", "rewritten rows"])
+def test_a_state_leaves_out_no_version_that_the_epoch_needs(why, tmp_path):
+    from dataload.cache.config import CacheConfig
+
+    cache = False if why == "without a cache" else CacheConfig(cache_dir=str(tmp_path / "cache"))
+    table = GrowingIceberg(tmp_path / "table", 0, 4)
+    _, state = read([many_tables(table, cache)], 3, None)
+    table.append(1) if why == "without a cache" else table.source().delete("id = 1")
+    resumed = many_tables(table, cache)
+    resumed.load_state_dict(state, on_change="continue")
+    _, state = read([resumed], 3, state)
+    table.append(1)
+    with pytest.raises(ConfigError, match=r"the data has changed 2 times within one epoch, more than a state holds"):
+        many_tables(table, cache).load_state_dict(state, on_change="continue")
+
+
 # fit
 
 
