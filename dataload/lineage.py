@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -134,16 +134,14 @@ def at_newest(dataset: Dataset) -> Dataset:
     return _again(dataset, partial(opened, newest=True), is_newer=True)
 
 
-def at_earlier(
-    dataset: Dataset, table: str | None, inventory: Inventory | None, without: Container[str] = ()
-) -> Dataset:
+def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None, excluded_since: int = 0) -> Dataset:
     """Return a dataset as it was at an earlier snapshot.
 
     Args:
         dataset: The dataset.
         table: The version, or a URL that ends in it, if it is one of a table.
         inventory: The rows that it had. None: those that the same calls make of the version.
-        without: Calls that it had not yet.
+        excluded_since: How many of its last calls of `exclude` it had not yet.
 
     Raises:
         ConfigError: It cannot be told.
@@ -152,7 +150,7 @@ def at_earlier(
     version = None if table is None else table.rpartition("@")[2]
     if inventory is None:
         try:
-            return _again(dataset, partial(opened, version=version), without, is_newer=False)
+            return _again(dataset, partial(opened, version=version), excluded_since, is_newer=False)
         except ConfigError as error:
             place = dataset.manifest.pinned.rpartition("@")[0]
             raise ConfigError(f"{place}@{version}, of which the epoch has rows: {error}") from error
@@ -174,13 +172,16 @@ def lacking(dataset: Dataset, former: Dataset) -> list[str]:
 def _again(
     dataset: Dataset,
     open_source: Callable[[Opening], Dataset],
-    without: Container[str] = (),
+    excluded_since: int = 0,
     *,
     is_newer: bool,
 ) -> Dataset:
-    """Return what the calls of a dataset make of another snapshot."""
-    opening, calls = _opening(dataset), [call for call in dataset.calls[1:] if call.name not in without]
-    steps = [(WAYS[name].again or _refused(name), given) for name, given in calls]
+    """Return what the calls of a dataset make of another snapshot, without its last calls of `exclude`."""
+    opening, calls = _opening(dataset), dataset.calls[1:]
+    excludes = [number for number, call in enumerate(calls) if call.name == "exclude"]
+    since = excludes[len(excludes) - excluded_since :]
+    kept = [call for number, call in enumerate(calls) if number not in since]
+    steps = [(WAYS[name].again or _refused(name), given) for name, given in kept]
     found = whole = open_source(opening)
     for again, given in steps:
         found = again(found, given, Move(dataset, whole, is_newer))

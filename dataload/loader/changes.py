@@ -18,6 +18,8 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -55,6 +57,7 @@ MOST_URL_CHARACTERS: Final = 400  # of the tables of a state; their numbers stan
 MOST_TABLE_CHARACTERS: Final = 1600  # of the versions of tables in a state, which has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
 REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch with set_epoch"
+MOST_WAYS: Final = 256  # in which sources may have excluded rows since
 KEPT: Final = 64  # inventories of this process
 
 _kept: OrderedDict[str, bytes] = OrderedDict()
@@ -315,12 +318,21 @@ def _reopened(
 ) -> list[Dataset]:
     """Return what the data of a segment was, of each source. found: the rows that it had, if they are known."""
     known = [None] * len(urls) if found is None else found
+    at = cache(lambda source, since: at_earlier(dataset.datasets[source], urls[source], known[source], since))
     # Rows may have been excluded since, such as bad ones that ended the run.
-    for without in ((), ("exclude",)):
-        each = [at_earlier(*source, without) for source in zip(dataset.datasets, urls, known, strict=True)]
+    calls = [sum(call.name == "exclude" for call in each.calls) for each in dataset.datasets]
+    for excluded_since in _excluded_since(calls):
+        each = [at(source, since) for source, since in enumerate(excluded_since)]
         if _digest([one.inventory for one in each], _names(dataset)) == segment["dataset"]:
             return each
     raise _unknown(segment)
+
+
+def _excluded_since(calls: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield how many of the calls of `exclude` of each source may be newer than a state: alike, or in other ways."""
+    for since in range(max(calls) + 1):
+        yield tuple(min(since, each) for each in calls)
+    yield from islice(product(*(range(each + 1) for each in calls)), MOST_WAYS)
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:
@@ -373,8 +385,8 @@ def _urls(segment: Mapping[str, Any], dataset: MapStyle) -> list[str | None] | N
 def _unknown(segment: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"which rows the data of the state had ({segment['dataset']}) is not in this cache, so the rows that the epoch "
-        "has had are not known: use the cache_dir of the run that saved it; for a table, with its filters; or begin an "
-        "epoch with set_epoch"
+        "has had are not known: use the cache_dir of the run that saved it; for a table, with its filters and exclude; "
+        "or begin an epoch with set_epoch"
     )
 
 

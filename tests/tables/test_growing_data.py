@@ -401,6 +401,41 @@ def test_rows_are_excluded_from_the_rest_of_an_epoch_without_the_cache_of_its_ru
     assert sorted(seen + ended(loader)) == sorted(left)
 
 
+def without(dataset: Any, *ids: int) -> Any:
+    """Return a dataset without some rows, each of which a call of its own excludes."""
+    for each in ids:
+        dataset = dataset.exclude([dataset["id"].tolist().index(each)])
+    return dataset
+
+
+@pytest.mark.parametrize("choice", ["continue", "next_epoch"])
+@pytest.mark.parametrize("shape", ["plain", "mixture"])
+def test_further_rows_are_excluded_without_the_cache_of_its_run(shape, choice, tmp_path):
+    table = GrowingDelta(tmp_path / "table")
+
+    def loader(*ids: int) -> Any:
+        changes._kept.clear()
+        whole = make_dataset(table.source(), cache=False)
+        other = without(whole, 0)
+        return make_loader(without(other, *ids) if shape == "plain" else mix([without(whole, *ids), other]), 4)
+
+    seen, state = read([loader()], 3, None)
+    bad = min({*range(1, 40)} - {*seen})
+    resumed = loader(bad)
+    resumed.load_state_dict(state, on_change=choice)
+    left = Counter(range(1, 40)) if shape == "plain" else Counter([*range(40), *range(1, 40)])
+    left[bad] -= choice == "continue"
+    assert Counter(seen + ended(resumed)) == +left
+
+
+def test_rows_that_are_excluded_no_more_are_told_without_the_cache_of_its_run(tmp_path):
+    table = GrowingDelta(tmp_path / "table")
+    _, state = read([make_loader(without(make_dataset(table.source(), cache=False), 0), 4)], 3, None)
+    changes._kept.clear()
+    with pytest.raises(ConfigError, match=r"is not in this cache, .* for a table, with its filters and exclude"):
+        make_loader(table.source(), 4, cache=False).load_state_dict(state, on_change="continue")
+
+
 def test_a_replaced_file_of_the_same_size_and_rows_is_another_one(folder, options):
     how = {"compression": "none", "use_dictionary": False}
     pq.write_table(pa.table({"id": range(20)}), folder / "a.parquet", **how)
