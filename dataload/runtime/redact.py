@@ -21,8 +21,8 @@ SHORTEST_SECRET = 4  # characters: shorter ones are in any text
 _NO_SECRET = re.compile("(enabled|type|region|signer|endpoint|delegation|user|name|ur[il])$", re.IGNORECASE)
 _WORDS = {"true", "false", "none", "basic", "bearer", "oauth2"}
 
-_FIELD = re.compile(r"([\w.-]+)=([^=].*)")  # of a connection string or a query; not base64, which may end in "="
-_BEHIND_USER = re.compile(r"[^=:]+:(?!//)(.+)")
+_FIELD = re.compile(r"([\w.-]+)=(.+)")  # of a connection string or a query
+_BEHIND_USER = re.compile(r"[^=:]+:(.+)")
 
 # Up to the last @ of a host: a password may have others. In Azure's URLs the name of a container may stand before it.
 _NOT_AZURE = "(?<!abfs:)(?<!abfss:)(?<!wasb:)(?<!wasbs:)"

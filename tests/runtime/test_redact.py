@@ -102,7 +102,7 @@ CONNECTION = (
         ),
         ({"s3.secret-access-key": "ab/cd+efgh"}, "ab%2Fcd%2Befgh ab/cd%2Befgh", "… …"),
         ({"connection_string": CONNECTION}, f"{CONNECTION} c2VjcmV0c2VjcmV0", "… …"),
-        ({"adls.connection-string": CONNECTION}, "http c2VjcmV0c2VjcmV0", "http …"),
+        ({"adls.connection-string": CONNECTION}, f"http c2VjcmV0c2VjcmV0 {CONNECTION}", "http … …"),
         ({"adls.connection-string": "AccountKey=c2VjcmV0c2VjcmV0=="}, "c2VjcmV0c2VjcmV0== c2Vjcm", "… c2Vjcm"),
         ({"token-refresh-enabled": "true", "s3.remote-signing-enabled": True, "auth": "false"}, "true", "true"),
         ({"auth": {"type": "basic", "basic": {"password": "s3cret"}}}, "basic s3cret", "basic …"),
