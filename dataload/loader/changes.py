@@ -493,15 +493,15 @@ def _add_moved(
     opened = False
     for source, (each, old, new) in enumerate(zip(dataset.datasets, former[1], newer[1], strict=True)):
         gone = had[source].numbers(old, set(old.keys) - set(new.keys))
-        added = added_rows(had[source], old, new)
-        if gone.size and added.size and not each.manifest.pinned:
+        added = added_rows(had[source], old, new) if gone.size else gone
+        if added.size and not each.manifest.pinned:
             log.warning(
                 "files that the epoch had %s of are gone, renamed or replaced, such as %s: if new files have these "
                 "rows, they come again",
                 counted(len(gone), "row"),
                 old.keys[int(np.searchsorted(np.cumsum(old.block_lengths), gone[0], "right"))][0],
             )
-        elif gone.size and added.size:
+        elif added.size:
             of, to = (
                 each if segment is None else at_earlier(each, _url(segment, dataset, source), inventory)
                 for segment, inventory in ((former[0], old), (newer[0], new))
