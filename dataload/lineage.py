@@ -197,7 +197,7 @@ def _whole(dataset: Dataset) -> Dataset:
     opening = _opening(dataset)
     if opening.base is None:  # in a copy of another process
         return opened(opening, dataset.manifest.pinned.rpartition("@")[2] or None)
-    how = opening.fill_null, opening.null_masks, (), opening.errors, dataset.calls[:1]
+    how = dataset.fill_null, opening.null_masks, (), opening.errors, dataset.calls[:1]
     return Dataset(opening.base, dataset.blocks, dataset.file_columns, *how)
 
 

@@ -21,6 +21,7 @@ from pyiceberg.types import LongType, StringType
 
 from dataload import make_dataset, make_loader
 from dataload.errors import ConfigError
+from dataload.lineage import calls_as_json
 from dataload.loader import changes
 
 
@@ -151,6 +152,23 @@ def test_rows_are_found_by_columns_with_nulls_that_are_not_read(table):
     rest = ended(table(), state, "continue", **options)
     had = column(first, "id")
     assert sorted(had + column(rest, "id")) == sorted({*range(11)} | {*had})
+
+
+def test_nulls_of_an_earlier_version_are_filled_by_the_names_there(table):
+    """Also in the record of the run, and when the rest of the epoch is refreshed."""
+    table().overwrite(pa.table({"id": pa.array(range(12), pa.int64()), "tens": pa.nulls(12, pa.int64())}))
+    _, state = begun(table(), fill_null={"tens": 7}, cache=False)
+    rename(table, ("tens", "more"))
+    table().append(pa.table({"id": pa.array([12], pa.int64()), "more": pa.nulls(1, pa.int64())}))
+    loader = make_loader(table(), 2, fill_null={"more": 7}, cache=False)
+    loader.load_state_dict(state, on_change="next_epoch")
+    [call] = calls_as_json(loader.dataset)
+    assert call["make_dataset"]["fill_null"] == {"tens": 7}
+    dataset = loader.dataset.exclude([0])
+    table().delete("id = 11")
+    assert dataset.refresh()
+    assert sorted(dataset.newest["id"].tolist()) == [*range(1, 11), 12]
+    assert dataset.newest["more"].tolist() == [7] * 11
 
 
 def test_filters_that_an_earlier_version_does_not_know_are_told_with_the_version(table):
