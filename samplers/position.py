@@ -18,7 +18,7 @@ LISTS: Final = {"weights": "weights", "next_weights": "weights of the next epoch
 CHOICE: Final = 'choose on_change="continue" or "next_epoch"'  # of a loader's load_state_dict, and of fit
 EARLIER: Final = "earlier"  # an option: the data that an epoch had before, a dict for each, the first one first
 TABLES: Final = "tables"  # an option: the versions of the tables that the data is of
-MOST_CHARACTERS: Final = 3700  # of all lists as JSON: a state has at most 4 KB
+MOST_CHARACTERS: Final = 3400  # of all lists as JSON: a state has at most 4 KB
 
 
 class Position(NamedTuple):
