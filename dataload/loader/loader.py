@@ -199,8 +199,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if sampler.handed_out_in_epoch is None:
             self._renew()
         keep(self.dataset, sampler.position.dataset)
-        tables = versions_of(self.dataset)
-        return sampler.saved_position.with_options(**({TABLES: tables} if tables else {})).state_dict()
+        state = sampler.state_dict()
+        if tables := versions_of(self.dataset):  # Longer lists give way to them.
+            state |= sampler.saved_position.with_options(**{TABLES: tables}).state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "error") -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.
