@@ -78,9 +78,10 @@ def first_table(results: Result) -> str:
     if not figures.slices:
         return ""
     heads, *rows = _shares(figures, *figures.slices[0])
-    known = {_name(entry): name for entry in ENTRIES for own, name in FIRST.items() if entry.name == own}
-    systems, *shares = zip(*[heads, *([known[row[0]], *row[1:]] for row in rows if row[0] in known)], strict=True)
-    return "\n".join(_table(systems, shares))
+    called = {_name(entry): FIRST[entry.name] for entry in ENTRIES if entry.name in FIRST}
+    shown = [[called[name], *shares] for name, *shares in rows if name in called]
+    systems, *workloads = zip(heads, *shown, strict=True)
+    return "\n".join(_table(systems, workloads))
 
 
 def put_between_marks(page: Path, text: str) -> None:

@@ -24,10 +24,10 @@ T = TypeVar("T")
 # Whether the request under way is one that `retried` repeats. fsspec's event loop runs it in the context of the caller.
 is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
 
-_nothing = threading.Event()
+_wanted = threading.Event()  # is never set
 
 # Set once nobody waits for the requests of this context any more, as after an error of another one: no more retries.
-abandoned: ContextVar[threading.Event] = ContextVar("abandoned", default=_nothing)
+abandoned: ContextVar[threading.Event] = ContextVar("abandoned", default=_wanted)
 
 _random = SystemRandom()  # It draws nothing from the generators of the user, and differs in forked children.
 
