@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from dataload.catalog.inventory import Inventory, keys_of
 from dataload.catalog.opening import Opening
@@ -92,7 +93,18 @@ def added_rows(known: KnownRows, old: Inventory, new: Inventory) -> npt.NDArray[
 
 
 def _mapped_again(dataset: Dataset, _: Any, move: Move) -> Dataset:
-    return dataset.mapped(move.former.stages[len(dataset.stages)])
+    return _mapped(dataset, move.former) if move.is_newer else dataset  # It changes no row numbers.
+
+
+def _mapped(dataset: Dataset, former: Dataset) -> Dataset:
+    """Return rows of another snapshot with the next map of a dataset. A function may make others of other columns."""
+    number = len(dataset.stages)
+    stage, read = former.stages[number], map(former.manifest.schema.field, former.file_columns)
+    if dataset.schema.equals(former.stages[number - 1].schema if number else pa.schema(read)):
+        return dataset.mapped(stage)
+    function = stage.function
+    found = dataset.map(function.call, stage.columns, function.version, processes=stage.processes)
+    return found.skipping() if stage.skips else found
 
 
 def _inventory_to_json(inventory: Inventory) -> Any:
@@ -112,7 +124,7 @@ WAYS = {
     "exclude": Way(lambda given: given.numbers, lambda dataset, rows: dataset.exclude(rows_of(rows)), _excluded_again),
     "split": Way(from_json=lambda dataset, how: dataset.split(how["fractions"], how["seed"])[how["part"]]),
     "part": Way(_inventory_to_json),
-    "map": Way(lambda function: function.name, lambda dataset, _: dataset, _mapped_again),  # It changes no row numbers.
+    "map": Way(lambda function: function.name, lambda dataset, _: dataset, _mapped_again),
     "flat_map": Way(lambda function: function.name),
     "pack": Way(_packing_to_json, lambda dataset, how: dataset.pack(**how)),
 }
@@ -135,7 +147,7 @@ def at_newest(dataset: Dataset) -> Dataset:
 
 
 def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None, excluded_since: int = 0) -> Dataset:
-    """Return a dataset as it was at an earlier snapshot.
+    """Return a dataset as it was at an earlier snapshot, before `map`.
 
     Args:
         dataset: The dataset.
@@ -155,10 +167,18 @@ def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None,
             place = dataset.manifest.pinned.rpartition("@")[0]
             raise ConfigError(f"{place}@{version}, of which the epoch has rows: {error}") from error
     # The files of a folder are those that it has now.
-    found = (_whole(dataset) if version is None else opened(_opening(dataset), version)).part(inventory)
-    for stage in dataset.stages:
-        found = found.mapped(stage)
-    return found
+    return (_whole(dataset) if version is None else opened(_opening(dataset), version)).part(inventory)
+
+
+def mapped_as(former: Dataset, dataset: Dataset) -> Dataset:
+    """Return rows of an earlier snapshot as a dataset maps its own.
+
+    Raises:
+        ConfigError, DataError: As `map` raises them.
+    """
+    while len(former.stages) < len(dataset.stages):
+        former = _mapped(former, dataset)
+    return former
 
 
 def lacking(dataset: Dataset, former: Dataset) -> list[str]:

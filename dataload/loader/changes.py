@@ -19,7 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice, product
+from itertools import combinations, islice, product
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -31,7 +31,7 @@ from dataload.catalog.inventory import Inventory, KnownRows, inventories_from_by
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError, DataError, OriginError
-from dataload.lineage import added_rows, at_earlier, lacking
+from dataload.lineage import added_rows, at_earlier, lacking, mapped_as
 from dataload.mixture import Mixture
 from dataload.moved_rows import moved
 from dataload.runtime.text import counted, few
@@ -235,7 +235,8 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
                 f"{former.manifest.pinned}, on which the epoch would end, lacks the column {gone[0]!r}: leave it out, "
                 'or use on_change="continue"'
             )
-    return dataset.over(each) if isinstance(dataset, Mixture) else each[0]
+    mapped = [mapped_as(former, one) for one, former in zip(dataset.datasets, each, strict=True)]
+    return dataset.over(mapped) if isinstance(dataset, Mixture) else mapped[0]
 
 
 def check_supported(dataset: MapStyle, sampler: RankSampler) -> None:
@@ -329,10 +330,18 @@ def _reopened(
 
 
 def _excluded_since(calls: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield how many of the calls of `exclude` of each source may be newer than a state: alike, or in other ways."""
+    """Yield how many of the calls of `exclude` of each source may be newer than a state: alike, or in few sources."""
     for since in range(max(calls) + 1):
         yield tuple(min(since, each) for each in calls)
-    yield from islice(product(*(range(each + 1) for each in calls)), MOST_WAYS)
+    callers = [source for source, each in enumerate(calls) if each]
+    ways = (
+        dict(zip(chosen, since, strict=True))
+        for count in range(1, len(callers) + 1)
+        for chosen in combinations(callers, count)
+        for since in product(*(range(1, calls[each] + 1) for each in chosen))
+    )
+    for newer in islice(ways, MOST_WAYS):
+        yield tuple(newer.get(source, 0) for source in range(len(calls)))
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:

@@ -199,10 +199,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if sampler.handed_out_in_epoch is None:
             self._renew()
         keep(self.dataset, sampler.position.dataset)
-        state = sampler.state_dict()
         if tables := versions_of(self.dataset):  # Longer lists give way to them.
-            state |= sampler.saved_position.with_options(**{TABLES: tables}).state_dict()
-        return state
+            return sampler.saved_position.with_options(**{TABLES: tables}).state_dict()
+        return sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "error") -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.

@@ -428,6 +428,23 @@ def test_further_rows_are_excluded_without_the_cache_of_its_run(shape, choice, t
     assert Counter(seen + ended(resumed)) == +left
 
 
+def test_rows_of_one_of_many_sources_are_excluded_without_the_cache_of_its_run(tmp_path):
+    """All of them have excluded rows before."""
+    table = GrowingDelta(tmp_path / "table", 0, 8)
+
+    def loader(*ids: int) -> Any:
+        changes._kept.clear()
+        other = without(make_dataset(table.source(), cache=False), 0)
+        return make_loader(mix({"a": without(other, *ids), **{f"s{each}": other for each in range(12)}}), 4)
+
+    seen, state = read([loader()], 1, None)
+    resumed = loader(1)
+    resumed.load_state_dict(state, on_change="continue")
+    found = Counter(seen + ended(resumed))
+    assert found[1] in (12, 13)
+    assert {**found, 1: 13} == dict.fromkeys(range(1, 8), 13)
+
+
 def test_rows_that_are_excluded_no_more_are_told_without_the_cache_of_its_run(tmp_path):
     table = GrowingDelta(tmp_path / "table")
     _, state = read([make_loader(without(make_dataset(table.source(), cache=False), 0), 4)], 3, None)
@@ -1029,6 +1046,58 @@ def test_workers_follow_a_refresh(how, folder, options):
     write(folder / "c.parquet", 40, 4)
     loader.dataset.refresh()
     assert sorted(ended(loader)) == list(range(44))
+
+
+def plus_one(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"x": batch["x"] + 1}
+
+
+def same(batch: dict[str, Any]) -> dict[str, Any]:
+    return dict(batch)
+
+
+OTHER_COLUMNS: dict[str, Any] = {
+    "a wider column that map keeps": ([2**40], pa.array([2**40]), pa.array([1])),
+    "a wider column that map gets": ([7], pa.array([7]), pa.array([1.5])),
+    "a further column": ([7], pa.array([7]), pa.array([1]), pa.array(["text"])),
+    "a column that is gone": (None, None, pa.array([1])),
+}
+
+
+@pytest.mark.parametrize("choice", ["refresh", "next_epoch"])
+@pytest.mark.parametrize("gets", [["x"], None])
+@pytest.mark.parametrize("change", OTHER_COLUMNS)
+def test_map_makes_the_columns_of_each_snapshot(change, gets, choice, tmp_path):
+    path, (kept, *columns) = str(tmp_path / "table"), OTHER_COLUMNS[change]
+    usual = pa.table({"keep": pa.array([1, 2], pa.int32()), "x": pa.array([3, 4], pa.int32())})
+    other = {name: each for name, each in zip(("keep", "x", "more"), columns, strict=False) if each is not None}
+
+    def write_rows(rows: pa.Table) -> None:
+        write_deltalake(path, rows, mode="overwrite", schema_mode="overwrite")
+
+    def loader() -> Any:
+        changes._kept.clear()
+        return make_loader(make_dataset(DeltaTable(path), cache=False).map(plus_one if gets else same, gets), 1)
+
+    both = usual, pa.concat_tables([pa.table(other)] * 2)
+    before, after = both if choice == "refresh" else both[::-1]
+    write_rows(before)
+    current = loader()
+    batches = iter(current)
+    next(batches)
+    state = current.state_dict()
+    if choice == "refresh":
+        list(batches)
+        write_rows(after)
+        current.dataset.refresh()
+    else:
+        batches.close()
+        write_rows(after)
+        current = loader()
+        current.load_state_dict(state, on_change="next_epoch")
+    row = next(iter(current))
+    assert row["x"].tolist() == [columns[1][0].as_py() + bool(gets)]
+    assert (row["keep"].tolist() if "keep" in row else None) == kept
 
 
 def test_rows_that_fail_are_skipped_after_a_refresh(folder, options):
