@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -17,7 +18,7 @@ from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 from dataload.extras import required
 from dataload.formats.hive_partitions import Constants
 from dataload.formats.table_columns import ID, STORED, By, TableColumns, with_fields
-from dataload.runtime.redact import cause_of, redacted
+from dataload.runtime.redact import cause_of, redacted, secrets_of
 
 READER_VERSION = 3  # the newest that is known
 VARIANTS = {"variantType", "variantType-preview", "variantShredding", "variantShredding-preview"}
@@ -35,6 +36,7 @@ MAPPING = b"delta.columnMapping."
 
 COPY = "copy its rows to plain Parquet, such as by spark.table(name).write.parquet(copy), and name the copy"
 EARLIER = 256  # versions, among which to look for footers
+COLOURS = re.compile(r"\x1b\[[\d;]*m")  # of a terminal, in errors
 
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ def delta_snapshot(source: Any, storage_options: Mapping[str, Any] | None) -> Sn
     root, version = unquote(table.table_uri).rstrip("/"), int(table.version())
     root = root.removeprefix("file://")
     url = f"{DELTA_URL}{shown(root)}@{version}"
-    return _reading(url, lambda: _snapshot(table, url, root, version))
+    return _reading(url, lambda: _snapshot(table, url, root, version), _secrets_of(table))
 
 
 def delta_at(table: Any, version: str | None, storage_options: Mapping[str, Any] | None) -> Any:
@@ -73,42 +75,49 @@ def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Any:
     place, named = at_version(url)
     place = place.removeprefix("file://")
     options = to_delta(place, storage_options)
+    secrets = secrets_of([storage_options, options])
 
     def opened(version: int | None = None) -> Any:
         return deltalake.DeltaTable(place, version=version, storage_options=options)
 
     if named is None:
-        return _reading(f"{DELTA_URL}{shown(place)}", opened)
+        return _reading(f"{DELTA_URL}{shown(place)}", opened, secrets)
     try:
         return opened(int(named))
     except Exception as error:  # noqa: BLE001 (deltalake raises those of many kinds)
-        newest = _reading(f"{DELTA_URL}{shown(place)}", opened).version()
+        newest = _reading(f"{DELTA_URL}{shown(place)}", opened, secrets).version()
         if int(named) > newest:
             raise ConfigError(
                 f"{DELTA_URL}{shown(place)} has no version {named}: its newest is {newest}; leave out @{named} for it"
             ) from None
         raise ConfigError(
             f"{DELTA_URL}{shown(place)}: version {named} cannot be read any more, of {newest + 1} versions: the "
-            f"log of old ones is removed after delta.logRetentionDuration: {_line(error)}"
-        ) from cause_of(error)
+            f"log of old ones is removed after delta.logRetentionDuration: {_line(error, secrets)}"
+        ) from cause_of(error, secrets)
 
 
-def _reading(url: str, call: Callable[[], T]) -> T:
-    """Return what a call of deltalake returns, with its errors as those of dataload."""
+def _secrets_of(table: Any) -> set[str]:
+    """Return the credentials of the store of a table."""
+    return secrets_of(table._storage_options)  # noqa: SLF001 (nothing public has them)
+
+
+def _reading(url: str, call: Callable[[], T], secrets: Iterable[str]) -> T:
+    """Return what a call of deltalake returns, with its errors as those of dataload, without some secrets."""
     try:
         return call()
     except (ConfigError, OriginError, DataError):
         raise
     except Exception as error:  # noqa: BLE001 (deltalake raises those of many kinds)
-        if type(error).__name__ == "TableNotFoundError" or "no files in log segment" in str(error).lower():
-            raise OriginNotFound(f"{url}: there is no Delta table, no _delta_log: check the URL") from cause_of(error)
-        if "unsupported" in (text := _line(error)).lower() or "not supported" in text.lower():
-            raise DataError(f"{url} has something that deltalake cannot read: {text}; {COPY}") from cause_of(error)
-        raise OriginError(f"{url}: the log of the table cannot be read by deltalake: {text}") from cause_of(error)
+        text, cause = _line(error, secrets), cause_of(error, secrets)
+        if type(error).__name__ == "TableNotFoundError" or "no files in log segment" in text.lower():
+            raise OriginNotFound(f"{url}: there is no Delta table, no _delta_log: check the URL") from cause
+        if "unsupported" in text.lower() or "not supported" in text.lower():
+            raise DataError(f"{url} has something that deltalake cannot read: {text}; {COPY}") from cause
+        raise OriginError(f"{url}: the log of the table cannot be read by deltalake: {text}") from cause
 
 
-def _line(error: BaseException) -> str:
-    return redacted(" ".join(str(error).split()))
+def _line(error: BaseException, secrets: Iterable[str]) -> str:
+    return redacted(COLOURS.sub("", str(error)), secrets)
 
 
 def _snapshot(table: Any, url: str, root: str, version: int) -> Snapshot:
@@ -152,7 +161,7 @@ def _snapshot(table: Any, url: str, root: str, version: int) -> Snapshot:
         sorted(files, key=lambda file: file.url),
         columns,
         range(version - 1, max(-1, version - 1 - EARLIER), -1),
-        _deleted(table) if has_vectors else {},
+        _deleted(table, url) if has_vectors else {},
         of_delta(root, table._storage_options),  # noqa: SLF001 (nothing public has them)
     )
 
@@ -200,12 +209,21 @@ def _constants(actions: pa.Table, partitions: Mapping[str, str]) -> list[Constan
     return list(zip(*([(name, value) for value in values] for name, values in texts.items()), strict=True))
 
 
-def _deleted(table: Any) -> dict[str, Positions]:
+def _deleted(table: Any, url: str) -> dict[str, Positions]:
     """Return the deleted rows of each file that has a deletion vector."""
     found: dict[str, Positions] = {}
-    for vectors in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
-        for path, kept in zip(vectors["filepath"].to_pylist(), vectors["selection_vector"], strict=True):
-            # It ends with the last deleted row.
-            mask = kept.values.to_numpy(zero_copy_only=False)
-            found[unquote(path).removeprefix("file://")] = np.flatnonzero(~mask).astype(np.int64)
+    try:
+        for vectors in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+            for path, kept in zip(vectors["filepath"].to_pylist(), vectors["selection_vector"], strict=True):
+                # It ends with the last deleted row.
+                mask = kept.values.to_numpy(zero_copy_only=False)
+                found[unquote(path).removeprefix("file://")] = np.flatnonzero(~mask).astype(np.int64)
+    except Exception as error:
+        if "not found" not in str(error).lower():
+            raise
+        secrets = _secrets_of(table)
+        raise OriginNotFound(
+            f"{url}: a file of its deletion vectors is gone, perhaps because VACUUM has removed it: open a newer "
+            f"version: {_line(error, secrets)}"
+        ) from cause_of(error, secrets)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
+import traceback
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from table_rows import check_same, rows_of
 
 from dataload import make_dataset, make_loader, mix
 from dataload.cli import app
-from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
+from dataload.errors import ConfigError, DataError, DataloadError, OriginError, OriginNotFound
 
 SECRET = "s3cret-of-the-table"
 
@@ -46,6 +47,16 @@ def ids(source: object, **options: object) -> list[int]:
 def commit(path: str, *actions: dict[str, object]) -> None:
     version = DeltaTable(path).version() + 1
     Path(f"{path}/_delta_log/{version:020}.json").write_text("\n".join(map(json.dumps, actions)))
+
+
+def delete_by_vector(path: str, kind: str, numbers: list[int]) -> None:
+    """Delete rows of the oldest file of a table by a deletion vector."""
+    [(name, add), *_] = sorted(adds(path).items(), key=lambda item: item[1]["modificationTime"])
+    features = {"minReaderVersion": 3, "minWriterVersion": 7}
+    names = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
+    vector = deletion_vector(Path(path), numbers, kind)
+    remove = {"path": name, "deletionTimestamp": 1, "dataChange": True}
+    commit(path, {"protocol": {**features, **names}}, {"remove": remove}, {"add": {**add, "deletionVector": vector}})
 
 
 def adds(path: str) -> dict[str, dict[str, object]]:
@@ -121,12 +132,7 @@ def test_a_name_that_moves_to_another_column_has_no_rows_of_the_cache(tmp_path):
 
 @pytest.mark.parametrize("kind", ["i", "u", "p"])
 def test_deletion_vectors_delete_rows(kind, table):
-    [(name, add), *_] = sorted(adds(table).items(), key=lambda item: item[1]["modificationTime"])
-    features = {"minReaderVersion": 3, "minWriterVersion": 7}
-    names = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
-    vector = deletion_vector(Path(table), [0, 3], kind)
-    remove = {"path": name, "deletionTimestamp": 1, "dataChange": True}
-    commit(table, {"protocol": {**features, **names}}, {"remove": remove}, {"add": {**add, "deletionVector": vector}})
+    delete_by_vector(table, kind, [0, 3])
     assert ids(f"delta+{table}") == [1, 2, 4, 5, 6, 7]
     assert ids(f"delta+{table}@1") == list(range(8))
 
@@ -200,6 +206,29 @@ def test_vacuumed_files_are_told(table):
     assert ids(f"delta+{table}") == [8, 9]
     with pytest.raises(OriginNotFound, match="VACUUM or expire_snapshots has removed it"):
         make_dataset(f"delta+{table}@1", cache=False)
+
+
+def test_deletion_vectors_that_are_vacuumed_are_told(table):
+    delete_by_vector(table, "u", [0])
+    [file] = Path(table).glob("*.bin")
+    file.unlink()
+    with pytest.raises(OriginNotFound, match=f"table@2: a file of its deletion vectors is gone, .*{file.name}"):
+        make_dataset(f"delta+{table}", cache=False)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("gs://bucket/table", {"token": "RAWSECRET"}),
+        ("s3://bucket/table", {"AWS_SKIP_SIGNATURE": "RAWSECRET"}),
+    ],
+)
+def test_errors_of_a_log_show_no_credentials(url, options):
+    with pytest.raises(OriginError, match=r"log of the table cannot be read by deltalake: Generic .*…") as caught:
+        make_dataset(f"delta+{url}", cache=False, storage_options=options)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "RAWSECRET" not in shown
+    assert "\x1b" not in str(caught.value)
 
 
 def test_files_that_are_vacuumed_while_they_are_read_are_told(table, tmp_path):
