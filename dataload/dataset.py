@@ -23,7 +23,7 @@ from dataload.catalog.inventory import Inventory, KnownRows, keys_of
 from dataload.catalog.locations import Location, Locator, MadeLocation
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.opening import Call, Excluded, Opening
-from dataload.catalog.recipe import plain, public_name, rows_as_json
+from dataload.catalog.recipe import public_name, rows_as_json
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, source_paths
@@ -687,7 +687,7 @@ def opened(opening: Opening, version: str | None = None, *, newest: bool = False
     manifest, blocks, columns = opening.open(version, newest=newest)
     source = manifest.pinned or [public_name(path) for path in source_paths(cast("Source", opening.source))]
     fill_null = opening.fill_null if version is None else opening.fill_null_in(manifest)
-    found = {"source": source, "columns": columns, "fill_null": plain(fill_null)}
+    found = {"source": source, "columns": columns, "fill_null": fill_null}
     calls = (Call("make_dataset", replace(opening, base=manifest, found=found)),)
     return Dataset(manifest, blocks, columns, fill_null, opening.null_masks, (), opening.errors, calls)
 

@@ -16,6 +16,7 @@ import math
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-VERSION = 4
+VERSION = 5
 BYTES_AT_ONCE = 8 << 20  # of rows that are compared
 LANES = 2  # hashes of 64 bits for a row: other rows have equal ones less often than a disk returns wrong bytes
 MASK = (1 << 64) - 1
@@ -145,9 +146,11 @@ def _with_columns(
     groups = np.unique(np.searchsorted(np.cumsum(inventory.block_lengths), gone, "right"))
     places = {group.file: group.footer_at for group in map(former.row_groups.__getitem__, groups.tolist())}
     files: dict[Object, Keys] = {}
+    outside = frozenset[str]() if former.table is None else former.table.outside  # It may have other partitions now.
+    columns = replace(table, outside=frozenset(called[name] for name in outside if name in called))
     for file in places:
         values = tuple((called[name], value) for name, value in getattr(file, "constants", ()) if name in called)
-        files[TableFile(file.path, file.size, file.version, columns=table, constants=values)] = ()
+        files[TableFile(file.path, file.size, file.version, columns=columns, constants=values)] = ()
     manifest = manifest_of(files, newer.blocks, errors=newer.errors, known=lambda: places)
     here = Inventory.of(manifest, "")
     # Only these rows, because others may have nulls that batches cannot hold.

@@ -76,7 +76,7 @@ def test_reprs_have_no_credentials(tmp_path: Path, url_of: Callable[[str], str])
     group = dataset.row_groups[0]
     filesystem = fsspec.filesystem("tiercache", target_protocol="http", cache_dir=str(tmp_path / "cache"))
     with filesystem.open(url_of("rows.parquet")) as file:
-        for value in (dataset, group, group.file, dataset.blocks.key(group.file, "part"), file):
+        for value in (dataset, dataset.calls, group, group.file, dataset.blocks.key(group.file, "part"), file):
             assert SECRET not in repr(value)
             assert "rows.parquet" in repr(value)
 

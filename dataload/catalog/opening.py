@@ -70,11 +70,11 @@ class Opening:
         errors: As in `make_dataset`.
         partitioning: As in `make_dataset`.
         base: All rows of the snapshot that was opened; None: this is a copy in another process.
-        found: What was opened, without credentials: "source", the version of a table or the paths, and "columns", also
-            those that a scan selects.
+        found: What was opened, without credentials: "source", the version of a table or the paths; "columns", also
+            those that a scan selects; and "fill_null", by the names of that version.
     """
 
-    source: Source | None
+    source: Source | None = field(repr=False)
     storage_options: Mapping[str, Any] | None = field(repr=False)
     config: CacheConfig | None
     columns: list[str] | None
@@ -125,10 +125,10 @@ class Opening:
 
     def fill_null_in(self, other: Manifest) -> Any:
         """Return `fill_null` by the names of another version of the table."""
-        called = self._called_in(other)
-        if called is None or not isinstance(self.fill_null, Mapping):
-            return self.fill_null
-        return {called[name]: value for name, value in self.fill_null.items() if name in called}
+        called, own = self._called_in(other), self.found.get("fill_null", self.fill_null)
+        if called is None or not isinstance(own, Mapping):
+            return own
+        return {called[name]: value for name, value in own.items() if name in called}
 
     def _called_in(self, other: Manifest) -> dict[str, str] | None:
         """Return what another version of the table calls the columns that both have; None: the same."""
@@ -141,5 +141,6 @@ class Opening:
 
     def to_json(self) -> dict[str, Any]:
         """Return the source and the arguments that are not the usual ones, without credentials."""
-        given = {**{name: plain(getattr(self, name)) for name in USUAL}, **self.found}
-        return {name: value for name, value in given.items() if value != USUAL.get(name)}
+        given = {**{name: getattr(self, name) for name in USUAL}, **self.found}
+        values = {name: plain(value) for name, value in given.items()}
+        return {name: value for name, value in values.items() if value != USUAL.get(name)}

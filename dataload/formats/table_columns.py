@@ -187,11 +187,11 @@ class _Names:
 
     def _match(self, fields: Iterable[pa.Field], nodes: Sequence[int], taken: set[str], owner: str = "") -> None:
         """Give each node of a struct the name that the table has for it."""
+        first = {self._called(self._elements[node]): node for node in reversed(nodes)}  # A name may come twice.
         found: dict[int, pa.Field] = {}
         for each in fields:
-            node = next((node for node in nodes if self._is(each, self._elements[node])), None)
-            if node is not None:
-                found[node] = each
+            if places := [first[called] for called in self._calls(each) if called in first]:
+                found[min(places)] = each
         for node in nodes:
             name = self._elements[node].text
             if node in found:
@@ -207,11 +207,16 @@ class _Names:
             if owner:
                 self._owner[node] = owner
 
-    def _is(self, each: pa.Field, element: Element) -> bool:
+    def _called(self, element: Element) -> int | str | None:
+        """Return what a node is known by."""
+        return element.field_id if self.by_id else element.text
+
+    def _calls(self, each: pa.Field) -> list[int] | list[str]:
+        """Return what the node of a column may be known by."""
         if self.by_id:
-            return element.field_id is not None and _id_of(each) == element.field_id
+            return [] if (number := _id_of(each)) is None else [number]
         # A column without names in the mapping is in no file without numbers, whatever the file calls its columns.
-        return element.text in (_names_of(each) or ([each.name] if self._table_by == "name" else []))
+        return _names_of(each) or ([each.name] if self._table_by == "name" else [])
 
     def _inside(self, kind: pa.DataType, node: int, owner: str) -> None:
         """Give the nodes inside a column the names that the table has for them."""

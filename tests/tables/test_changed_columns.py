@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import json
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from pyiceberg.types import LongType, StringType
 
 from dataload import make_dataset, make_loader
 from dataload.errors import ConfigError
+from dataload.formats.table_columns import ID, STORED, TableColumns, TableFile, with_table_names
 from dataload.lineage import calls_as_json
 from dataload.loader import changes
 
@@ -171,6 +174,46 @@ def test_nulls_of_an_earlier_version_are_filled_by_the_names_there(table):
     assert dataset.newest["more"].tolist() == [7] * 11
 
 
+def test_nulls_of_all_versions_of_an_epoch_are_filled_by_the_names_there(table):
+    """The epoch ends on a version whose rows, and those before it, were written again."""
+    table().overwrite(pa.table({"id": pa.array(range(12), pa.int64()), "tens": pa.nulls(12, pa.int64())}))
+    first, state = begun(table(), fill_null={"tens": 7}, cache=False)
+    table().delete("id = 11")
+    rename(table, ("tens", "more"))
+    for gone in (10, 9):
+        loader = make_loader(table(), 1, fill_null={"more": 7}, cache=False)
+        loader.load_state_dict(state, on_change="continue")
+        batches = iter(loader)
+        first += [listed(next(batches))]
+        state = json.loads(json.dumps(loader.state_dict()))
+        batches.close()
+        changes._kept.clear()
+        table().delete(f"id = {gone}")
+    rename(table, ("more", "last"))
+    rest = ended(table(), state, "next_epoch", fill_null={"last": 7}, cache=False)
+    had = column(first, "id")
+    assert sorted(had + column(rest, "id")) == sorted({*range(10)} | {*had})
+    assert set(column(rest, "more")) == {7}
+
+
+@pytest.mark.parametrize("by", ["id", "name"])
+def test_columns_of_a_wide_table_are_found_in_linear_time(by):
+    count = 4000
+    numbers = [{ID: str(number).encode()} for number in range(count)]
+    stored = pa.schema([pa.field(f"old{n}", pa.int64(), metadata=each) for n, each in enumerate(numbers)])
+    file = io.BytesIO()
+    pq.write_table(stored.empty_table(), file)
+    data = file.getvalue()
+    names = [{**each, STORED: json.dumps([f"old{n}"]).encode()} for n, each in enumerate(numbers)]
+    fields = [pa.field(f"new{n}", pa.int64(), metadata=each) for n, each in enumerate(names)]
+    columns = TableColumns(pa.schema(fields[::-1]), by)
+    footer = memoryview(data)[-8 - int.from_bytes(data[-8:-4], "little") :]
+    start = time.perf_counter()
+    _, renamed = with_table_names(footer, TableFile("wide.parquet", len(data), "", columns=columns))
+    assert time.perf_counter() - start < 3  # of a tenth, and not of ten
+    assert renamed == {f"new{n}": json.dumps([[f"old{n}", f"new{n}"]]) for n in range(count)}
+
+
 def test_filters_that_an_earlier_version_does_not_know_are_told_with_the_version(table):
     _, state = begun(table(), filters=[("id", ">", 1)], cache=False)
     snapshot = table().current_snapshot().snapshot_id
@@ -280,6 +323,17 @@ def test_rows_of_partitions_are_found_when_they_are_written_again(tmp_path):
         write_deltalake(path, rows, mode="append", partition_by=["part"])
     first, state = begun(DeltaTable(path), cache=False)
     DeltaTable(path).optimize.compact()
+    rest = ended(DeltaTable(path), state, "continue", cache=False)
+    assert sorted(column(first + rest, "id")) == list(range(12))
+
+
+@pytest.mark.parametrize("partitions", [(None, ["part"]), (["part"], None), (["part"], ["part", "other"])])
+def test_rows_are_found_in_other_partitions(partitions, tmp_path):
+    path = str(tmp_path / "table")
+    rows = pa.table({"id": range(12), "part": ["a", "b"] * 6, "other": ["c", "d", None] * 4})
+    write_deltalake(path, rows, partition_by=partitions[0])
+    first, state = begun(DeltaTable(path), cache=False)
+    write_deltalake(path, rows, mode="overwrite", schema_mode="overwrite", partition_by=partitions[1])
     rest = ended(DeltaTable(path), state, "continue", cache=False)
     assert sorted(column(first + rest, "id")) == list(range(12))
 
