@@ -32,7 +32,7 @@ class StopSignal:
 
     Args:
         signals: Names of the signals. One that the program handles itself is left to it, and so are all of them outside
-            of the main thread.
+            of the main thread. One that another `StopSignal` around this one handles is heeded by both.
 
     Attributes:
         reason: Which signal it was, and on which rank; "": none yet. Set by `requested`.
@@ -66,8 +66,9 @@ class StopSignal:
         self._process = os.getpid()  # that of a rank, which may have been forked since
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
-                if _is_unhandled(number):
-                    self._before[number] = signal.signal(number, self._note)
+                if _is_unhandled(number) or _owner(signal.getsignal(number)) not in (None, self):
+                    self._before[number] = signal.getsignal(number)
+                    signal.signal(number, self._note)
         if left := [number.name for number in self._signals if number not in self._before]:
             log.info("%s: left to the program", ", ".join(left))
         return self
@@ -78,11 +79,14 @@ class StopSignal:
                 signal.signal(number, handler)
         self._before.clear()
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked worker, which has inherited this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._received = number
+        outer = _owner(self._before.get(signal.Signals(number)))
+        if outer is not None and outer._process == self._process:  # noqa: SLF001 (else that of this rank's parent)
+            outer._note(number, frame)  # noqa: SLF001 (of this class)
 
     def requested(self) -> bool:
         """Return whether a rank has got a signal: the same on all ranks, which must call it after the same steps.
@@ -102,6 +106,12 @@ def _numbers(names: Iterable[str] | None) -> list[signal.Signals]:
     if not all(name in signal.Signals.__members__ for name in names) or {"SIGKILL", "SIGSTOP"}.intersection(names):
         raise ConfigError(f"stop_signals={names}: name signals that a process can handle, such as {STOP_SIGNALS}")
     return [signal.Signals[name] for name in names]
+
+
+def _owner(handler: Any) -> StopSignal | None:
+    """Return the `StopSignal` whose handler this is, such as that of a loop around `fit`; None: it is another one."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignal) else None
 
 
 def _is_unhandled(number: signal.Signals) -> bool:

@@ -254,8 +254,12 @@ def fit(
             with _recorded(loop, log_dir, log_every, device, traces):
                 return loop.run(epochs, resumed, show_progress=progress and is_first())
 
-    with process_group(world, device, timeout), stop:  # A rank that still waits for the others ends at a signal.
-        history = train()
+    with process_group(world, device, timeout):
+        with stop:  # A rank that still waits for the others ends at a signal.
+            history = train()
+        # To close a run may take a minute. From here on the signals end the process again, so that none is lost.
+        if not ending.by_signal and ending.ask_signals() and is_first():
+            log.warning("%s came when the run had ended already: the program ends, too", ending.reason)
     if ending.by_signal:
         raise SystemExit(0)
     return history

@@ -249,8 +249,6 @@ class TrainingLoop:
                 self._tell(unfinished)
                 self._tell_of_end(number)
                 return [*self.history, unfinished]
-            if self.ending.ask_signals():
-                break  # The next run evaluates.
             self._finish_epoch()
             if self.ending.ask(self.step):
                 break
@@ -321,8 +319,11 @@ class TrainingLoop:
         return {"epoch": number, "loss": math.nan, **tally.figures(self.loader, self.world.rank)}
 
     def _finish_epoch(self) -> None:
-        """Evaluate and log the last epoch, unless done. It has a checkpoint, so a failed evaluation loses nothing."""
-        if self.evaluated:
+        """Evaluate and log the last epoch, unless done. It has a checkpoint, so a failed evaluation loses nothing.
+
+        After a signal, the next run does so.
+        """
+        if self.evaluated or self.ending.ask_signals():
             return
         record = self.history[-1]
         if self.evaluate is not None:

@@ -22,6 +22,8 @@ from nightly import NIGHTLY
 from regression import build, in_order, parameters_of, squared_error
 
 from dataload import ConfigError, StopSignal, fit, make_loader
+from dataload.train import harness
+from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.world import World
 
 ROWS, EPOCHS = 96, 3
@@ -193,6 +195,38 @@ def test_a_signal_while_a_run_is_opened_ends_it_before_its_first_step(tmp_path, 
     assert train(folder, tmp_path, loader=loader)[1:] == (None, 0)
 
 
+def test_a_signal_while_a_run_is_opened_ends_it_before_it_evaluates(tmp_path, folder, monkeypatch):
+    train(folder, tmp_path, epochs=1, evaluate=lambda _: {"score": 1.0})
+    evaluated = []
+    how = {"epochs": 1, "evaluate": lambda _: evaluated.append(None) or {}}
+    find = Checkpoints.find
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "find", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or find(*args))
+        assert train(folder, tmp_path, **how)[1:] == (None, 0)
+    assert evaluated == []
+    train(folder, tmp_path, **how)
+    assert evaluated == [None]
+
+
+def told_at_the_end(folder, checkpoints):
+    told, close = [], Checkpoints.close
+
+    def closing(run):
+        if World.detect().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        close(run)
+
+    Checkpoints.close = closing
+    harness.log.addFilter(lambda record: told.append(record.getMessage()) or True)
+    return train(folder, checkpoints, epochs=1)[1], told
+
+
+def test_a_signal_while_a_run_is_closed_ends_the_program_on_all_ranks(tmp_path, folder, ranks):
+    """To give the lease of a store back may take a minute."""
+    said = ["SIGTERM on rank 1 came when the run had ended already: the program ends, too"]
+    assert ranks(2, told_at_the_end, folder, str(tmp_path)) == [(None, said), (None, [])]
+
+
 def test_a_rank_that_waits_for_the_others_ends_at_a_signal(folder):
     program = """
 import torch
@@ -313,6 +347,27 @@ def test_signals_that_the_program_handles_are_left_to_it(folder):
         signal.signal(signal.SIGTERM, before)
     assert seen == [signal.SIGTERM]
     assert len(history) == EPOCHS
+
+
+def test_a_run_within_a_stop_signal_heeds_it_too(folder):
+    with StopSignal() as stop:
+        assert train(folder, None, at=2)[1:] == (None, 3)
+        assert (stop.requested(), stop.reason) == (True, "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_rank_that_was_forked_within_a_stop_signal_heeds_its_own():
+    with StopSignal() as outer:
+        child = os.fork()
+        if not child:
+            try:
+                with StopSignal() as stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    os._exit(3 if stop.requested() else 4)
+            finally:
+                os._exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert not outer.requested()
 
 
 def test_a_handler_that_the_program_sets_during_the_run_stays():
