@@ -30,12 +30,12 @@ from dataload.rows.columns import (
     Dense,
     Nested,
     Ragged,
+    arrow_strings,
     bounds_of,
     codes_of,
     concatenate,
     lengths_of,
     spans_of,
-    string_array,
     strings_of,
     used_values,
     with_nulls,
@@ -202,7 +202,6 @@ class Blob:
         self._heaps: dict[str, memoryview] = {}
         self._nested: dict[str, pa.Array] = {}
         self._spans: dict[str, Array] = {}
-        self._strings: dict[str, pa.Array | None] = {}
         self._texts: dict[str, tuple[Array, Array]] = {}  # the strings, object [distinct], and which are made
         for field, (start, table_bytes, size) in zip(layout.ragged, _starts(blob, layout), strict=True):
             self._heaps[field.name] = blob[start + table_bytes : start + size]
@@ -228,12 +227,6 @@ class Blob:
     def keeps_strings(self, field: Field) -> bool:
         """Return whether `strings` makes each distinct string of a column once, because many rows share it."""
         return len(self.spans(field)) * KEPT_USES <= self.rows
-
-    def string_array(self, field: Field) -> pa.LargeStringArray | None:
-        """Return the distinct strings as a view of the blob, or None, as `columns.string_array` does."""
-        if field.name not in self._strings:
-            self._strings[field.name] = string_array(self._heaps[field.name], self.spans(field))
-        return self._strings[field.name]
 
     def strings(self, field: Field, codes: Array) -> Array:
         """Return the strings of some rows, object [n]; None for a null.
@@ -366,28 +359,23 @@ class Records:
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
-        _, parts = self._by_blob
+        order, parts = self._by_blob
         shared = sum(part.stop - part.start for blob, part in parts if blob.keeps_strings(field))
         if len(self) >= FEW_STRINGS * len(parts) and 2 * shared < len(self):
-            arrays = [blob.string_array(field) for blob, _ in parts]
-            if all(array is not None for array in arrays):
-                array = self._taken(field, arrays)
-                with suppress(pa.ArrowInvalid):  # not UTF-8: the error below says where
-                    array.validate(full=True)
+            heaps, rows = [blob.heap(field) for blob, _ in parts], (order[part] for _, part in parts)
+            with suppress(pa.ArrowInvalid):  # not UTF-8: the error below says where
+                if (array := arrow_strings(heaps, rows, self.spans(field))) is not None:
                     return array
         return self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes)).tolist()
 
     def nested(self, field: Field) -> pa.Array:
         """Return a nested column as an Arrow array."""
-        arrays = [blob.nested(field) for blob, _ in self._by_blob[1]]
-        return self._taken(field, arrays) if arrays else plain(pa.nulls(0, field.type))
-
-    def _taken(self, field: Field, arrays: Sequence[pa.Array]) -> pa.Array:
-        """Return the values of a column, [n]. arrays: its values in each blob of `_by_blob`."""
         order, parts = self._by_blob
+        if not parts:
+            return plain(pa.nulls(0, field.type))
         codes, places = self.rows[field.name][order].astype(np.int64), np.empty(len(self), np.int64)
-        taken = [array.take(indices(codes[part])) for array, (_, part) in zip(arrays, parts, strict=True)]
         places[order] = np.arange(len(self))
+        taken = [blob.nested(field).take(indices(codes[part])) for blob, part in parts]
         return pa.concat_arrays(taken).take(indices(places))
 
     def _heaps(self, field: Field) -> list[memoryview]:

@@ -186,7 +186,7 @@ def test_a_dictionary_of_several_blobs_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "times"), [(FEW_STRINGS - 1, 1), (2 * FEW_STRINGS - 1, 1), (2 * FEW_STRINGS, 1), (1000, 1), (1000, 400)]
+    ("rows", "times"), [(FEW_STRINGS - 1, 1), (2 * FEW_STRINGS - 1, 1), (2 * FEW_STRINGS, 1), (1000, 1), (1000, 1200)]
 )
 @pytest.mark.parametrize("nulls", [False, True])
 def test_few_many_and_long_strings_are_those_of_arrow(rows: int, times: int, nulls: bool) -> None:
@@ -199,6 +199,19 @@ def test_few_many_and_long_strings_are_those_of_arrow(rows: int, times: int, nul
     assert to_batch(records)["c"] == expected
     by_arrow = isinstance(records.strings(records.layout.fields[0]), pa.LargeStringArray)
     assert by_arrow is (rows >= 2 * FEW_STRINGS and times == 1)
+
+
+@pytest.mark.parametrize("last", ["", "z", "thirteen long"])
+def test_strings_of_a_few_bytes_are_those_of_arrow(last: str) -> None:
+    """Arrow keeps up to 12 bytes of a string beside its length. Those of the last strings reach beyond the values."""
+    values = [None, *("abcdefghijklmnop"[:length] for length in range(17)), "é" * 6, "é" * 7, "ab", last]
+    tables = [pa.table({"c": pa.array(part, pa.string())}) for part in (values, [last, last], ["", ""])]
+    which = np.repeat([0, 1, 2], [10 * len(values), 100, 100])
+    rows = np.concatenate([np.tile(np.arange(len(values)), 10), np.arange(200) % 2])
+    mixed = np.random.default_rng(0).permutation(len(rows))
+    records = gather(tables, which[mixed], rows[mixed])
+    assert isinstance(records.strings(records.layout.fields[0]), pa.LargeStringArray)
+    assert to_batch(records)["c"] == [(values, [last, last], ["", ""])[which[row]][rows[row]] for row in mixed]
 
 
 @pytest.mark.parametrize("shared", [100, 20])
