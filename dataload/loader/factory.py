@@ -18,11 +18,11 @@ from dataload.arguments import known_keywords, local_folder
 from dataload.cache.config import CacheConfig, split_options
 from dataload.catalog.sources import Source
 from dataload.errors import ConfigError, DataError
-from dataload.extras import required
 from dataload.loader.arguments import LoaderOptions, check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerEpochs
 from dataload.loader.loader import BATCHES_AHEAD, STALL_SECONDS, Loader
+from dataload.loader.loader_metrics import metrics_of
 from dataload.loader.other_datasets import dataset_of
 from dataload.loader.ranks import ranks_of_host, share_host, world_of
 from dataload.loader.run_record import given_of
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
     from dataload.formats.hive_partitions import Partitioning
     from dataload.formats.text import TextErrors
-    from dataload.loader.metrics_server import LoaderMetrics
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +228,7 @@ def make_loader(
         mesh=mesh,
         stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
         stall_warning=stall_warning,
-        metrics=None if metrics_port is None else _metrics_of(dataset, here, metrics_port),
+        metrics=metrics_of(dataset, here, metrics_port),
         given=given_of(
             transform,
             collate_fn,
@@ -244,13 +243,6 @@ def make_loader(
         pin_memory=pin_memory,
         **_with_workers(for_torch, num_workers, prefetch),
     )
-
-
-def _metrics_of(dataset: MapStyle, here: World, metrics_port: int) -> LoaderMetrics:
-    required("prometheus_client", "metrics", f"metrics_port={metrics_port}")
-    from dataload.loader.metrics_server import metrics_of
-
-    return metrics_of(dataset, here, metrics_port)
 
 
 def _warn_of_padding(dataset: MapStyle, here: World) -> None:

@@ -61,7 +61,7 @@ from dataload.telemetry.run_ledger import Ledger
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 if TYPE_CHECKING:
-    from dataload.loader.metrics_server import LoaderMetrics
+    from dataload.loader.loader_metrics import LoaderMetrics
 
 BATCHES_AHEAD = 8
 STALL_SECONDS = 60.0

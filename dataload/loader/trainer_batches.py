@@ -23,7 +23,7 @@ from dataload.rows.numbered_rows import NumberedRows, PlacedRows
 from dataload.telemetry.loader_stats import LoaderStats
 
 if TYPE_CHECKING:
-    from dataload.loader.metrics_server import LoaderMetrics
+    from dataload.loader.loader_metrics import LoaderMetrics
 
 
 class LatestLoop:

@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry, write_to_textfile
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from dataload.telemetry.families import families
 from dataload.telemetry.loader_stats import added
-from dataload.telemetry.metrics import Series, families, gauges_of
+from dataload.telemetry.metrics import Series, gauges_of
 from dataload.telemetry.stats_log import Pass
 
 

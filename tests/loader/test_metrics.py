@@ -28,7 +28,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from dataload import ConfigError, World, make_dataset, make_loader, mix
-from dataload.loader import metrics_server
+from dataload.loader import loader_metrics, metrics_server
 from dataload.telemetry.wait_timeline import CAUSES
 
 ROWS = 60
@@ -43,6 +43,7 @@ def port():
         each._server.shutdown()
         each._server.server_close()
     metrics_server._servers.clear()
+    loader_metrics.measured.clear()
 
 
 @pytest.fixture
@@ -98,6 +99,46 @@ def test_a_scrape_has_the_sums_over_all_epochs(folder, port, tmp_path):
     assert values["epoch", "train"] == 2
     assert values["stall_ratio", "train"] == pytest.approx(every[-1].stall_fraction)
     assert 0 < values["cache_used_bytes", "train"] <= values["cache_limit_bytes", "train"] == 1e9
+
+
+OPEN_TELEMETRY = """
+import json, sys
+from opentelemetry import metrics
+from dataload import make_loader
+
+early = make_loader(sys.argv[1], 10, cache=False)
+list(early)
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
+late = make_loader(sys.argv[1], 10, cache=False)
+list(late)
+next(iter(late))
+data = json.loads(reader.get_metrics_data().to_json())
+[scope] = data["resource_metrics"][0]["scope_metrics"]
+print(json.dumps(scope["metrics"]))
+"""
+
+
+def test_open_telemetry_has_the_same_sums(folder):
+    """Of a program that uses its API, whichever of loader and meter provider it makes first."""
+    program = [sys.executable, "-c", OPEN_TELEMETRY, str(folder)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
+    units, values = {}, {}
+    for metric in json.loads(done.stdout):
+        units[metric["name"]] = metric["unit"]
+        for point in metric["data"]["data_points"]:
+            attributes = point["attributes"]
+            assert attributes.pop("rank") == "0"
+            values[metric["name"], *(attributes[name] for name in sorted(attributes))] = point["value"]
+    assert values["dataload.rows", "train"] == 2 * ROWS + 10  # of two loaders of the same rows
+    assert values["dataload.batches", "train"] == (2 * ROWS + 10) / 10
+    assert values["dataload.epoch", "train"] == 1
+    assert values["dataload.bytes", "train", "origin"] > 0
+    assert values["dataload.wait", "train", "0.5"] <= values["dataload.wait", "train", "1"]
+    assert {values["dataload.wait_cause_seconds", cause, "train"] >= 0 for cause in CAUSES} == {True}
+    assert (units["dataload.wait"], units["dataload.bytes"], units["dataload.rows"]) == ("s", "By", "1")
 
 
 def test_both_formats_can_be_read(folder, port):
