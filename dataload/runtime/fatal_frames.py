@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
+
+from dataload.runtime.handled_signals import is_handled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,16 +30,9 @@ def print_fatal_frames() -> None:
 
     A JVM lives on its handler of SIGSEGV, which finds null pointers. One that is loaded later replaces faulthandler's.
     """
-    # No stderr, one without a descriptor, or a kernel that does not tell
-    with suppress(AttributeError, IndexError, OSError, RuntimeError, ValueError):
-        if not any(map(_is_handled, (signal.SIGSEGV, signal.SIGBUS))):
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr, or one without a descriptor
+        if {is_handled(signal.SIGSEGV), is_handled(signal.SIGBUS)} == {False}:
             faulthandler.enable(sys.__stderr__ or sys.stderr)
-
-
-def _is_handled(number: int) -> bool:
-    """Return whether any code of this process handles a signal. `signal.getsignal` knows Python's handlers only."""
-    caught = Path("/proc/self/status").read_text(errors="replace").partition("\nSigCgt:")[2].split()[0]
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _called(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan
 from numbers import Real
-from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any, Final, Self
 
 from dataload.arguments import whole_number
 from dataload.errors import ConfigError
+from dataload.runtime.handled_signals import is_handled
 from dataload.train.ranks.collectives import Largest, process_count, process_number
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
@@ -118,11 +118,7 @@ def _is_unhandled(number: signal.Signals) -> bool:
     """Return whether the program has no handler of a signal: neither in Python nor, as faulthandler's, in C."""
     if (handler := signal.getsignal(number)) is not signal.SIG_DFL:
         return handler is signal.default_int_handler
-    try:
-        caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
-    except OSError:  # of another system than Linux
-        return True
-    return not int(caught, 16) >> (number - 1) & 1
+    return not is_handled(number)
 
 
 @dataclass

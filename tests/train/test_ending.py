@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from nightly import NIGHTLY
 from regression import build, in_order, parameters_of, squared_error
 
 from dataload import ConfigError, StopSignal, fit, make_loader
+from dataload.runtime.fatal_frames import print_fatal_frames
 from dataload.train import harness
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.world import World
@@ -392,6 +394,21 @@ def test_handlers_of_other_languages_are_left_to_the_program(tmp_path):
         finally:
             faulthandler.unregister(signal.SIGUSR1)
         assert "test_ending.py" in (tmp_path / "stacks").read_text()
+
+
+def test_a_kernel_that_does_not_tell_of_handlers_is_no_obstacle(monkeypatch):
+    """As that of gVisor, whose /proc/self/status has no such line."""
+    read = Path.read_text
+
+    def without_signals(path, *args, **options):
+        lines = read(path, *args, **options).splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("Sig"))
+
+    monkeypatch.setattr(Path, "read_text", without_signals)
+    with StopSignal(["SIGUSR1"]) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested()
+    print_fatal_frames()
 
 
 def test_ctrl_c_is_heeded_if_it_is_named():
