@@ -19,6 +19,7 @@ from dataload.catalog.tables import at_snapshot, is_table, read_table
 from dataload.errors import ConfigError
 from dataload.formats.hive_partitions import Partitioning
 from dataload.formats.text import TextErrors
+from dataload.runtime.cached_property import cached_property
 from dataload.runtime.collection import rare_collections
 
 
@@ -88,7 +89,9 @@ class Opening:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out tables, which have connections, and what a copy can read again."""
         named = isinstance(self.source, str) or not is_table(self.source)
-        return {**vars(self), "source": self.source if named else None, "base": None}
+        kept = vars(self).copy()
+        kept.pop("_snapshot", None)
+        return {**kept, "source": self.source if named else None, "base": None}
 
     @rare_collections()
     def open(self, version: str | None = None, *, newest: bool = False) -> tuple[Manifest, Blocks, list[str] | None]:
@@ -119,9 +122,9 @@ class Opening:
     def names_in(self, other: Manifest) -> dict[str, list[str]]:
         """Return what another version of the table calls each column that is named here; nothing for one it lacks."""
         columns, called = self.found.get("columns", self.columns), self._called_in(other)
-        if columns is None or self.base is None or called is None:
+        if columns is None or self._snapshot is None or called is None:
             return {name: [name] for name in columns or ()}
-        return {name: [called[each] for each in self.base.select([name]) if each in called] for name in columns}
+        return {name: [called[each] for each in self._snapshot.select([name]) if each in called] for name in columns}
 
     def fill_null_in(self, other: Manifest) -> Any:
         """Return `fill_null` by the names of another version of the table."""
@@ -132,8 +135,16 @@ class Opening:
 
     def _called_in(self, other: Manifest) -> dict[str, str] | None:
         """Return what another version of the table calls the columns that both have; None: the same."""
-        own = None if self.base is None else self.base.table
+        own = None if self._snapshot is None else self._snapshot.table
         return None if own is None or other.table is None else own.called_in(other.table)
+
+    @cached_property
+    def _snapshot(self) -> Manifest | None:
+        """The base. In a copy in another process, the version of a table that was opened, again; None for files."""
+        if self.base is not None or self.source is None or not is_table(self.source) or not self.found:
+            return self.base
+        source = at_snapshot(self.source, self.found["source"].rpartition("@")[2], self.storage_options)
+        return read_table(source, self.storage_options, self.config, None, self.errors)[0]
 
     def _footers(self) -> dict[Object, FooterLocation]:
         """Return where the footers of known files are cached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import queue
 import socket
 import threading
@@ -351,6 +352,30 @@ def test_an_epoch_goes_on_after_the_branch_of_its_url_has_moved(table, tmp_path)
     loader = make_loader("iceberg://lake/space.table@main", 2, cache_dir=tmp_path / "second")
     loader.load_state_dict(state, on_change="continue")
     assert sorted(seen + [number for batch in loader for number in batch["id"].tolist()]) == list(range(10))
+
+
+@pytest.mark.parametrize("choice", ["continue", "next_epoch"])
+def test_a_copy_in_another_process_knows_the_columns_of_other_versions_by_their_names_there(choice, table):
+    def loader(name: str) -> Any:
+        changes._kept.clear()
+        how = {"columns": ["id", name], "fill_null": {name: "none"}, "cache": False}
+        return make_loader(pickle.loads(pickle.dumps(make_dataset("iceberg://lake/space.table", **how))), 2)
+
+    first = loader("text")
+    batches = iter(first)
+    seen = next(batches)["id"].tolist()
+    state = first.state_dict()
+    batches.close()
+    with table.update_schema() as update:
+        update.rename_column("text", "word")
+    table.append(rows(8, 1).rename_columns(["id", "word"]))
+    resumed = loader("word")
+    resumed.load_state_dict(state, on_change=choice)
+    rest = list(resumed)
+    assert sorted(seen + [each for batch in rest for each in batch["id"].tolist()]) == [
+        *range(8 + (choice == "continue"))
+    ]
+    assert {*rest[0]} == {"id", "word" if choice == "continue" else "text"}
 
 
 def test_a_filter_that_cannot_be_applied_is_told(table):
