@@ -28,7 +28,8 @@ class StopSignal:
     """A request to end, by a signal to any rank. During a `with` block the signals no longer end the process.
 
     Slurm (`--signal=USR1@120`), Kubernetes and spot instances send a signal some time before they kill. The ranks learn
-    of it together, so all of them can end after the same step and save its checkpoint.
+    of it together, so all of them can end after the same step and save its checkpoint. One that comes after the last
+    question ends nothing: ask again after the loop, or after the block, if something long follows.
 
     Args:
         signals: Names of the signals. One that the program handles itself is left to it, and so are all of them outside

@@ -229,6 +229,14 @@ def test_a_signal_while_a_run_is_closed_ends_the_program_on_all_ranks(tmp_path, 
     assert ranks(2, told_at_the_end, folder, str(tmp_path)) == [(None, said), (None, [])]
 
 
+def test_a_signal_in_the_save_by_which_max_steps_end_a_run_is_heeded_too(tmp_path, folder, monkeypatch):
+    save = Checkpoints.save
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or save(*args))
+        assert train(folder, tmp_path, max_steps=3)[1:] == (None, 3)
+    assert train(folder, tmp_path, max_steps=5)[2] == 2
+
+
 def test_a_rank_that_waits_for_the_others_ends_at_a_signal(folder):
     program = """
 import torch
