@@ -112,6 +112,7 @@ def test_features_count_the_same_in_columns_as_in_one_array() -> None:
     assert apart.num_bytes == 3 * 8 + 3 * 8
 
 
+@pytest.mark.variants
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("entry", "workload", "workers"),

@@ -311,6 +311,7 @@ def test_errors_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         convert(tmp_path / "x.feather", tmp_path / "out")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "csv"])
 def test_progress_goes_with_the_bytes_of_a_file(
@@ -625,6 +626,7 @@ def check_resumed(tmp_path: Path, options: list[str], kills: int, table: pa.Tabl
     assert not [name for name in files_in(tmp_path / "out") if "tmp" in name or "bucket" in name]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("options", [[], ["--shuffle", "7"]])
 def test_a_killed_conversion_goes_on(options: list[str], tmp_path: Path) -> None:
     check_kills(tmp_path, options, 2)

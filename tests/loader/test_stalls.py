@@ -99,6 +99,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoopWait]]:
     yield found
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("num_threads", [None, 0])
 def test_a_blocked_origin_is_told_once(
     dataset: Any, origin: Origin, lines: Any, looks: list[LoopWait], num_threads: int | None

@@ -117,6 +117,7 @@ def all_rows(dataset: Dataset) -> list[tuple[int, int]]:
     return rows_in(dataset.__getitems__(range(len(dataset))).columns)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("processes", [None, 1])
 def test_each_row_comes_in_order_and_the_function_is_called_once(
     dataset: Dataset, repeat: Repeat, processes: int | None

@@ -598,6 +598,7 @@ def test_chunks_of_empty_arrays_tell_no_type(file: Path, empty: slice, monkeypat
     assert plain(batch_of(dataset, ROWS)) == [[] if n % 2 or n in rows else [n] for n in range(ROWS)]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("processes", [None, 1])
 def test_text_that_is_not_unicode_is_replaced(file: Path, processes: int | None) -> None:
     dataset = make_dataset(file, cache=False, errors="replace").select([0, 1])

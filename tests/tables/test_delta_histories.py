@@ -50,6 +50,7 @@ def check_versions(history: DeltaHistory) -> None:
             check_same(f"delta+{path}@{version}", expected)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_each_version_has_the_rows_of_deltalake(seed, history):
     check_versions(history(seed))

@@ -625,6 +625,7 @@ def test_a_sampler_alone_does_not_go_on(folder, options):
 # Refreshes of a running job
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_refresh_is_read_from_the_next_epoch_on(kind, tmp_path, options):
     data, draw = KINDS[kind](tmp_path / "data"), random.Random(1)
@@ -1566,6 +1567,7 @@ def test_versions_of_tables_with_long_urls_are_in_the_state(tmp_path):
         loader().load_state_dict(state)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("choice", ["continue", "next_epoch"])
 def test_a_mixture_of_many_tables_goes_on_without_the_cache_of_its_run(choice, tmp_path):
     table = GrowingIceberg(tmp_path / "table", 0, 4)
@@ -1612,6 +1614,7 @@ def test_a_mixture_of_many_tables_changes_often_within_an_epoch(tmp_path):
     assert Counter(seen + rows + ended(rest)) == dict.fromkeys(table.alive - {1}, 50) | {1: had[1]}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("why", ["without a cache", "rewritten rows"])
 def test_a_state_leaves_out_no_version_that_the_epoch_needs(why, tmp_path):
     from dataload.cache.config import CacheConfig

@@ -60,6 +60,7 @@ def check_snapshots(history: IcebergHistory) -> None:
         check_same(scan, scan.to_arrow())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_each_snapshot_has_the_rows_of_pyiceberg(seed, checked):
     check_snapshots(checked(seed))

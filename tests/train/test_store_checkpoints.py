@@ -528,6 +528,7 @@ def test_an_owner_of_a_number_is_never_displaced(run_url):
     assert store.claim(1, "two") == 2
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", ["no bucket", "no keys", "no server"])
 def test_what_keeps_a_run_from_saving_is_told_before_it_trains(bucket, run_url, monkeypatch, kind, tmp_path):
     script = tmp_path / "script.py"

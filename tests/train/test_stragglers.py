@@ -98,6 +98,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("slow", "text"), [("data", "longer for data"), ("step", "in its own steps, not for data")])
 def test_a_plain_loop_whose_ranks_do_not_wait_for_each_other(folder: Path, slow: str, text: str) -> None:
     running = []

@@ -51,6 +51,7 @@ def random_schedule(chance, rows):
             return weights_of(None, dict(zip(at, some, strict=True)), ramp=chance.random() < 0.7)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("seed", seeds(20, 100))
 def test_every_prefix_of_a_random_schedule_has_its_quotas(seed):
     chance = random.Random(seed)
