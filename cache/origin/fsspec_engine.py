@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from fsspec.asyn import sync
 from fsspec.caching import BaseCache
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
@@ -125,9 +127,10 @@ class Fsspec:
         yield self.get(path, start, stop, version, seconds)
 
     def put(self, path: str, data: bytes, *, only_new: bool) -> bool:
+        mode = "create" if only_new else "overwrite"
         with self.lock:
             try:
-                self._filesystem.pipe_file(path, data, mode="create" if only_new else "overwrite")
+                self._in_folder(path, lambda: self._filesystem.pipe_file(path, data, mode=mode))
             except Exception as error:
                 if only_new and (isinstance(error, FileExistsError) or status(error) == HTTPStatus.PRECONDITION_FAILED):
                     return False
@@ -136,7 +139,7 @@ class Fsspec:
 
     @contextmanager
     def writer(self, path: str) -> Iterator[Any]:
-        file = self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES)
+        file = self._in_folder(path, lambda: self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES))
         try:
             yield file
         except BaseException:
@@ -150,6 +153,18 @@ class Fsspec:
                     self._filesystem.rm_file(path)
             raise
         file.close()
+
+    def _in_folder(self, path: str, write: Callable[[], T]) -> T:
+        """Call a function that writes a file. Make its folder if that is missing, as on a disk, but never a bucket."""
+        try:
+            return write()
+        except FileNotFoundError:
+            folder = path.rpartition("/")[0]
+            top = re.match(r"/*[^/]*", folder)
+            if not (top and top[0] and self._filesystem.exists(top[0])):
+                raise
+        self._filesystem.makedirs(folder, exist_ok=True)
+        return write()
 
     def remove(self, paths: Sequence[str]) -> None:
         with self.lock:
@@ -231,7 +246,8 @@ def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
             return os.pread(file, stop - start, start)
         finally:
             os.close(file)
-    if getattr(filesystem.cat_file, "__func__", None) is not AbstractFileSystem.cat_file:
+    # That of Arrow's filesystems, such as HDFS, fails from the first byte on.
+    if getattr(filesystem.cat_file, "__func__", None) not in (AbstractFileSystem.cat_file, ArrowFSWrapper.cat_file):
         return bytes(filesystem.cat_file(path, start=start, end=stop))
     with filesystem.open(path, "rb") as file:  # like AbstractFileSystem.cat_file, but without read-ahead
         if isinstance(file, AbstractBufferedFile):

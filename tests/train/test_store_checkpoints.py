@@ -18,12 +18,16 @@ from threading import Event
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
 from faulty_proxy import faulty_proxy
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.implementations.local import LocalFileSystem
 from ranks import LostError
 from s3fs import S3FileSystem
 from torch import nn
@@ -33,7 +37,7 @@ from dataload.cache.origin.obstore import UPLOAD_PART_BYTES
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.store_path import BLOCK_BYTES, StorePath
 from dataload.dataset import make_dataset
-from dataload.errors import ConfigError, OriginError
+from dataload.errors import ConfigError, OriginError, OriginNotFound
 from dataload.loader import make_loader
 from dataload.train.checkpoint import manifest, places
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
@@ -628,6 +632,49 @@ def test_any_filesystem_of_fsspec_holds_checkpoints():
     save(run, 5, size=100_000)
     run.close()
     assert loaded(run.find("auto"), size=100_000) == 5
+
+
+class Shelf(LocalFileSystem):
+    """A disk elsewhere, as of SFTP or SMB, whose folders somebody has to make."""
+
+    protocol, local_file = "shelf", False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return path.removeprefix("shelf://").rstrip("/")
+
+
+class Arrows(ArrowFSWrapper):
+    """A filesystem of Arrow, as HDFS is."""
+
+    protocol, root_marker = "arrows", "/"
+
+    def __init__(self, **options):
+        super().__init__(pyarrow.fs.LocalFileSystem(), **options)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return path.removeprefix("arrows://").rstrip("/")
+
+
+@pytest.mark.parametrize("kind", [Shelf, Arrows])
+def test_filesystems_with_folders_hold_checkpoints(tmp_path, kind):
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    run = Checkpoints(f"{kind.protocol}://{tmp_path}/runs/one", 1)
+    for value in range(3):
+        save(run, value)
+    run.close()
+    assert loaded(run.find("auto")) == 2
+    assert len([*tmp_path.glob("runs/one/checkpoint-*/*")]) == 5
+
+
+def test_no_bucket_is_made(bucket, run_url):
+    path = StorePath("s3://no-such-bucket-here/runs/one", Origin(S3FileSystem(**bucket.options), engine="fsspec"))
+    with pytest.raises(OriginNotFound):
+        path.create(b"x")
+    with pytest.raises(OriginNotFound), path.upload() as stream:
+        stream.write(b"x")
+    assert "no-such-bucket-here" not in {each["Name"] for each in bucket.client.list_buckets()["Buckets"]}
 
 
 def save_until_killed(url, environ, report, calls, size, *, late):
