@@ -139,20 +139,23 @@ class Fsspec:
 
     @contextmanager
     def writer(self, path: str) -> Iterator[Any]:
-        file = self._in_folder(path, lambda: self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES))
+        with self.lock:
+            file = self._in_folder(path, lambda: self._filesystem.open(path, "wb", block_size=UPLOAD_PART_BYTES))
         try:
-            yield file
+            yield _InTurns(file, self.lock)
         except BaseException:
             # Neither the end of its own block nor its finalizer may complete half an object.
-            if isinstance(file, AbstractBufferedFile):
-                file.discard()
-                file.closed = True
-            else:  # It shows what is written at once.
-                with suppress(Exception):
-                    file.close()
-                    self._filesystem.rm_file(path)
+            with self.lock:
+                if isinstance(file, AbstractBufferedFile):
+                    file.discard()
+                    file.closed = True
+                else:  # It shows what is written at once.
+                    with suppress(Exception):
+                        file.close()
+                        self._filesystem.rm_file(path)
             raise
-        file.close()
+        with self.lock:
+            file.close()
 
     def _in_folder(self, path: str, write: Callable[[], T]) -> T:
         """Call a function that writes a file. Make its folder if that is missing, as on a disk, but never a bucket."""
@@ -184,6 +187,17 @@ class Fsspec:
             info = self._filesystem.info(path, **options)
         if version_of(dict(info)) != version:
             raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+
+
+class _InTurns:
+    """A file that is written in turns with the other requests of its filesystem, such as those of a lease."""
+
+    def __init__(self, file: Any, lock: AbstractContextManager[Any]) -> None:
+        self._file, self._lock = file, lock
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            self._file.write(data)
 
 
 def _answer_of(response: dict[str, Any]) -> Answer:

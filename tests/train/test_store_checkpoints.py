@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
-from threading import Event
+from threading import Event, Lock
+from time import sleep
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -28,6 +30,7 @@ import torch
 from faulty_proxy import faulty_proxy
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from ranks import LostError
 from s3fs import S3FileSystem
 from torch import nn
@@ -666,6 +669,56 @@ def test_filesystems_with_folders_hold_checkpoints(tmp_path, kind):
     run.close()
     assert loaded(run.find("auto")) == 2
     assert len([*tmp_path.glob("runs/one/checkpoint-*/*")]) == 5
+
+
+class Lonely(MemoryFileSystem):
+    """A filesystem of one connection, as FTP's, which serves one request at a time."""
+
+    protocol, busy = "lonely", Lock()
+
+    @contextmanager
+    def request(self):
+        assert self.busy.acquire(blocking=False), "two requests at a time"
+        sleep(0.002)
+        self.busy.release()
+        yield
+
+    def pipe_file(self, path, value, mode="overwrite", **options):
+        with self.request():
+            super().pipe_file(path, value, mode, **options)
+
+    def _open(self, path, mode="rb", **options):
+        file = super()._open(path, mode, **options)
+        if mode == "wb":
+            write = file.write
+
+            def in_a_request(data):
+                with self.request():
+                    return write(data)
+
+            file.write = in_a_request
+        return file
+
+
+def test_uploads_and_the_lease_share_one_connection():
+    path, done = StorePath("lonely://run/uploaded", Origin(Lonely())), Event()
+
+    def renew():
+        for number in count():
+            if done.is_set():
+                return
+            path.with_name(f"lease-{number}").create(b"x")
+
+    with ThreadPoolExecutor(1) as others:
+        renewing = others.submit(renew)
+        try:
+            with path.upload() as stream:
+                for _ in range(50):
+                    stream.write(b"x")
+        finally:
+            done.set()
+        renewing.result()
+    assert path.size() == 50
 
 
 def test_no_bucket_is_made(bucket, run_url):
