@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ def draw(name: str, *arguments: str) -> None:
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TTY_INTERACTIVE": "0"}
     command = [sys.executable, "-m", "dataload", *arguments]
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    console = Console(record=True, width=COLUMNS, file=Path(os.devnull).open("w"), force_terminal=True)
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
     console.print(Text.from_ansi(f"$ dataload {' '.join(arguments)}\n{printed.rstrip()}"))
     svg = console.export_svg(title="dataload", code_format=FONT.sub("", CONSOLE_SVG_FORMAT), unique_id=name)
     Path(__file__).with_name(f"{name}.svg").write_text(svg)
