@@ -195,7 +195,7 @@ class Dataset(MapStyle):
         """Return a whole column; see `__getitem__`."""
         stored = self._stored_with(name)
         rows: Dataset = self
-        if len(self.schema) > 1 and self._is_of_files(stored):
+        if len(self.schema) > 1 and stored in self._of_files:
             rows = Dataset(self.manifest, self.blocks, [stored], self.fill_null, self.null_masks, errors=self.errors)
         return rows.gathered_column(name)
 
@@ -227,12 +227,13 @@ class Dataset(MapStyle):
         "_type": "ClassLabel"}, …}. For others, the metadata of a column in Arrow's schema, and of pandas' categories.
         Columns that `map` made have none. The first file decides.
         """
-        return features_of(self.manifest, self.blocks, filter(self._is_of_files, self.schema.names))
+        return features_of(self.manifest, self.blocks, filter(self._of_files.__contains__, self.schema.names))
 
-    def _is_of_files(self, name: str) -> bool:
-        """Return whether the files have a column. Functions of `map` have made the others."""
-        made = any(name in (*stage.made, *stage.masks) for stage in self.stages)
-        return name in self.manifest.schema.names and not made
+    @cached_property
+    def _of_files(self) -> set[str]:
+        """The columns that the files have. Functions of `map` have made the others."""
+        made = (name for stage in self.stages for name in (*stage.made, *stage.masks))
+        return set(self.manifest.schema.names).difference(made)
 
     def class_names(self, column: str) -> list[str]:
         """Return the names of the classes of a column, in order: `names[label]` is the name of a label.
@@ -247,7 +248,7 @@ class Dataset(MapStyle):
             OriginError: The origin failed.
             DataError: A dictionary cannot be read.
         """
-        if not self._is_of_files(self._stored_with(column)):
+        if self._stored_with(column) not in self._of_files:
             raise ConfigError(
                 f"column {column!r} has no names of classes, because a function of map returned it: ask the dataset "
                 "before map; or name the columns that the function needs by columns=, and the others stay as they are"

@@ -95,9 +95,9 @@ def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.
     """Return a table of `rows` rows with the columns of `schema` that are constants. Nulls have the null type."""
     if not constants:
         return table
-    columns = dict(zip(table.column_names, table.columns, strict=True))
+    columns, names = dict(zip(table.column_names, table.columns, strict=True)), set(schema.names)
     for name, value in constants:
-        if name in schema.names:
+        if name in names:
             kind = schema.field(name).type
             columns[name] = pa.nulls(rows) if value is None else pa.repeat(constant(value, kind), rows)
     return pa.table(columns)

@@ -219,13 +219,15 @@ def _fields(manifest: Manifest, schema: pa.Schema, *, null_masks: bool) -> tuple
 
 
 def _check_filled(manifest: Manifest, fill_null: Mapping[str, Any], columns: Sequence[str]) -> None:
-    fill_null = {name: value for name, value in fill_null.items() if name in columns or name not in manifest.conflicts}
+    read = set(columns)
+    fill_null = {name: value for name, value in fill_null.items() if name in read or name not in manifest.conflicts}
     try:
         manifest.check_columns(fill_null)
     except ConfigError as error:
         raise ConfigError(f"fill_null: {error}") from None
+    names = set(manifest.schema.names)
     for name in fill_null:
-        if name not in manifest.schema.names:
+        if name not in names:
             raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
         if not is_flat(field := manifest.schema.field(name)):
             raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
