@@ -273,6 +273,8 @@ class TrainingLoop:
         call = "a call with a larger max_steps" if self.ending.is_over(self.step) else "the same call"
         if not self.checkpoints.enabled:
             saved = "nothing is saved without a checkpoint_dir"
+        elif not self.step:
+            saved = f"{call} begins"
         elif number == self._epochs:
             saved = "all epochs are trained" + ("" if self.evaluated else f", and {call} evaluates the last one")
         elif number == len(self.history) and not self._stateful:

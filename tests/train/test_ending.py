@@ -197,6 +197,13 @@ def test_a_signal_while_a_run_is_opened_ends_it_before_its_first_step(tmp_path, 
     assert train(folder, tmp_path, loader=loader)[1:] == (None, 0)
 
 
+def test_a_signal_before_the_first_step_of_all_says_that_nothing_is_saved(tmp_path, folder, monkeypatch, caplog):
+    find = Checkpoints.find
+    monkeypatch.setattr(Checkpoints, "find", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or find(*args))
+    assert train(folder, tmp_path)[1:] == (None, 0)
+    assert "SIGTERM has ended the run after step 0, in epoch 0: the same call begins" in caplog.messages
+
+
 def test_a_signal_while_a_run_is_opened_ends_it_before_it_evaluates(tmp_path, folder, monkeypatch):
     train(folder, tmp_path, epochs=1, evaluate=lambda _: {"score": 1.0})
     evaluated = []
