@@ -236,6 +236,8 @@ class TrainingLoop:
                 *finished,
             )
         self._first_epoch, self._epochs, self._show = len(self.history), epochs, show_progress
+        if self.step and not finished:
+            self._say(f"resumed after step {self.step:,}, in epoch {len(self.history)} of {epochs}")
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             if self.ending.ask_signals() or self.ending.is_over(self.step):
@@ -257,11 +259,15 @@ class TrainingLoop:
         return self.history
 
     def _tell(self, record: Mapping[str, Any]) -> None:
-        """Tell of an epoch in one line: on standard error if there is a progress bar, otherwise in the log."""
+        """Tell of an epoch in one line."""
+        unfinished = " (unfinished)" if "unfinished" in record else ""
+        figures = line_of(record, reserved_names(self.loader))
+        self._say(f"epoch {record['epoch']} of {self._epochs}{unfinished}: {figures}")
+
+    def _say(self, line: str) -> None:
+        """Say what rank 0 does: on standard error if there is a progress bar, otherwise in the log."""
         if self.world.rank:
             return
-        unfinished = " (unfinished)" if "unfinished" in record else ""
-        line = f"epoch {record['epoch']} of {self._epochs}{unfinished}: {line_of(record, reserved_names(self.loader))}"
         if self._show:
             print(line, file=sys.stderr, flush=True)  # noqa: T201
         else:

@@ -6,6 +6,7 @@ import re
 
 PROGRESS = re.compile(
     r"epoch \d+ of \d+: .*% of it waiting.*"
+    r"|resumed after step [\d,]+, in epoch \d+ of \d+"
     r"|(warming|converting|reading footers|counting nulls|verifying|evicting): .* to go"
 )
 

@@ -866,6 +866,13 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_resumed_run_says_where_it_begins(capsys, tmp_path):
+    for epochs in (1, 2):
+        model, optimizer = build()
+        fit(model, optimizer, in_order(1), squared_error, epochs=epochs, checkpoint_dir=tmp_path / "run")
+    assert capsys.readouterr().err.splitlines()[1] == "resumed after step 40, in epoch 1 of 2"
+
+
 def test_without_progress_the_line_of_an_epoch_is_in_the_log(caplog):
     model, optimizer = build()
 
