@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 import s3fs
 import torch.distributed as dist
 import typer.main
-from moto_server import S3Server
+from moto_server import Bucket, S3Server
 from ranks import forked_ranks  # noqa: F401 (a fixture)
 
 from dataload.cache.config import CacheConfig
@@ -74,32 +73,6 @@ def s3_client(server: S3Server) -> Any:
         aws_secret_access_key="testing",
         region_name="us-east-1",
     )
-
-
-@dataclass
-class Bucket:
-    """A new bucket on the S3 server, with counters at zero."""
-
-    name: str
-    server: S3Server
-    client: Any
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return self.server.storage_options
-
-    def url(self, key: str = "") -> str:
-        return f"s3://{self.name}/{key}"
-
-    def put(self, key: str, body: bytes) -> None:
-        self.client.put_object(Bucket=self.name, Key=key, Body=body)
-
-    def put_table(self, key: str, table: pa.Table, **options: Any) -> int:
-        sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, **options)
-        body = sink.getvalue().to_pybytes()
-        self.put(key, body)
-        return len(body)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from moto.backends import get_backend
 from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
 from werkzeug.serving import ThreadedWSGIServer
@@ -246,3 +248,29 @@ class _Connection(MotoRequestHandler):
 
     def log(self, kind: str, message: str, *args: Any) -> None:
         """Print nothing: requests are counted."""
+
+
+@dataclass
+class Bucket:
+    """A new bucket on the S3 server, with counters at zero."""
+
+    name: str
+    server: S3Server
+    client: Any
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.server.storage_options
+
+    def url(self, key: str = "") -> str:
+        return f"s3://{self.name}/{key}"
+
+    def put(self, key: str, body: bytes) -> None:
+        self.client.put_object(Bucket=self.name, Key=key, Body=body)
+
+    def put_table(self, key: str, table: pa.Table, **options: Any) -> int:
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, **options)
+        body = sink.getvalue().to_pybytes()
+        self.put(key, body)
+        return len(body)

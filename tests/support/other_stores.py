@@ -20,7 +20,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.config import Config
-from conftest import Bucket
+from moto_server import Bucket
 from ports import free_port
 
 KEY, SECRET = "testing", "a-secret-that-is-nowhere"
