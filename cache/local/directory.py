@@ -6,9 +6,8 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,15 +15,15 @@ import lmdb
 
 from dataload.cache import blob_file
 from dataload.cache.division import Division
+from dataload.cache.local.eviction import Eviction, release, release_if_enough
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError, Shortage
+from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.setup import cache_format, default_limit, preflight, recovery
 from dataload.cache.local.setup.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
-from dataload.cache.local.surplus import Surplus, TransientRows, release, release_if_enough
 from dataload.errors import ConfigError
 
 SETUP_SECONDS = 60.0
@@ -111,7 +110,7 @@ class CacheFolder:
             cause = error.strerror or error
             way = "name one you may write to by cache_dir or DATALOAD_CACHE_DIR, or read without a cache by cache=False"
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): {way}") from error
-        self._surplus, self._transient, self.uses = Surplus(), TransientRows(self.index), RecentUses(self.index)
+        self._eviction, self.uses = Eviction(self.index), RecentUses(self.index)
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.uses, self.staging, self.locks, self.ended
@@ -207,7 +206,6 @@ class CacheFolder:
             pin: Evict only blobs that no running process has used since it started, and those above their share.
         """
         index, allow_transient = self.index, False
-        missing = partial(index.shortage, row.size, limit=limit, region=division.region)
         _remove_damaged(self.file_of(row.digest), row.digest)
         for _ in range(ADMIT_ATTEMPTS):
             try:
@@ -220,10 +218,10 @@ class CacheFolder:
                 continue
             self._flush_uses()
             before = oldest_start(self._tmp) if pin else AFTER_ALL
-            if self._evict_for_pinned(row, missing, division, before):
-                allow_transient = False
-            elif self._evict_for_transient(row, missing, division, before):
-                allow_transient = True
+            for choice in self._eviction.choices(row, limit, division, before):
+                if release_if_enough(choice.missing, choice.victims, self.remove):
+                    allow_transient = not choice.pinned
+                    break
             else:
                 return False
         return False
@@ -249,29 +247,6 @@ class CacheFolder:
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS:
                 raise
-
-    def _evict_for_pinned(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
-        """Evict blobs last used before a time (ns), or some that need not stay, until a row can be pinned."""
-
-        def size() -> int:
-            return max(missing())
-
-        if release_if_enough(size, self.index.pinned(before), self.remove):
-            return True
-        return division.stays(row.group) and self._surplus.release(division, size, self.index.pinned, self.remove)
-
-    def _evict_for_transient(self, row: Row, missing: Callable[[], Shortage], division: Division, before: int) -> bool:
-        """Evict transient blobs, then those last used before a time (ns), until a row fits as a transient one."""
-
-        def size() -> int:
-            return missing().total
-
-        victims: Iterator[Row] = chain(self._transient.victims(division, row), self.index.pinned(before))
-        if division.region and missing().pinned > row.size:  # Other data has filled the region with pinned blobs.
-            if self._surplus.release(division, size, self.index.pinned, self.remove):
-                return True
-            victims = self.index.pinned()
-        return release_if_enough(size, victims, self.remove)
 
     def remove(self, digests: Iterable[bytes]) -> int:
         """Remove a few blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.

@@ -38,7 +38,7 @@ def need_of(dataset: str, count: int = 40, window: int = 1, name: str = "") -> N
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("dataload.cache.local.surplus.PAUSES", 0)
+    monkeypatch.setattr("dataload.cache.local.eviction.PAUSES", 0)
 
 
 def read(tier: LocalTier, dataset: str, numbers: Any) -> int:

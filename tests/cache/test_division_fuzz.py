@@ -91,7 +91,7 @@ def test_rows_and_limits_hold_whatever_ends_or_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, events: int
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("dataload.cache.local.surplus.PAUSES", 0)
+    monkeypatch.setattr("dataload.cache.local.eviction.PAUSES", 0)
     draw, path = random.Random(seed), tmp_path / "cache"
     ready, told = os.pipe()
     running = {start(path, number, told): False for number in range(PROCESSES)}  # by process: whether it is stopped

@@ -303,7 +303,7 @@ def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch
 
     monkeypatch.setattr(index.Index, "_transaction", transaction)
     monkeypatch.setattr(index.Index, "_row", row)
-    monkeypatch.setattr("dataload.cache.local.surplus.EVICTED_TOGETHER", 2)
+    monkeypatch.setattr("dataload.cache.local.eviction.EVICTED_TOGETHER", 2)
     for number in range(6):
         put(tier, f"a/{6 * number + 1}")
     tier.touch(key(f"a/{6 * number + 1}") for number in range(6))

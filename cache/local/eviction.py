@@ -1,4 +1,4 @@
-"""Choose blobs to evict, first those that no loader needs, then those above the share of their dataset; evict them."""
+"""The choice of blobs to evict for a new one, and their removal in batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain, islice
+from typing import NamedTuple
 
 from dataload.cache.division import Division
 from dataload.cache.local.index import Index, Row
@@ -57,7 +59,55 @@ def _first(rows: Iterator[Row], size: int) -> list[bytes]:
     return found
 
 
-class Surplus:
+class Choice(NamedTuple):
+    """Blobs to evict for a row, in order, until it lacks no bytes. The row is pinned then, or transient."""
+
+    victims: Iterator[Row]
+    missing: Missing
+    pinned: bool
+
+
+class Eviction:
+    """Chooses what to evict for a new blob. It evicts nothing itself. Any thread may call it.
+
+    Args:
+        index: The index of the cache.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._surplus, self._transient = _Surplus(index), _TransientRows(index)
+
+    def choices(self, row: Row, limit: int, division: Division, before: int) -> Iterator[Choice]:
+        """Yield what may be evicted for a row, best first. The first choice whose victims are large enough counts.
+
+        Args:
+            row: The row to admit.
+            limit: Most bytes on disk.
+            division: How loaders share the cache.
+            before: A time in ns. Pinned blobs that were last used before it may go, whoever needs them.
+        """
+        index = self._index
+        shortage = partial(index.shortage, row.size, limit=limit, region=division.region)
+
+        def to_pin() -> int:
+            return max(shortage())
+
+        def to_fit() -> int:
+            return shortage().total
+
+        yield Choice(index.pinned(before), to_pin, pinned=True)
+        if division.stays(row.group):
+            yield Choice(self._surplus.victims(division, to_pin), to_pin, pinned=True)
+        if division.region and shortage().pinned > row.size:  # Other data has filled the region with pinned blobs.
+            yield Choice(self._surplus.victims(division, to_fit), to_fit, pinned=False)
+            yield Choice(index.pinned(), to_fit, pinned=False)
+        else:
+            passing = self._transient.victims(division, row)
+            yield Choice(chain(passing, index.pinned(before)), to_fit, pinned=False)
+
+
+class _Surplus:
     """The pinned blobs that may be evicted for a blob that stays.
 
     First those of row groups that no loader needs, then those above the share of their dataset, then blocks of files
@@ -68,37 +118,24 @@ class Surplus:
         a pause. Any thread may call it.
     """
 
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
+    def __init__(self, index: Index) -> None:
+        self._index, self._mutex = index, threading.Lock()
         self._found: weakref.WeakKeyDictionary[Division, _Found] = weakref.WeakKeyDictionary()
 
-    def release(self, division: Division, missing: Missing, scan: Callable[[], Iterable[Row]], remove: Remove) -> bool:
-        """Remove blobs that need not stay until nothing is missing. Return whether it succeeded; see `take`."""
-        size = missing()
-        while size > 0 and (surplus := self.take(division, size, scan)):
-            size = release(missing, iter(surplus), remove)
-        return size <= 0
+    def victims(self, division: Division, missing: Missing) -> Iterator[Row]:
+        """Yield the rows to evict while bytes are missing; none if there are not enough. A row goes to one thread."""
+        while (size := missing()) > 0 and (taken := self._take(division, size)):
+            yield from taken
 
-    def take(self, division: Division, size: int, scan: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.
-
-        Args:
-            division: How loaders share the cache.
-            size: Bytes to free.
-            scan: Yields the pinned rows, the least recently used first.
-        """
+    def _take(self, division: Division, size: int) -> list[Row]:
         with self._mutex:
             found, started = self._found.setdefault(division, _Found()), time.monotonic()
-            if started >= found.scan_at and not found.has(size):
-                found.rows = _surplus(division, scan())
+            taken = found.take(size)
+            if not taken and started >= found.scan_at:
+                found.rows = _surplus(division, self._index.pinned())
                 now = time.monotonic()
                 found.scan_at = now + PAUSES * (now - started)
-            if not found.has(size):
-                return []
-            taken: list[Row] = []
-            while size > 0:
-                taken.append(found.rows.popleft())
-                size -= taken[-1].size
+                taken = found.take(size)
             return taken
 
 
@@ -109,8 +146,11 @@ class _Found:
     rows: deque[Row] = field(default_factory=deque)
     scan_at: float = 0.0
 
-    def has(self, size: int) -> bool:
-        return any(total >= size for total in accumulate(row.size for row in self.rows))
+    def take(self, size: int) -> list[Row]:
+        """Take the first rows that have `size` bytes together; none if all have fewer."""
+        totals = accumulate(row.size for row in self.rows)
+        count = next((number for number, total in enumerate(totals, 1) if total >= size), 0)
+        return [self.rows.popleft() for _ in range(count)]
 
 
 def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
@@ -126,7 +166,7 @@ def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
     return deque(row for kind in kinds for row in kind)
 
 
-class TransientRows:
+class _TransientRows:
     """The rows of transient blobs, in the order of their eviction for a new blob.
 
     The next victim is the oldest row of the need that exceeds its part most. So a fast loader evicts its own rows.
