@@ -16,7 +16,7 @@ from dataload.cache.origin.listings import Walked, complete, left_out
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.s3_names import VERSION
 from dataload.cache.origin.version import VERSION_FIELDS, forget, version_of
-from dataload.cache.tier import INFO, BlobKey, copy_into
+from dataload.cache.tier import BlobKey, Kind, copy_into
 from dataload.errors import ConfigError
 from dataload.runtime.redact import redacted
 
@@ -202,7 +202,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
             self.blocks.tier.discard([self._info_key(obj.path)], [])
 
     def _info_key(self, path: str) -> BlobKey:
-        return self.blocks.key(Object(path, 0, "immutable"), INFO, check=BlobKey.proven)
+        return self.blocks.key(Object(path, 0, "immutable"), Kind.INFO, check=BlobKey.proven)
 
     def _type_of(self, path: str) -> str | None:
         """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,6 @@ from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
 PROOF_BYTES = 16
-RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
-INFO = "info"  # `BlobKey.what` of the first info of an object: it may be out of date, so hosts do not share it.
 FILL_SECONDS = 120.0  # Then a thread that waits for a lock asks whether the lock's holder was stopped.
 MAKE_SECONDS = 3600.0  # A process or host that runs, and makes a result for longer, hangs.
 
@@ -38,6 +37,21 @@ Fill = Callable[[Allocate], None]
 If it raises, the error reaches the caller of `get_or_fill`, and the tier caches nothing."""
 
 
+class Kind(StrEnum):
+    """What a blob holds, as far as caches treat it differently, by `BlobKey.what`."""
+
+    RECORDS = "records "  # of a row group: `what` begins with it
+    INFO = "info"  # the first info of an object: it may be out of date, so hosts do not share it
+    BLOCK = "block"  # of an object: `what` is START-STOP, in bytes
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, what: str) -> Kind:
+        if what.startswith(cls.RECORDS):
+            return cls.RECORDS
+        return cls.INFO if what == cls.INFO else cls.BLOCK if re.fullmatch(r"\d+-\d+", what) else cls.OTHER
+
+
 @dataclass(frozen=True)
 class BlobKey:
     """The identity of a blob: `what` of one version of one object. Equal keys always mean equal bytes.
@@ -46,7 +60,7 @@ class BlobKey:
         origin: Identity of the store.
         path: Path of the object in the store.
         version: Version of the object.
-        what: Part or derivative of the object, such as a byte range.
+        what: Part or derivative of the object, such as a byte range. It tells the `Kind` of the blob.
         group: Name of the blobs of the object that are read together, such as those of a row group. "": none.
         check: Checks the structure of the blob, where a process first reads all of it; None: any bytes will do.
         size: Bytes of the blob; None: unknown.

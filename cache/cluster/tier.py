@@ -10,7 +10,7 @@ from typing import Any
 
 from dataload.cache.cluster.store import Cluster, shared_cluster
 from dataload.cache.division import Division, Need
-from dataload.cache.tier import INFO, RECORDS, Allocate, BlobKey, Fill, Notes, Span, Tier, copy_into
+from dataload.cache.tier import Allocate, BlobKey, Fill, Kind, Notes, Span, Tier, copy_into
 
 
 class ClusterTier(Tier):
@@ -79,11 +79,11 @@ class ClusterTier(Tier):
     def get_or_fill(
         self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
-        if key.what == INFO:
+        kind = Kind.of(key.what)
+        if kind is Kind.INFO:
             return self.local.get_or_fill(key, fill, span, to_keep=to_keep)
         # The process that makes a row group has looked for its blobs, and holds a lease for all of them.
-        of_row_group = key.what.startswith(RECORDS)
-        shared = partial(self._fill_and_share if of_row_group else self._fill, key, fill)
+        shared = partial(self._fill_and_share if kind is Kind.RECORDS else self._fill, key, fill)
         if to_keep is not None:
             shared = partial(_fill_allocated, shared, to_keep)
         return self.local.get_or_fill(key, shared, span, to_keep=to_keep)

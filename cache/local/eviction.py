@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import weakref
@@ -15,9 +14,8 @@ from typing import NamedTuple
 
 from dataload.cache.division import Division
 from dataload.cache.local.index import Index, Row
-from dataload.cache.tier import RECORDS
+from dataload.cache.tier import Kind
 
-_NAME = re.compile(rf"#({RECORDS}[^#]*|\d+-\d+)$")  # of a blob of records, or of a block of a file
 EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
 PAUSES = 20  # times the duration of a scan, until the next one
 
@@ -154,16 +152,16 @@ class _Found:
 
 
 def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
-    kinds: tuple[list[Row], ...] = [], [], []
+    ranked: tuple[list[Row], ...] = [], [], []
     for row in rows:
-        found = _NAME.search(row.name)
-        if found is None or division.stays(row.group):
+        kind = Kind.of(row.name.rpartition("#")[2])
+        if division.stays(row.group):
             continue
-        if found[1].startswith(RECORDS):
-            kinds[division.is_needed(row.group)].append(row)
-        elif division.region:  # Without a region, row groups are made of blocks.
-            kinds[2].append(row)
-    return deque(row for kind in kinds for row in kind)
+        if kind is Kind.RECORDS:
+            ranked[division.is_needed(row.group)].append(row)
+        elif kind is Kind.BLOCK and division.region:  # Without a region, row groups are made of blocks.
+            ranked[2].append(row)
+    return deque(chain(*ranked))
 
 
 class _TransientRows:

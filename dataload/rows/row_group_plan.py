@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataload.cache.tier import RECORDS
+from dataload.cache.tier import Kind
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.selection import Mask
 from dataload.errors import ConfigError, DataError
@@ -112,11 +112,11 @@ class RowGroupPlan:
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""
-        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self._content(number)}"
+        return f"{Kind.RECORDS}{self._manifest.row_groups[number].number} {part} {self._content(number)}"
 
     def group_name(self, number: int) -> str:
         """Return the name of a row group's blobs together, within its file."""
-        return f"{RECORDS}{self._manifest.row_groups[number].number} {self._content(number)}"
+        return f"{Kind.RECORDS}{self._manifest.row_groups[number].number} {self._content(number)}"
 
     def constants(self, number: int) -> Constants:
         """Return the names and values of the columns that a row group's file does not hold."""

@@ -33,7 +33,7 @@ from dataload.cache.cluster.store import Cluster, waiting_for_space
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import FILL_SECONDS, INFO, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
+from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, Allocate, BlobKey, Kind, Waited
 from dataload.errors import ConfigError
 from dataload.runtime.priority import priority
 
@@ -93,9 +93,9 @@ def test_what_one_host_has_made_another_finds(cluster_server: Server, hosts: Hos
 def test_hosts_do_not_share_the_infos_of_objects(cluster_server: Server, hosts: Hosts) -> None:
     """An info may be out of date, and a host that removed its own would get it back."""
     first, second = hosts(cluster_server.url), hosts(cluster_server.url)
-    assert shares(first, INFO) == 1
-    assert cluster_server.ask("EXISTS", name_of(INFO)) == 0
-    assert shares(second, INFO) == 1
+    assert shares(first, Kind.INFO) == 1
+    assert cluster_server.ask("EXISTS", name_of(Kind.INFO)) == 0
+    assert shares(second, Kind.INFO) == 1
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -305,7 +305,7 @@ def test_a_row_group_that_no_host_has_takes_five_commands(cluster_server: Server
     client, commands = tier.cluster._client, list[str]()
     call = client._call
     client._call = lambda command, *args, **options: (commands.append(command), call(command, *args, **options))[1]
-    lock, blob = BlobKey("o", "p", "v", f"{RECORDS}0"), BlobKey("o", "p", "v", f"{RECORDS}0 rows 0+64")
+    lock, blob = BlobKey("o", "p", "v", f"{Kind.RECORDS}0"), BlobKey("o", "p", "v", f"{Kind.RECORDS}0 rows 0+64")
 
     def make() -> list[memoryview]:
         return tier.fetch_from_cluster([blob]) or [tier.get_or_fill(blob, Filler(b"rows"))]
