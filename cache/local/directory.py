@@ -8,8 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import lmdb
 
@@ -25,6 +27,8 @@ from dataload.cache.local.setup import cache_format, default_limit, preflight, r
 from dataload.cache.local.setup.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
 from dataload.errors import ConfigError
+
+T = TypeVar("T")
 
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
@@ -118,22 +122,21 @@ class CacheFolder:
 
     def _recover(self, *, detectable: bool) -> None:
         """Recover the folder and enter it. On a full disk, remove a blob first: a warm cache must open."""
-        removed = None
-        while True:
-            try:
-                used = recover(self.path, self.index, self.locks, detectable=detectable)
-                self.default_limit = default_limit.fix(self.path, used)
-                self.staging = StagingFolder(self._tmp, self.index.start())
-                break
-            except OSError as error:
-                if error.errno not in DISK_FULL_ERRNOS or removed is not None:
-                    raise
-                removed = recovery.remove_a_blob(self.path / "blobs")
-                if removed is None:
-                    raise
-        if removed is not None:
+        removed: list[bytes] = []
+
+        def enter() -> None:
+            used = recover(self.path, self.index, self.locks, detectable=detectable)
+            self.default_limit = default_limit.fix(self.path, used)
+            self.staging = StagingFolder(self._tmp, self.index.start())
+
+        def make_room(_: OSError) -> bool:
+            removed.extend(recovery.remove_a_blob(self.path / "blobs"))
+            return bool(removed)
+
+        with_room(enter, make_room)
+        if removed:
             with suppress(OSError, lmdb.Error):  # Else the row stays until it is the least recently used.
-                self.remove([removed])
+                self.remove(removed)
 
     @property
     def released(self) -> bool:
@@ -168,7 +171,7 @@ class CacheFolder:
         try:
             parent = os.open(folder, OPEN_FOLDER)
         except FileNotFoundError:
-            _make(Path(folder), lambda: self.evict(self.index.used_bytes() - 1))
+            with_room(partial(Path(folder).mkdir, mode=0o700, parents=True, exist_ok=True), self._evict_a_blob)
             parent = os.open(folder, OPEN_FOLDER)
         try:
             os.rename(draft, name, dst_dir_fd=parent)
@@ -240,6 +243,10 @@ class CacheFolder:
         before = oldest_start(self._tmp) if pin else AFTER_ALL
         release(over, chain(self.index.transient(), self.index.pinned(before)), self.remove)
 
+    def _evict_a_blob(self, _: OSError) -> bool:
+        self.evict(self.index.used_bytes() - 1)
+        return True
+
     def _flush_uses(self) -> None:
         """Write the uses to the index. A full disk has no space for them, and an eviction makes some."""
         try:
@@ -269,15 +276,14 @@ class CacheFolder:
         return freed
 
 
-def _make(folder: Path, evict: Callable[[], None]) -> None:
-    """Create a folder. On a full disk, evict a blob first."""
+def with_room(write: Callable[[], T], make_room: Callable[[OSError], bool]) -> T:
+    """Call `write`. If the disk is full, call it once more after `make_room`, unless that returns False."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return write()
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
+        if error.errno not in DISK_FULL_ERRNOS or not make_room(error):
             raise
-        evict()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return write()
 
 
 def _remove_damaged(path: str, digest: bytes) -> None:

@@ -28,7 +28,7 @@ def acquire(tier: LocalTier, key: BlobKey, stack: ExitStack) -> CacheFolder | No
     """
     folder = tier.opened()
     if folder is not None:
-        with tier.fallback("locking a blob", tier.health.writes, folder), ExitStack() as own:
+        with tier.attempt("locking a blob", folder), ExitStack() as own:
             began, patience = time.monotonic(), _patience(tier, key)
             if own.enter_context(folder.locks.hold(key.digest, patience)):
                 tier.busy.discard(key.digest)
@@ -46,7 +46,7 @@ def wait_for_holder(tier: LocalTier, key: BlobKey) -> Waited:
     folder, deadline, is_running = tier.opened(), tier.clock() + MAKE_SECONDS, True
     while folder is not None and is_running and tier.clock() < deadline:
         is_running = False
-        with tier.fallback("waiting for a blob", tier.health.writes, folder):
+        with tier.attempt("waiting for a blob", folder):
             with folder.locks.hold(key.digest, _patience(tier, key)) as held:
                 if held:
                     tier.busy.discard(key.digest)

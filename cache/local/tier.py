@@ -198,7 +198,7 @@ class LocalTier(ForkAware, Tier):
         held = True
         with ExitStack() as stack:
             if folder is not None:
-                with self.fallback("locking a blob", self.health.writes, folder):
+                with self.attempt("locking a blob", folder):
                     if held := stack.enter_context(folder.locks.hold(key.digest, timeout=0)):
                         stack.enter_context(folder.locks.beating(key.digest))
             yield None if held else partial(wait_for_holder, self, key)
@@ -211,20 +211,20 @@ class LocalTier(ForkAware, Tier):
 
     def stored_bytes(self, key: BlobKey) -> int:
         if not self.health.writes.tripped and (folder := self.opened()) is not None:
-            with self.fallback("looking up a blob", self.health.writes, folder):
+            with self.attempt("looking up a blob", folder):
                 return folder.index.size_of(key.digest) or 0
         return 0
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
         folder = self.opened() if self.health.state == "normal" else None
         if folder is not None:
-            with self.fallback("removing blobs", self.health.writes, folder):
+            with self.attempt("removing blobs", folder):
                 if all(folder.path_of(key.digest).exists() for key in made):
                     folder.remove(key.digest for key in keys)
 
     def retract(self, keys: Iterable[BlobKey]) -> None:
         if (folder := self.opened()) is not None:  # whatever the health: a disk that fails may still remove files
-            with self.fallback("removing blobs", self.health.writes, folder):
+            with self.attempt("removing blobs", folder):
                 # Usually there are none, and then no lock and no transaction is needed.
                 if stored := [key.digest for key in keys if os.path.exists(folder.file_of(key.digest))]:  # noqa: PTH110
                     folder.remove(stored)
@@ -234,12 +234,12 @@ class LocalTier(ForkAware, Tier):
 
     def touch(self, keys: Iterable[BlobKey]) -> None:
         if not self.health.writes.tripped and (folder := self.opened()) is not None:
-            with self.fallback("recording uses", self.health.writes, folder):
+            with self.attempt("recording uses", folder):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         if self.health.state == "normal" and self.division().region and (folder := self.opened()) is not None:
-            with self.fallback("looking up a blob", self.health.writes, folder):
+            with self.attempt("looking up a blob", folder):
                 return not folder.index.all_pinned(key.digest for key in keys)
         return False
 
@@ -273,11 +273,11 @@ class LocalTier(ForkAware, Tier):
         return False
 
     @contextmanager
-    def fallback(self, doing: str, breaker: CircuitBreaker, folder: CacheFolder) -> Iterator[None]:
-        """Catch errors of the disk and the index, count them, and log each kind once.
+    def attempt(self, doing: str, folder: CacheFolder, breaker: CircuitBreaker | None = None) -> Iterator[None]:
+        """End the block at an error of the disk or the index. Count it, log each kind once, and tell the breaker.
 
         The caller falls back to the next tier or the origin. If a part of `folder` was removed, only this object is
-        closed: another thread may already have reopened the folder.
+        closed: another thread may already have reopened the folder. breaker: None: that of writes.
         """
         try:
             yield
@@ -291,7 +291,7 @@ class LocalTier(ForkAware, Tier):
                 folder.doubt()
                 self.health.reads.failed()
             else:
-                breaker.failed()
+                (breaker or self.health.writes).failed()
 
     def opened(self) -> CacheFolder | None:
         """Return the folder, or count an error and return None. Raises ConfigError as `LocalTier` does.
@@ -326,7 +326,7 @@ class LocalTier(ForkAware, Tier):
         if folder is None:
             return None
         found = None
-        with self.fallback("reading a blob", self.health.reads, folder):
+        with self.attempt("reading a blob", folder, self.health.reads):
             with suppress(FileNotFoundError):
                 found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span, key)
             if found is not None:
@@ -336,6 +336,6 @@ class LocalTier(ForkAware, Tier):
         if found is not None:
             folder.uses.add(key.digest)
             if folder.uses.is_due and not self.health.writes.tripped:
-                with self.fallback("recording uses", self.health.writes, folder):
+                with self.attempt("recording uses", folder):
                     folder.uses.flush(timeout=0)
         return found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from dataload.cache import blob_file
 from dataload.cache.buffer_pool import blob_buffers
-from dataload.cache.local.directory import DISK_FULL_ERRNOS, CacheFolder
+from dataload.cache.local.directory import DISK_FULL_ERRNOS, CacheFolder, with_room
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
@@ -54,7 +54,7 @@ class BlobWriter(Draft):
     def memory_for(self, size: int) -> memoryview:
         self._size = blob_file.file_bytes(size, self.key.name)
         if self._folder is not None:
-            with self._tier.fallback("allocating a blob", self._tier.health.writes, self._folder):
+            with self._tier.attempt("allocating a blob", self._folder):
                 self._buffer = self._on_disk(self._folder)
         if self._buffer is None and self._must_cache:
             raise CacheFullError(self.key.name)
@@ -71,7 +71,7 @@ class BlobWriter(Draft):
         payload, buffer = self.payload, self._buffer
         if payload is None or buffer is None or self._path is None or folder is None or folder.closed:
             return in_memory
-        with doing("disk"), tier.fallback("writing a blob", tier.health.writes, folder):
+        with doing("disk"), tier.attempt("writing a blob", folder):
             blob_file.seal(buffer, len(payload), digest, self.key.name)
             with blob_file.opened(self._path) as descriptor:
                 blob_file.write(descriptor, buffer, self._size)
@@ -107,16 +107,16 @@ class BlobWriter(Draft):
         digest = self.key.digest
         folder.index.check_not_replaced()
         # Create the file before its row, so that a sweep after a kill finds the row to drop.
-        self._path = folder.staging.draft(digest)
-        descriptor = self._create(folder, self._path)
+        self._path = draft = folder.staging.draft(digest)
+        descriptor = self._create(folder, draft)
         step("fill: drafted")
         try:
-            if not self.enter(folder, self._path):
+            if not self.enter(folder, draft):
                 self._tier.health.writes.worked()
                 return None
             step("fill: reserved")
             # A full disk raises here. Of blocks, nothing is fetched yet; rows are decoded already.
-            self._giving_way(folder, descriptor, lambda: os.posix_fallocate(descriptor, 0, self._size))
+            self._with_room(folder, descriptor, draft, lambda: os.posix_fallocate(descriptor, 0, self._size))
             step("fill: allocated")
             return blob_buffers.take(self._size)
         finally:
@@ -124,30 +124,26 @@ class BlobWriter(Draft):
 
     def _create(self, folder: CacheFolder, draft: str) -> int:
         """Create the draft. If the disk has no space for another file, evict as in a full cache, and try again."""
-        try:
-            return blob_file.create(draft)
-        except OSError as error:
-            if error.errno not in DISK_FULL_ERRNOS:
-                raise
-            if not self._tier.reserve(folder, self.key, self._allocated, draft, folder.index.used_bytes()):
-                raise
-            folder.index.drop(self.key.digest)
-        return blob_file.create(draft)
 
-    def _giving_way(self, folder: CacheFolder, descriptor: int, write: Callable[[], T]) -> T:
-        """Call `write`, which writes the file. If the disk is full, evict as in a full cache, and call it once more."""
-        try:
-            return write()
-        except OSError as error:
-            if error.errno not in DISK_FULL_ERRNOS or self._path is None:
-                raise
+        def make_room(_: OSError) -> bool:
+            fits = self._tier.reserve(folder, self.key, self._allocated, draft, folder.index.used_bytes())
+            if fits:
+                folder.index.drop(self.key.digest)
+            return fits
+
+        return with_room(partial(blob_file.create, draft), make_room)
+
+    def _with_room(self, folder: CacheFolder, descriptor: int, draft: str, write: Callable[[], T]) -> T:
+        """Write the draft. If the disk is full, evict as in a full cache, and write it again."""
+
+        def make_room(error: OSError) -> bool:
             os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_SET))
             folder.index.drop(self.key.digest)
             free = shutil.disk_usage(folder.path).free if error.errno == errno.ENOSPC else 0
             limit = folder.index.used_bytes() + free
-            if not self._tier.reserve(folder, self.key, self._allocated, self._path, limit):
-                raise
-        return write()
+            return self._tier.reserve(folder, self.key, self._allocated, draft, limit)
+
+        return with_room(write, make_room)
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +156,7 @@ class BlobWriter(Draft):
             with suppress(OSError):
                 remove(path)
             return
-        with tier.fallback("discarding a draft", tier.health.writes, folder):
+        with tier.attempt("discarding a draft", folder):
             # Do not wait twice for a stuck index: the draft's mark stays, and a sweep drops the row.
             folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)
 
@@ -189,7 +185,7 @@ class BunchedBlobWriter(BlobWriter):
         """Write the blob, whose row is in the index, and return a read-only map of it. Raises OSError."""
         descriptor, digest = self._descriptor, self.key.digest
         write = partial(blob_file.write_whole, descriptor, self._content, digest, self.key.name)
-        size = self._giving_way(self._target, descriptor, write)
+        size = self._with_room(self._target, descriptor, self.draft, write)
         step("fill: sealed")
         self._target.publish(self.draft, digest)
         self._path = None
@@ -216,7 +212,7 @@ class BulkWriter:
         held, tier = list[ExitStack | None]([None] * len(keys)), self.tier
         with ExitStack() as stack:
             if tier.health.state == "normal" and (folder := tier.opened()) is not None:
-                with tier.fallback("locking blobs", tier.health.writes, folder):
+                with tier.attempt("locking blobs", folder):
                     held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
                     for key, own in zip(keys, held, strict=True):
                         if own is not None:
@@ -231,7 +227,7 @@ class BulkWriter:
         tier.counters.add(misses=len(blobs), unkept=0 if folder else len(blobs))
         if folder is None:
             return found
-        with doing("disk"), tier.fallback("writing blobs", tier.health.writes, folder), ExitStack() as stack:
+        with doing("disk"), tier.attempt("writing blobs", folder), ExitStack() as stack:
             folder.index.check_not_replaced()
             held = stack.enter_context(folder.locks.hold_free([key.digest for key, _ in blobs]))
             step("fill: locked")

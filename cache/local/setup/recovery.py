@@ -156,15 +156,15 @@ def _row(file: Path) -> Row | None:
     return Row(footer.digest, name, blob_file.allocated(status.st_size), min(time.time_ns(), status.st_mtime_ns))
 
 
-def remove_a_blob(blobs: Path) -> bytes | None:
-    """Remove the largest file of a folder of blobs. Return its digest; None if that failed or there is no blob."""
+def remove_a_blob(blobs: Path) -> list[bytes]:
+    """Remove the largest file of a folder of blobs. Return its digest; none if that failed or there is no blob."""
     with suppress(OSError):  # Another process may remove it first.
         for folder in blobs.iterdir():
             if files := [file for file in folder.iterdir() if blob_file.FILE_NAME.fullmatch(file.name)]:
                 victim = max(files, key=lambda file: file.lstat().st_size)
                 victim.unlink()
-                return bytes.fromhex(victim.name)
-    return None
+                return [bytes.fromhex(victim.name)]
+    return []
 
 
 def boot_id() -> str:
