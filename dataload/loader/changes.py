@@ -84,9 +84,7 @@ def keep(dataset: MapStyle, digest: str) -> None:
     if digest in _kept:
         _kept.move_to_end(digest)
     elif not _unsupported(dataset):
-        data = inventories_to_bytes(each.inventory for each in dataset.datasets)
-        _cached(dataset, digest).get_or_make(lambda: data)
-        _keep(digest, data)
+        _note(dataset, digest, [each.inventory for each in dataset.datasets])
 
 
 def known_as_text(dataset: MapStyle, digests: Sequence[str]) -> dict[str, str]:
@@ -172,7 +170,9 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
 
 
 def _shorten(segments: Sequence[dict[str, Any]], compared: Collection[int], dataset: MapStyle) -> None:
-    """Leave out versions of tables until a state holds the segments, the oldest first: those that the cache stands for.
+    """Leave out versions of tables until a state holds the segments, the oldest first: the cache stands for them.
+
+    Each host has cached what the segments had, so the states of all ranks leave out the same.
 
     Args:
         segments: The segments.
@@ -182,9 +182,9 @@ def _shorten(segments: Sequence[dict[str, Any]], compared: Collection[int], data
     Raises:
         ConfigError: They are too long even so.
     """
+    has_cache = dataset.datasets[0].blocks.tier.shared
     for number, segment in enumerate(segments[:-1]):
-        is_long = len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS
-        if is_long and number not in compared and _cached(dataset, segment["dataset"]).get() is not None:
+        if has_cache and number not in compared and len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
             segment.pop(TABLES, None)
     if len(json.dumps(segments)) > MOST_EARLIER_CHARACTERS:
         raise ConfigError(
@@ -307,7 +307,7 @@ def _inventories(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventor
         named = [f"{table}@{url.rpartition('@')[2]}" for table, url in zip(tables, urls, strict=True) if url]
         raise ConfigError(f"{few(named)}, of which the epoch has rows, cannot be opened: {error}") from error
     found = [each.inventory for each in former]
-    _keep(segment["dataset"], inventories_to_bytes(found))
+    _note(dataset, segment["dataset"], found)
     return found
 
 
@@ -353,7 +353,7 @@ def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | N
                 f"the state is of {len(found)} sources, and this loader has {len(dataset.datasets)}: use those"
             )
         if _digest(found, _names(dataset)) == name:
-            _keep(name, inventories_to_bytes(found))
+            _note(dataset, name, found)
             return [own.beside(each.manifest) for own, each in zip(found, dataset.datasets, strict=True)]
     _kept.pop(name, None)
     return None
@@ -368,6 +368,13 @@ def _recorded(name: str, dataset: MapStyle) -> Iterator[list[Inventory]]:
 
 def _names(dataset: MapStyle) -> Sequence[str]:
     return dataset.names if isinstance(dataset, Mixture) else ("",)
+
+
+def _note(dataset: MapStyle, digest: str, found: Iterable[Inventory]) -> None:
+    """Keep which rows some data has, also for later processes of this host."""
+    data = inventories_to_bytes(found)
+    _cached(dataset, digest).put(lambda: data)
+    _keep(digest, data)
 
 
 def _keep(digest: str, data: bytes) -> None:

@@ -1614,6 +1614,28 @@ def test_a_mixture_of_many_tables_changes_often_within_an_epoch(tmp_path):
     assert Counter(seen + rows + ended(rest)) == dict.fromkeys(table.alive - {1}, 50) | {1: had[1]}
 
 
+def test_ranks_on_other_hosts_have_equal_states_of_many_tables(tmp_path):
+    """The first host has the cache of the run. The second opens its tables, and the third has a checkpoint."""
+    from dataload.cache.config import CacheConfig
+
+    table = GrowingIceberg(tmp_path / "table", 0, 4)
+    caches = [CacheConfig(cache_dir=str(tmp_path / f"host {number}")) for number in range(3)]
+    _, state = read([many_tables(table, caches[0])], 3, None)
+    known: dict[str, str] = {}
+    for number, hosts in enumerate((2, 3, 3)):
+        table.append(1)
+        states = []
+        for cache in caches[:hosts]:
+            resumed = many_tables(table, cache)
+            changes.learn(known if number == 1 and cache is caches[2] else {})
+            resumed.load_state_dict(state, on_change="continue")
+            states.append(read([resumed], 3, state)[1])
+            known = resumed.inventories()
+        state = states[0]
+        assert states == [state] * hosts
+    assert ["tables" in each for each in state["earlier"]] == [False, False, True]
+
+
 @pytest.mark.variants
 @pytest.mark.parametrize("why", ["without a cache", "rewritten rows"])
 def test_a_state_leaves_out_no_version_that_the_epoch_needs(why, tmp_path):
