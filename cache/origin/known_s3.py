@@ -11,6 +11,7 @@ from typing import Any
 
 from dataload.errors import ConfigError
 
+# Options of s3fs, and those in its client_kwargs.
 FLAGS = frozenset({"anon", "requester_pays"})
 TEXTS = frozenset({"endpoint_url", "key", "secret", "token"})
 CLIENT_TEXTS = frozenset({"endpoint_url", "region_name"})
@@ -19,19 +20,9 @@ TOKENS = ("AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
 FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 # Variables that this module reads, or that change no request. botocore ignores AWS_REGION.
 VARIABLES = frozenset(
-    {
-        *(
-            *ENDPOINTS,
-            *TOKENS,
-            *FILES,
-            "AWS_ACCESS_KEY_ID",
-            "AWS_SECRET_ACCESS_KEY",
-            "AWS_DEFAULT_REGION",
-            "AWS_REGION",
-        ),
-        *("AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED", "AWS_EXECUTION_ENV", "AWS_MAX_ATTEMPTS"),
-        *("AWS_PAGER", "AWS_RETRY_MODE"),
-    }
+    {*ENDPOINTS, *TOKENS, *FILES, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_REGION"}
+    | {"AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED", "AWS_EXECUTION_ENV", "AWS_MAX_ATTEMPTS", "AWS_PAGER"}
+    | {"AWS_RETRY_MODE"}
 )
 AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # not a private endpoint
 REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-[a-z]+-\d+")  # served under amazonaws.com

@@ -7,7 +7,7 @@ from typing import Any
 
 from dataload.cache.origin.credentials import fetched, renewed
 from dataload.cache.origin.errors import UnsuitableError, is_transient
-from dataload.cache.origin.known_s3 import AMAZON, bundle_of_requests, read_bundle
+from dataload.cache.origin.known_s3 import AMAZON, CLIENT_TEXTS, FLAGS, TEXTS, bundle_of_requests, read_bundle
 from dataload.cache.origin.s3_names import VERSION
 from dataload.cache.origin.translation import (
     OF_FSSPEC,
@@ -16,29 +16,22 @@ from dataload.cache.origin.translation import (
     if_match,
     is_class,
     tag_of,
+    unknown_options,
 )
 
 # Options of s3fs that are passed on to obstore, and options that do not affect range requests.
-TRANSLATED = frozenset({"anon", "client_kwargs", "endpoint_url", "key", "requester_pays", "secret", "token", "use_ssl"})
+TRANSLATED = FLAGS | TEXTS | {"client_kwargs", "use_ssl"}
 IRRELEVANT = OF_FSSPEC | {"cache_regions", "config_kwargs", "default_block_size", "fixed_upload_size"}
-CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
+CLIENT_OPTIONS = CLIENT_TEXTS | {"use_ssl"}
 # Timeouts and connection counts: obstore has its own.
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
 
 
 def untranslatable(filesystem: Any) -> str | None:
     """Return why obstore cannot replace this filesystem; None if it can."""
-    if other := is_class(filesystem, "s3fs.core.S3FileSystem"):
-        return other
-    options = {name for name, value in filesystem.storage_options.items() if value is not None}
-    unknown = {
-        *(options - TRANSLATED - IRRELEVANT),
-        *(f"{name} in client_kwargs" for name in set(filesystem.client_kwargs) - CLIENT_OPTIONS),
-        *(f"{name} in config_kwargs" for name in set(filesystem.config_kwargs) - CONFIG_OPTIONS),
-    }
-    if filesystem.storage_args:
-        return "s3fs was given positional arguments"
-    return f"s3fs was given {', '.join(sorted(unknown))}" if unknown else None
+    known = {"client_kwargs": CLIENT_OPTIONS, "config_kwargs": CONFIG_OPTIONS}
+    reason = is_class(filesystem, "s3fs.core.S3FileSystem")
+    return reason or unknown_options(filesystem, "s3fs", TRANSLATED | IRRELEVANT, **known)
 
 
 def settings(filesystem: Any, bucket: str) -> dict[str, Any]:

@@ -73,11 +73,16 @@ def tag_of(meta: Mapping[str, Any]) -> str | None:
     return found
 
 
-def unknown_options(filesystem: Any, package: str, known: Collection[str]) -> str | None:
-    """Return the options of a filesystem that obstore has no equal for, as a reason; None without one."""
+def unknown_options(filesystem: Any, package: str, known: Collection[str], **within: Collection[str]) -> str | None:
+    """Return the options of a filesystem that obstore has no equal for, as a reason; None without one.
+
+    within: The known ones within an option, such as client_kwargs.
+    """
     if filesystem.storage_args:
         return f"{package} was given positional arguments"
     unknown = {name for name, value in filesystem.storage_options.items() if value is not None and name not in known}
+    for option, names in within.items():
+        unknown |= {f"{name} in {option}" for name in getattr(filesystem, option) if name not in names}
     return f"{package} was given {', '.join(sorted(unknown))}" if unknown else None
 
 
