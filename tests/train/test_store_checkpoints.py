@@ -784,7 +784,7 @@ def test_whatever_a_kill_interrupts_the_newest_complete_checkpoint_loads(ranks, 
             found = run.find("auto")
             latest = loaded(found, size) if found else -1
             run.close()
-            assert max(saved, known) <= latest <= known + 1 + (known < saved)
+            assert max(saved, known) <= latest <= max(saved, known) + 1  # A kill may come before the report.
             saved = latest
     assert kills < 30 or min(saved, counts["slow down"], counts["lost"] + counts["cut"]) > 0
 
