@@ -73,9 +73,10 @@ def joined(name: str, forms: Iterable[Form], source: pa.Schema) -> pa.Field:
         shape = reduce(common_shape, (form.shape or () for form in known))
         return Form(number, shape if len(known) == len(forms) else (-1, *shape[1:])).field(name)
     field = reduce(_common(name), (form.field(name) for form in forms))
-    before = source.field(name) if name in source.names else field
+    has_one = source.get_field_index(name) >= 0
+    before = source.field(name) if has_one else field
     field = filled(field, before)
-    if _is_open(field.type) and not (name in source.names and field.type == before.type):
+    if _is_open(field.type) and not (has_one and field.type == before.type):
         raise DataError(
             f"column {name!r} has only None or empty lists in the sample: return an array of a dtype, or "
             "pa.array(values, type); or leave the column out"

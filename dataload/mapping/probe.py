@@ -264,7 +264,8 @@ def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_
     own = fields_of(schema)
     known = {mask_name(field) for field in own}  # The function may return the masks that it got.
     masks = [mask_name(field) for field in own if null_masks and needs_mask(field) and field.name not in known]
-    return Made(schema, tuple(name for name in masks if name not in schema.names), fill_null)
+    names = set(schema.names)
+    return Made(schema, tuple(name for name in masks if name not in names), fill_null)
 
 
 def _of_working(runner: Runner, records: Records, problem: DataError) -> list[tuple[dict[str, Returned], int]]:

@@ -315,8 +315,9 @@ def given_and_kept(
     fields = [field for field in fields if field.kind != "error"]
     if columns is None:
         return [field.name for field in fields], []
-    masks = {mask_of(field) for field in fields if field.name in columns and needs_mask(field)}
-    chosen = {*columns, *(field.name for field in fields if field.kind == "mask" and field.name in masks)}
+    chosen = {*columns}
+    masks = {mask_of(field) for field in fields if field.name in chosen and needs_mask(field)}
+    chosen.update(field.name for field in fields if field.kind == "mask" and field.name in masks)
     given = [field.name for field in fields if field.name in chosen]
     return given, [] if is_flat else [field for field in fields if field.name not in chosen]
 
@@ -330,10 +331,10 @@ def schema_of(source: pa.Schema, layout: Layout, kept: Sequence[Field], made: pa
         kept: The columns that the function did not get.
         made: The columns that it returned, and their masks.
     """
-    names = {each.name for each in kept}
+    names, returned = {each.name for each in kept}, set(made.names)
     fields = []
     for each in layout.fields:
-        if each.name in made.names:
+        if each.name in returned:
             fields.append(made.field(each.name))
         elif each.name in names:
             fields.append(pa.field(each.name, pa.bool_()) if each.kind == "mask" else source.field(each.name))

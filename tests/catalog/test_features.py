@@ -208,3 +208,11 @@ def test_wide_files_take_linear_time(tmp_path: Path) -> None:
     assert dataset.features == {}
     Dataset(dataset.manifest, dataset.blocks, names, dict.fromkeys(names, 0))
     assert time.perf_counter() - start < 6  # of one, and not of fifteen
+
+
+def test_map_of_wide_files_takes_linear_time(tmp_path: Path) -> None:
+    path = write(pa.table({f"c{number}": [1] for number in range(6000)}), tmp_path / "wide.parquet")
+    dataset = make_dataset(path, cache=False)
+    start = time.process_time()
+    dataset.map(dict, dataset.schema.names, version=1)
+    assert time.process_time() - start < 4  # of two, and not of five or more
