@@ -185,7 +185,7 @@ def lacking(dataset: Dataset, former: Dataset) -> list[str]:
     """Return the columns that are named for a dataset, or for its first map, and that an earlier snapshot lacks."""
     found = [name for name, names in _opening(dataset).names_in(former.manifest).items() if not names]
     given = dataset.stages[0].columns if dataset.stages else None
-    own, others = dataset.manifest.schema.names, former.manifest.schema.names
+    own, others = set(dataset.manifest.schema.names), set(former.manifest.schema.names)
     return found + [name for name in given or () if name in own and name not in others]
 
 

@@ -121,15 +121,15 @@ class Opening:
 
     def names_in(self, other: Manifest) -> dict[str, list[str]]:
         """Return what another version of the table calls each column that is named here; nothing for one it lacks."""
-        columns, called = self.found.get("columns", self.columns), self._called_in(other)
-        if columns is None or self._snapshot is None or called is None:
-            return {name: [name] for name in columns or ()}
+        columns = self.found.get("columns", self.columns) or ()
+        if not columns or self._snapshot is None or (called := self._called_in(other)) is None:
+            return {name: [name] for name in columns}
         return {name: [called[each] for each in self._snapshot.select([name]) if each in called] for name in columns}
 
     def fill_null_in(self, other: Manifest) -> Any:
         """Return `fill_null` by the names of another version of the table."""
-        called, own = self._called_in(other), self.found.get("fill_null", self.fill_null)
-        if called is None or not isinstance(own, Mapping):
+        own = self.found.get("fill_null", self.fill_null)
+        if not isinstance(own, Mapping) or (called := self._called_in(other)) is None:
             return own
         return {called[name]: value for name, value in own.items() if name in called}
 

@@ -378,6 +378,23 @@ def test_a_copy_in_another_process_knows_the_columns_of_other_versions_by_their_
     assert {*rest[0]} == {"id", "word" if choice == "continue" else "text"}
 
 
+@pytest.mark.parametrize("choice", ["continue", "next_epoch"])
+def test_a_copy_that_names_no_columns_does_not_read_its_own_snapshot_again(choice, table):
+    """So it may be gone."""
+    source = "iceberg://lake/space.table"
+    first = make_loader(source, 2, cache=False)
+    seen, state = next(iter(first))["id"].tolist(), first.state_dict()
+    table.append(rows(8, 1))
+    copy = pickle.loads(pickle.dumps(make_dataset(source, cache=False)))
+    table.append(rows(9, 1))
+    table.maintenance.expire_snapshots().by_id(table.snapshots()[-2].snapshot_id).commit()
+    changes._kept.clear()
+    resumed = make_loader(copy, 2)
+    resumed.load_state_dict(state, on_change=choice)
+    rest = [each for batch in resumed for each in batch["id"].tolist()]
+    assert sorted(seen + rest) == [*range(8 + (choice == "continue"))]
+
+
 def test_a_filter_that_cannot_be_applied_is_told(table):
     with pytest.raises(ConfigError, match=r"the scan's row_filter cannot be applied"):
         make_dataset(table.scan(row_filter="id > 'x'"), cache=False)
