@@ -39,7 +39,7 @@ from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Schedule, plain, weights_of
 from dataload.samplers.order import Order
-from dataload.samplers.position import EARLIER, TABLES, Position, digest, listed, require
+from dataload.samplers.position import EARLIER, TABLES, Position, listed, require
 from dataload.samplers.rest import Continued, Left, LeftOrder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ Int64 = npt.NDArray[np.int64]
 OnChange = Literal["error", "next_epoch", "continue"]
 
 VERSION: Final = 3  # of cached inventories
-BY_ROWS: Final = "by_rows"  # in the first segment: the mixture weighs each snapshot by its rows
+BY_ROWS: Final = "by_rows"  # in a state, and its first segment: the mixture weighs each snapshot by its rows
 MOST_URL_CHARACTERS: Final = 400  # of the tables of a state; their numbers stand for longer ones
 MOST_TABLE_CHARACTERS: Final = 1600  # of the versions of tables in a state, which has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
@@ -71,7 +71,14 @@ def check_choice(on_change: str) -> None:
         raise ConfigError(f'on_change={on_change!r}: use "error", "next_epoch" or "continue"')
 
 
-def versions_of(dataset: MapStyle) -> list[str]:
+def for_state(position: Position, dataset: MapStyle) -> Position:
+    """Return a position in a dataset with what a state says of the data, for those that go on with other data."""
+    tables = _versions_of(dataset)
+    by_rows = isinstance(dataset, Mixture) and position.options.get("weights") == _by_rows(map(len, dataset.datasets))
+    return position.with_options(**({TABLES: tables} if tables else {}), **({BY_ROWS: True} if by_rows else {}))
+
+
+def _versions_of(dataset: MapStyle) -> list[str]:
     """Return the versions of tables that a dataset has, for a state: as URLs, or as numbers if these are too long."""
     found = [each.manifest.pinned for each in dataset.datasets if each.manifest.pinned]
     if len(json.dumps(found)) > MOST_URL_CHARACTERS:
@@ -108,20 +115,8 @@ def at_start(position: Position, dataset: MapStyle, sampler: RankSampler) -> Pos
     """Return a position at the start of an epoch in other data. A mixture that weighs by rows weighs by those of it."""
     own, options = sampler.position.options, dict(position.options)
     options |= {name: own[name] for name in ("window", "windows") if name in own}  # Other data has other defaults.
-    if isinstance(dataset, Mixture) and dataset.by_rows:
-        weights = options.get("weights")
-        by_rows = _by_rows(each.inventory for each in dataset.datasets)
-        segment = {"dataset": position.dataset, TABLES: _tables(position)}
-        try:
-            is_by_rows = _is_by_rows(weights, _inventories(segment, dataset))
-        except ConfigError:
-            is_by_rows = True
-            log.warning(
-                "the state has weights=%s of other data, whose rows are not known here: the mixture weighs by rows, %s",
-                weights,
-                by_rows,
-            )
-        options["weights"] = by_rows if is_by_rows else weights
+    if _is_by_rows(position, dataset):
+        options["weights"] = _by_rows(map(len, dataset.datasets))
     return Position(sampler.position.dataset, position.epoch, 0, options)
 
 
@@ -153,7 +148,7 @@ def continued(position: Position, dataset: MapStyle, sampler: RankSampler) -> tu
     by_rows = isinstance(dataset, Mixture) and bool(segments) and BY_ROWS in segments[0]
     snapshots = [*(_inventories(each, dataset) for each in segments), [each.inventory for each in dataset.datasets]]
     if by_rows:
-        options["weights"] = _by_rows(snapshots[-1])
+        options["weights"] = _by_rows(map(len, dataset.datasets))
     options = listed(options, {**known, "windows": [*known.get("windows", ()), *map(_windows, snapshots)]})
     orders = [_order_over(sampler.order.with_options(), found, options, by_rows=by_rows) for found in snapshots]
     had, taken, compared = [KnownRows() for _ in dataset.datasets], 0, set()
@@ -209,10 +204,7 @@ def _latest(
     """Return the segment of the data that a state is of. rows: that the epoch has had of it."""
     versions = [each.rpartition("@")[2] for each in tables]
     segment = {"dataset": position.dataset, "rows": rows, **({TABLES: versions} if versions else {})}
-    if is_first and isinstance(dataset, Mixture) and dataset.by_rows:
-        weights = position.options["weights"]
-        segment |= {BY_ROWS: True} if _is_by_rows(weights, _inventories(segment, dataset)) else {}
-    return segment
+    return {**segment, BY_ROWS: True} if is_first and _is_by_rows(position, dataset) else segment
 
 
 def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler) -> MapStyle:
@@ -425,15 +417,14 @@ def _windows(found: Iterable[Inventory]) -> list[int]:
     return [each.window for each in found]
 
 
-def _by_rows(found: Iterable[Inventory]) -> list[Any]:
-    """Return the weights by rows, as a state has them."""
-    return plain(weights_of([int(each.block_lengths.sum()) for each in found]))
+def _by_rows(rows: Iterable[int]) -> list[Any]:
+    """Return the weights by the rows of each source, as a state has them."""
+    return plain(weights_of(list(rows)))
 
 
-def _is_by_rows(weights: Any, found: Iterable[Inventory]) -> bool:
-    """Return whether the weights of a state, or the digest of them, are those by these rows."""
-    by_rows = _by_rows(found)
-    return weights in (by_rows, digest(by_rows))
+def _is_by_rows(position: Position, dataset: MapStyle) -> bool:
+    """Return whether a mixture weighs by its rows, and that of a state did, whose rows may not be known any more."""
+    return isinstance(dataset, Mixture) and dataset.by_rows and position.options.get(BY_ROWS) is True
 
 
 def _order_over(order: Any, found: Sequence[Inventory], options: Mapping[str, Any], *, by_rows: bool) -> PositionOrder:
@@ -444,7 +435,7 @@ def _order_over(order: Any, found: Sequence[Inventory], options: Mapping[str, An
             [only] = found
             return Order(only.block_lengths, dataset_key=only.order_key.encode(), **own)
         if by_rows:
-            own["weights"] = _by_rows(found)
+            own["weights"] = _by_rows(int(each.block_lengths.sum()) for each in found)
         return MixtureOrder(_sources(found, [source.name for source in order.sources]), **own)
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"the state makes no order ({error}): give all that state_dict() returned") from error

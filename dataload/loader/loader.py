@@ -33,9 +33,9 @@ from dataload.loader.changes import (
     check_choice,
     continued,
     earlier_dataset,
+    for_state,
     keep,
     known_as_text,
-    versions_of,
 )
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
@@ -199,9 +199,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if sampler.handed_out_in_epoch is None:
             self._renew()
         keep(self.dataset, sampler.position.dataset)
-        if tables := versions_of(self.dataset):  # Longer lists give way to them.
-            return sampler.saved_position.with_options(**{TABLES: tables}).state_dict()
-        return sampler.state_dict()
+        return for_state(sampler.saved_position, self.dataset).state_dict()
 
     def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "error") -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.

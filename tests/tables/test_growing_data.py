@@ -764,18 +764,21 @@ def other(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("choice", ["continue", "next_epoch"])
-def test_an_epoch_that_has_not_begun_weighs_a_mixture_by_its_new_rows(choice, folder, other, options):
-    def loader() -> Any:
-        return make_loader(mix({"a": str(folder), "b": str(other)}, **options), 4)
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_an_epoch_that_has_not_begun_weighs_a_mixture_by_its_new_rows(has_cache, choice, folder, other, options):
+    """Also on a host that has not the cache of the run."""
 
-    first = loader()
+    def loader(**how: Any) -> Any:
+        return make_loader(mix({"a": str(folder), "b": str(other)}, **how), 4)
+
+    first = loader(**options)
     ended(first)
     state = first.state_dict()
     first.dataset.set_weights([3, 1])
     weighed = first.state_dict()
     changes._kept.clear()
     write(other / "y.parquet", 1020, 20)
-    resumed = loader()
+    resumed = loader(**(options if has_cache else {"cache": False}))
     resumed.load_state_dict(state, on_change=choice)
     for _ in range(2):
         assert sorted(ended(resumed)) == [*range(40), *range(1000, 1040)]
