@@ -18,7 +18,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations, islice, product
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
@@ -61,6 +61,7 @@ MOST_WAYS: Final = 256  # in which sources may have excluded rows since
 KEPT: Final = 64  # inventories of this process
 
 _kept: OrderedDict[str, bytes] = OrderedDict()
+_weights_of = lru_cache(8)(weights_of)  # of thousands of sources, in the state after each batch
 
 log = logging.getLogger(__name__)
 
@@ -419,7 +420,7 @@ def _windows(found: Iterable[Inventory]) -> list[int]:
 
 def _by_rows(rows: Iterable[int]) -> list[Any]:
     """Return the weights by the rows of each source, as a state has them."""
-    return plain(weights_of(list(rows)))
+    return plain(_weights_of(tuple(rows)))
 
 
 def _is_by_rows(position: Position, dataset: MapStyle) -> bool:

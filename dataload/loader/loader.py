@@ -219,6 +219,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             ConfigError: The state is of another dataset, or of another version of a table; or it cannot be told which
                 rows of it the epoch has had, or what the rest of it is.
             OriginError: A file of the data of the state is gone.
+            DataError: A function of `map` cannot work with the data of the state.
         """
         check_choice(on_change)
         if self._next is not None:
