@@ -430,6 +430,26 @@ def test_further_rows_are_excluded_without_the_cache_of_its_run(shape, choice, t
     assert Counter(seen + ended(resumed)) == +left
 
 
+@pytest.mark.parametrize("choice", ["continue", "next_epoch"])
+@pytest.mark.parametrize("further", [False, True])
+def test_rows_that_were_written_again_are_excluded_without_the_cache_of_its_run(further, choice, tmp_path):
+    """The call names them in the new files."""
+    table = GrowingDelta(tmp_path / "table")
+    table.append(4)
+
+    def loader(*ids: int) -> Any:
+        changes._kept.clear()
+        return make_loader(without(make_dataset(table.source(), cache=False), 7, *ids), 4)
+
+    seen, state = read([loader()], 3, None)
+    bad = [min({*range(44)} - {*seen, 7})] if further else []
+    table.source().optimize.compact()
+    resumed = loader(*bad)
+    resumed.load_state_dict(state, on_change=choice)
+    left = {*range(44)} - {7, *(bad if choice == "continue" else [])}
+    assert sorted(seen + ended(resumed)) == sorted(left)
+
+
 def test_rows_of_one_of_many_sources_are_excluded_without_the_cache_of_its_run(tmp_path):
     """All of them have excluded rows before."""
     table = GrowingDelta(tmp_path / "table", 0, 8)
