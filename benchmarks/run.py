@@ -22,7 +22,7 @@ from dataload.extras import check_extra
 if TYPE_CHECKING:
     from dataload.benchmarks.suite.datasets import Place
 
-PAGES, PROGRAM = (Path("docs/comparison.md"), Path("README.md")), Path("benchmarks/run.py")  # of a clone
+PAGE, PROGRAM = Path("docs/comparison.md"), Path("benchmarks/run.py")  # of a clone
 USUAL = {"size": "full", "workloads": "images,tokens,text,table,photos", "ranks": "1,4", "groups": "10,128"}
 QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "groups": "10"}
 PUBLISHED_ROUNDS = 3
@@ -69,9 +69,7 @@ def bench(
             help="Folder for JSON, tables and picture; default: benchmarks/results in a clone, else none is written."
         ),
     ] = None,
-    publish: Annotated[
-        bool, typer.Option(help="Publish the results as latest, in docs/comparison.md and README.md.")
-    ] = False,
+    publish: Annotated[bool, typer.Option(help="Publish the results as latest, in docs/comparison.md.")] = False,
     render: Annotated[
         Path | None, typer.Option(help="Render the JSON of a run again, also of one that ended early.")
     ] = None,
@@ -114,8 +112,7 @@ def bench(
             more = f"More in {path}.md, .json and .png"
             _publish(found, path)
         if publish:
-            for page, text in zip(PAGES, (report.headline(found), report.first_table(found)), strict=True):
-                report.put_between_marks(page, text)
+            report.put_between_marks(PAGE, report.headline(found))
     typer.echo(json.dumps(found) if as_json else f"{report.headline(found)}\n\n{more}")
     if render is None and (wrong := _wrong(found)):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")

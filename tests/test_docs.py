@@ -38,7 +38,7 @@ from dataload.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last kind includes a file
-BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n)?{FENCE}", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n?)?{FENCE}", re.MULTILINE | re.DOTALL)
 INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
 KNOWN = {  # functions whose options the pages use
     "make_loader": "dataload.loader.factory",

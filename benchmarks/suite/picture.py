@@ -29,7 +29,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axes.barh(row, 100, color="#f2f2f2")
             axes.barh(row, 100 * share.value if share and share.kind != "below" else 0, color=COLOURS[entry.kind])
             weight = "bold" if entry.kind == "ours" else "normal"
-            axes.text(98, row, percent(share).strip("*"), ha="right", va="center", fontsize=8, weight=weight)
+            style = "italic" if share and share.kind == "extrapolated" else "normal"
+            text = percent(share).strip("*")
+            axes.text(98, row, text, ha="right", va="center", fontsize=8, weight=weight, style=style)
         axes.set_yticks(range(len(entries)), [entry.name for entry in entries], fontsize=9)
         axes.set_xticks([])
         axes.set_xlim(0, 100)

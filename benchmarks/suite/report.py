@@ -13,19 +13,11 @@ from dataload.benchmarks.accelerators import LOAD
 from dataload.benchmarks.origin.behaviour import Behaviour
 from dataload.benchmarks.suite.figures import Figures, Share, ranked, utilization
 from dataload.benchmarks.suite.measurement import EPOCHS, LIMIT
-from dataload.benchmarks.systems.registry import ENTRIES, Entry
+from dataload.benchmarks.systems.registry import Entry
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
 NOTHING = "–"
-FIRST = {  # the systems of the README, and what it calls them
-    "dataload": "**dataload**",
-    "MosaicML Streaming": "MosaicML Streaming",
-    "LitData": "LitData",
-    "Hugging Face, map-style": "Hugging Face, map-style",
-    "pyarrow": "pyarrow",
-    "local files": "torch, local Parquet",
-}
 MEASURE = f"""
 **Of the time that you pay for, how much do the GPUs compute?** The busy share of a job is its ideal compute time over
 its time from the start of the processes to the last step. Imports, the first batch, every wait and, for formats of a
@@ -70,18 +62,6 @@ def markdown(results: Result) -> str:
 def headline(results: Result) -> str:
     """Return the part of docs/comparison.md: the measure, the shares of ten epochs, and the conditions."""
     return "\n".join([MEASURE, "", *_all_shares(Figures(results)), "", conditions(results)]).strip()
-
-
-def first_table(results: Result) -> str:
-    """Return the part of the README, a column a system: ten epochs, the fewest ranks, the smallest row groups."""
-    figures = Figures(results)
-    if not figures.slices:
-        return ""
-    heads, *rows = _shares(figures, *figures.slices[0])
-    called = {_name(entry): FIRST[entry.name] for entry in ENTRIES if entry.name in FIRST}
-    shown = [[called[name], *shares] for name, *shares in rows if name in called]
-    systems, *workloads = zip(heads, *shown, strict=True)
-    return "\n".join(_table(systems, workloads))
 
 
 def put_between_marks(page: Path, text: str) -> None:

@@ -115,9 +115,7 @@ def test_a_cell_is_a_number() -> None:
     assert "| pyarrow | *6.7 %* |" in text
     assert "| rows in memory (reference) | < 17 % |" in text
     assert "WebDataset" not in text
-    heads, *lines = report.first_table(results_of()).splitlines()
-    assert [cell.strip() for cell in heads.split("|")[2:4]] == ["**dataload**", "LitData"]
-    for line in [*text.splitlines(), *lines]:
+    for line in text.splitlines():
         for cell in line.split("|")[2:-1]:
             assert re.fullmatch(r"images|--:|\*{0,2}(< )?[\d.]+ %\*{0,2}|–", cell.strip()), line
 
@@ -135,7 +133,6 @@ def test_each_number_of_ranks_and_size_of_row_groups_has_a_table() -> None:
     assert "10 epochs, 4 ranks, row groups of 10 MB:" in text
     assert "10 epochs, 1 rank, row groups of 128 MB:" in text
     assert text.count("Busy share of 10") == 2
-    assert "pyarrow" in report.first_table(results_of(*runs, datasets=both))
 
 
 def test_the_host_and_its_speed_stand_beside_the_figures() -> None:
