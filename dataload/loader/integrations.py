@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dataload.samplers.position import Position
 from dataload.samplers.rank_sampler import RankSampler, Rest
 
 
@@ -104,12 +105,13 @@ class TrainerEpochs(RankSampler):
         """Set the epoch, as the loader and not Fabric numbers it."""
         super().set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, and the epoch of Lightning's Trainer if the sampler's is another."""
-        state = super().state_dict()
-        if self._trainer_epoch not in (None, state["epoch"]):
-            state["trainer_epoch"] = self._trainer_epoch
-        return state
+    @property
+    def saved_position(self) -> Position:
+        """The position that a state has, as in `RankSampler`, and the epoch of Lightning's Trainer if it is another."""
+        position = super().saved_position
+        if self._trainer_epoch in (None, position.epoch):
+            return position
+        return position.with_options(trainer_epoch=self._trainer_epoch)
 
     def load_state_dict(self, state: Mapping[str, Any], rest: Rest | None = None) -> None:
         """Continue where `state` was taken, as in `RankSampler`."""

@@ -199,8 +199,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if sampler.handed_out_in_epoch is None:
             self._renew()
         keep(self.dataset, sampler.position.dataset)
-        # The state of the sampler has the epoch of Lightning's Trainer, too.
-        return sampler.state_dict() | for_state(sampler.saved_position, self.dataset).state_dict()
+        return for_state(sampler.saved_position, self.dataset).state_dict()
 
     def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "error") -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.

@@ -114,19 +114,19 @@ def metrics_of(dataset: MapStyle, world: World, metrics_port: int | None) -> Loa
     Raises:
         ConfigError: The port is taken, perhaps by the process that forked this one.
     """
-    uses_open_telemetry = "opentelemetry.metrics" in sys.modules
-    if uses_open_telemetry:
-        from dataload.loader.open_telemetry import offer
-
-        offer()
-    elif metrics_port is None:
-        return None
-    port = None if metrics_port is None else metrics_port + (world.local_rank or 0)
-    if metrics_port is not None and port is not None:
+    port = None
+    if metrics_port is not None:
         required("prometheus_client", "metrics", f"metrics_port={metrics_port}")
         from dataload.loader.metrics_server import serve
 
+        port = metrics_port + (world.local_rank or 0)
         serve(port, metrics_port)
+    if "opentelemetry.metrics" in sys.modules:
+        from dataload.loader.open_telemetry import offer
+
+        offer()
+    elif port is None:
+        return None
     return measured[port].loader(dataset, world.rank)
 
 

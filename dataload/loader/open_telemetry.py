@@ -8,9 +8,10 @@ from functools import cache, partial
 from opentelemetry.metrics import CallbackOptions, Observation, get_meter
 
 from dataload.loader.loader_metrics import measured
+from dataload.telemetry.loader_stats import QUANTILES
 from dataload.telemetry.metrics import COUNTERS, GAUGES, Series, Value
 
-QUANTILES = {"0.5": "wait_p50", "0.95": "wait_p95", "0.99": "wait_p99", "1": "wait_max"}
+LABELS = dict(zip(QUANTILES, ("0.5", "0.95", "0.99", "1"), strict=True))
 
 
 @cache
@@ -49,7 +50,7 @@ def _gauge(name: str, series: Series) -> Iterator[tuple[float, dict[str, str]]]:
 
 
 def _quantiles(series: Series) -> Iterator[tuple[float, dict[str, str]]]:
-    return ((getattr(series.total, field), {"quantile": quantile}) for quantile, field in QUANTILES.items())
+    return ((getattr(series.total, field), {"quantile": quantile}) for field, quantile in LABELS.items())
 
 
 def _unit(name: str) -> str:

@@ -14,12 +14,11 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
 COLUMNS, RANKS, SECONDS = 96, 4, 8
-FONT = re.compile(r"\s*@font-face \{\{.*?\n    \}\}", re.DOTALL)  # a picture fetches nothing from other servers
+FONT = re.compile(r"\s*@font-face \{.*?\n    \}", re.DOTALL)  # a picture fetches nothing from other servers
 
 
 def draw(name: str, *arguments: str) -> None:
@@ -29,8 +28,8 @@ def draw(name: str, *arguments: str) -> None:
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
     console.print(Text.from_ansi(f"$ dataload {' '.join(arguments)}\n{printed.rstrip()}"))
-    svg = console.export_svg(title="dataload", code_format=FONT.sub("", CONSOLE_SVG_FORMAT), unique_id=name)
-    Path(__file__).with_name(f"{name}.svg").write_text(svg)
+    svg = console.export_svg(title="dataload", unique_id=name)
+    Path(__file__).with_name(f"{name}.svg").write_text(FONT.sub("", svg))
 
 
 def rank(number: int, data: str, stats: str) -> None:

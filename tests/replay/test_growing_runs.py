@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("deltalake")
 
-from growing import GrowingDelta, GrowingFolder
+from growing import GrowingDelta, GrowingFolder, as_a_new_process
 from typer.testing import CliRunner
 
 from dataload import World, make_dataset, make_loader, mix
@@ -21,7 +21,6 @@ from dataload.cli.app import app
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.lineage import calls_as_json
-from dataload.loader import changes
 from dataload.loader.loader import Loader
 from dataload.telemetry.run_ledger import KEPT
 
@@ -55,7 +54,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(step: int) -> tuple[list[int], list[int]]:
         words = ["rows", str(tmp_path / "run"), "--step", str(step), "--show", "--json"]
-        changes._kept.clear()
+        as_a_new_process()
         done = CliRunner().invoke(app, words, catch_exceptions=False)
         assert done.exit_code == 0, done.output
         [batch] = json.loads(done.stdout)["batches"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from growing import as_a_new_process
 
 pytest.importorskip("deltalake")
 pytest.importorskip("pyiceberg")
@@ -25,7 +26,6 @@ from dataload import make_dataset, make_loader
 from dataload.errors import ConfigError
 from dataload.formats.table_columns import ID, STORED, TableColumns, TableFile, with_table_names
 from dataload.lineage import calls_as_json
-from dataload.loader import changes
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def begun(source: Any, **options: Any) -> tuple[list[dict[str, list[Any]]], Any]
     rows = [listed(next(batches)) for _ in range(2)]
     state = json.loads(json.dumps(loader.state_dict()))
     batches.close()
-    changes._kept.clear()
+    as_a_new_process()
     return rows, state
 
 
@@ -88,7 +88,7 @@ def test_the_rest_of_an_epoch_has_the_names_that_its_beginning_had(kind, cached,
     table().append(pa.table({"tens": pa.array([12], pa.int64()), "id": pa.array([120], pa.int64())}))
     rest = ended(source(), state, "next_epoch", **options)
     assert sorted(column(first + rest, "id")) == list(range(0, 120, 10))
-    changes._kept.clear()
+    as_a_new_process()
     rest = ended(source(), state, "continue", **options)
     assert sorted(column(first + rest, "id")) == list(range(0, 130, 10))
 
@@ -110,7 +110,7 @@ def test_chosen_columns_are_those_of_the_earlier_version_by_their_names_there(is
     rest = ended(*how("key"), state, "next_epoch", **options)
     assert {tuple(batch) for batch in rest} == {("id",)}
     assert sorted(column(first + rest, "id")) == list(range(12))
-    changes._kept.clear()
+    as_a_new_process()
     rest = ended(*how("key"), state, "continue", **options)
     assert sorted(column(first, "id") + column(rest, "key")) == list(range(13))
 
@@ -123,7 +123,7 @@ def test_a_column_that_the_earlier_version_lacks_is_told_with_the_version(table)
     table().delete("id = 11")
     with pytest.raises(ConfigError, match=f"table@{snapshot}, on which the epoch would end, lacks the column 'more'"):
         ended(table(), state, "next_epoch", columns=["id", "more"], **options)
-    changes._kept.clear()
+    as_a_new_process()
     rest = ended(table(), state, "continue", columns=["id", "more"], **options)
     had = column(first, "id")
     assert sorted(had + column(rest, "id")) == sorted({*range(11)} | {*had})
@@ -140,7 +140,7 @@ def test_a_column_of_map_that_the_earlier_version_calls_otherwise_is_told_with_t
     dataset = make_dataset(table(), cache=False).map(doubled, columns=["key"])
     with pytest.raises(ConfigError, match=r"on which the epoch would end, lacks the column 'key'"):
         ended(dataset, state, "next_epoch")
-    changes._kept.clear()
+    as_a_new_process()
     rest = ended(dataset, state, "continue")
     had = column(first, "id")
     assert sorted(had + column(rest, "key")) == sorted({*range(0, 22, 2)} | {*had})
@@ -187,7 +187,7 @@ def test_nulls_of_all_versions_of_an_epoch_are_filled_by_the_names_there(table):
         first += [listed(next(batches))]
         state = json.loads(json.dumps(loader.state_dict()))
         batches.close()
-        changes._kept.clear()
+        as_a_new_process()
         table().delete(f"id = {gone}")
     rename(table, ("more", "last"))
     rest = ended(table(), state, "next_epoch", fill_null={"last": 7}, cache=False)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from delta_histories import deletion_vector
 from deltalake import DeltaTable, write_deltalake
-from growing import KINDS, GrowingDelta, GrowingFolder, GrowingIceberg
+from growing import KINDS, GrowingDelta, GrowingFolder, GrowingIceberg, as_a_new_process
 from pyarrow import feather
 from pyiceberg.table import StaticTable
 from pyiceberg.types import DoubleType, LongType, StringType
@@ -50,7 +50,7 @@ from dataload.world import World
 @pytest.fixture(autouse=True)
 def no_memory() -> None:
     """Forget what this process knows of earlier data, as a new one."""
-    changes._kept.clear()
+    as_a_new_process()
 
 
 def marked(batch: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def run_epoch(kind: str, folder: Path, draw: random.Random, shape: str, cache: A
         sources.append(KINDS[kind](folder / "b", 1000, 30))
 
     def loaders() -> list[Any]:
-        changes._kept.clear()
+        as_a_new_process()
         datasets = [make_dataset(each.source(), cache=cache, filters=[("id", "!=", 3)]) for each in sources]
         if shape == "map":
             datasets = [each.map(marked) for each in datasets]
@@ -158,7 +158,7 @@ def ended(loader: Any) -> list[int]:
 
 def read_or_die(folder: str, options: dict[str, Any], saved: Path, last: int | None) -> None:
     """Go on with an epoch, and save the rows and the state after each batch. The process dies after `last` batches."""
-    changes._kept.clear()
+    as_a_new_process()
     loader, rows = make_loader(folder, 4, **options), list[int]()
     if saved.exists():
         content = json.loads(saved.read_text())
@@ -324,7 +324,7 @@ def test_continue_tells_that_rows_may_have_moved_from_files_that_were_vacuumed(t
     _, state = begun(table.source(), **options)
     table.source().optimize.compact()
     table.source().vacuum(0, dry_run=False, enforce_retention_duration=False)
-    changes._kept.clear()
+    as_a_new_process()
     loader = make_loader(table.source(), 4, cache=False)
     with pytest.raises(
         ConfigError, match=rf"{table.folder}@1, of which the epoch has rows, cannot be opened: .*VACUUM"
@@ -362,7 +362,7 @@ def test_equal_rows_come_as_often_as_they_are_left_after_a_restore(seed, tmp_pat
     write_deltalake(path, pa.table({"id": [3] * 4}), mode="append")
 
     def resumed(state: Any) -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         loader = make_loader(DeltaTable(path), 1, seed=seed, cache=False)
         loader.load_state_dict(state, on_change="continue")
         return loader
@@ -392,7 +392,7 @@ def test_equal_rows_stay_excluded_once_after_a_restore(row, tmp_path):
 def test_rows_are_excluded_from_the_rest_of_an_epoch_without_the_cache_of_its_run(grows, choice, tmp_path):
     table = GrowingDelta(tmp_path / "table")
     seen, state = begun(table.source(), cache=False)
-    changes._kept.clear()
+    as_a_new_process()
     if grows:
         table.append(4)
     bad = min({*range(40)} - {*seen})
@@ -416,7 +416,7 @@ def test_further_rows_are_excluded_without_the_cache_of_its_run(shape, choice, t
     table = GrowingDelta(tmp_path / "table")
 
     def loader(*ids: int) -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         whole = make_dataset(table.source(), cache=False)
         other = without(whole, 0)
         return make_loader(without(other, *ids) if shape == "plain" else mix([without(whole, *ids), other]), 4)
@@ -438,7 +438,7 @@ def test_rows_that_were_written_again_are_excluded_without_the_cache_of_its_run(
     table.append(4)
 
     def loader(*ids: int) -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         return make_loader(without(make_dataset(table.source(), cache=False), 7, *ids), 4)
 
     seen, state = read([loader()], 3, None)
@@ -455,7 +455,7 @@ def test_rows_of_one_of_many_sources_are_excluded_without_the_cache_of_its_run(t
     table = GrowingDelta(tmp_path / "table", 0, 8)
 
     def loader(*ids: int) -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         other = without(make_dataset(table.source(), cache=False), 0)
         return make_loader(mix({"a": without(other, *ids), **{f"s{each}": other for each in range(12)}}), 4)
 
@@ -470,7 +470,7 @@ def test_rows_of_one_of_many_sources_are_excluded_without_the_cache_of_its_run(t
 def test_rows_that_are_excluded_no_more_are_told_without_the_cache_of_its_run(tmp_path):
     table = GrowingDelta(tmp_path / "table")
     _, state = read([make_loader(without(make_dataset(table.source(), cache=False), 0), 4)], 3, None)
-    changes._kept.clear()
+    as_a_new_process()
     with pytest.raises(ConfigError, match=r"is not in this cache, .* for a table, with its filters and exclude"):
         make_loader(table.source(), 4, cache=False).load_state_dict(state, on_change="continue")
 
@@ -567,7 +567,7 @@ def test_an_epoch_at_its_end_goes_on_with_new_rows(folder, options):
 def test_without_the_cache_of_the_run_the_rows_it_had_are_unknown(folder, options):
     _, state = begun(str(folder), **options)
     write(folder / "c.parquet", 40, 4)
-    changes._kept.clear()
+    as_a_new_process()
     loader = make_loader(str(folder), 4, cache=False)
     for choice in ("continue", "next_epoch"):
         with pytest.raises(ConfigError, match=r"is not in this cache, .*: use the cache_dir of the run"):
@@ -796,7 +796,7 @@ def test_an_epoch_that_has_not_begun_weighs_a_mixture_by_its_new_rows(has_cache,
     state = first.state_dict()
     first.dataset.set_weights([3, 1])
     weighed = first.state_dict()
-    changes._kept.clear()
+    as_a_new_process()
     write(other / "y.parquet", 1020, 20)
     resumed = loader(**(options if has_cache else {"cache": False}))
     resumed.load_state_dict(state, on_change=choice)
@@ -813,7 +813,7 @@ def test_a_mixture_by_rows_is_saved_before_the_first_batch_after_a_change(
     monkeypatch.setattr(position, "MOST_CHARACTERS", characters)  # As those of many sources, weights become a digest.
 
     def loader(state: Any, weights: Any = None) -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         found = make_loader(mix({"a": str(folder), "b": str(other)}, weights, **options), 4, window=2)
         found.load_state_dict(state, on_change="continue")
         return found
@@ -833,7 +833,7 @@ def test_default_windows_are_known_after_a_change(folder, other, options, monkey
     monkeypatch.setattr(position, "MOST_CHARACTERS", 0)  # As those of many sources, windows become a digest.
 
     def loader() -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         return make_loader(mix({"a": str(folder), "b": str(other)}, **options), 4)
 
     seen, state = read([loader()], 3, None)
@@ -953,7 +953,7 @@ def test_an_inventory_of_other_rows_than_its_digest_is_not_used(folder, options)
     content[2][1][3][0][1], content[2][1][3][1][1] = 2, 8
     write(folder / "c.parquet", 40, 8)
     for cached in (True, False):
-        changes._kept.clear()
+        as_a_new_process()
         changes.learn({state["dataset"]: packed(json.dumps([content]))})
         loader = make_loader(str(folder), 4, **(options if cached else {"cache": False}))
         if cached:
@@ -986,7 +986,7 @@ def test_equal_files_in_two_folders_are_told_apart_after_a_move(tmp_path, option
         (old / f"day={day}").mkdir(parents=True)
         write(old / f"day={day}" / "part-0.parquet", 0, 20)
     seen, state = begun(str(old), **options)
-    changes._kept.clear()
+    as_a_new_process()
     old.rename(new)
     (new / "day=z").mkdir()
     write(new / "day=z" / "part-0.parquet", 100, 8)
@@ -1102,7 +1102,7 @@ def test_map_makes_the_columns_of_each_snapshot(change, gets, choice, tmp_path):
         write_deltalake(path, rows, mode="overwrite", schema_mode="overwrite")
 
     def loader() -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         return make_loader(make_dataset(DeltaTable(path), cache=False).map(plus_one if gets else same, gets), 1)
 
     both = usual, pa.concat_tables([pa.table(other)] * 2)
@@ -1409,7 +1409,7 @@ def test_rows_are_found_beside_rows_with_nulls_that_are_not_read(how, tmp_path):
         table._commit([{"remove": remove}, {"add": {**add, "deletionVector": vector}}])
 
     def loader() -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         if how == "row_filter":
             return make_loader(catalog.load_table("space.table").scan(row_filter="x is not null"), 4, cache=False)
         return make_loader(table.source(), 4, cache=False, filters=[("x", ">", -1)] if how == "filters" else None)
@@ -1508,7 +1508,7 @@ def test_rows_that_were_written_again_are_found_beside_rows_that_map_cannot_make
 
     seen, state = read([loader()], 6, None)  # of both files
     table.source().delete("id = 1")
-    changes._kept.clear()
+    as_a_new_process()
     resumed = loader()
     resumed.load_state_dict(state, on_change="continue")
     rest = ended(resumed)
@@ -1577,7 +1577,7 @@ def test_versions_of_tables_with_long_urls_are_in_the_state(tmp_path):
     tables = [GrowingDelta(tmp_path / f"{number}{'x' * 200}", 100 * number, 20) for number in range(2)]
 
     def loader() -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         return make_loader(mix([make_dataset(each.source(), cache=False) for each in tables]), 4)
 
     seen, state = read([loader()], 4, None)
@@ -1598,7 +1598,7 @@ def test_a_mixture_of_many_tables_goes_on_without_the_cache_of_its_run(choice, t
     table = GrowingIceberg(tmp_path / "table", 0, 4)
 
     def loader() -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         return make_loader(mix({f"s{each}": make_dataset(table.source(), cache=False) for each in range(50)}), 4)
 
     seen, state = read([loader()], 3, None)
@@ -1611,7 +1611,7 @@ def test_a_mixture_of_many_tables_goes_on_without_the_cache_of_its_run(choice, t
 
 
 def many_tables(table: GrowingIceberg, cache: Any) -> Any:
-    changes._kept.clear()
+    as_a_new_process()
     dataset = make_dataset(table.source(), cache=cache)
     return make_loader(mix({f"s{each}": dataset for each in range(50)}), 4)
 
@@ -1703,11 +1703,11 @@ def test_fit_goes_on_with_new_data_without_a_cache(kind, tmp_path):
     for count in (3, 2):
         with pytest.raises(RuntimeError, match="enough"):
             train(data.source(), tmp_path / "run", count, rows, on_change="continue")
-        changes._kept.clear()
+        as_a_new_process()
         data.append(10)
     with pytest.raises(ConfigError, match=r"was saved within an epoch of .*choose on_change="):
         train(data.source(), tmp_path / "run", 99, rows)
-    changes._kept.clear()
+    as_a_new_process()
     train(data.source(), tmp_path / "run", 99, rows, on_change="continue")
     assert sorted(rows) == list(range(60))
 
@@ -1716,7 +1716,7 @@ def test_fit_ends_the_epoch_of_a_checkpoint_on_its_data(tmp_path):
     data, rows = GrowingFolder(tmp_path / "data"), list[int]()
     with pytest.raises(RuntimeError, match="enough"):
         train(data.source(), tmp_path / "run", 3, rows)
-    changes._kept.clear()
+    as_a_new_process()
     data.append(10)
     train(data.source(), tmp_path / "run", 99, rows, on_change="next_epoch")
     assert sorted(rows) == list(range(40))

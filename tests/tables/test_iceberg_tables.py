@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from growing import as_a_new_process
 
 pytest.importorskip("pyiceberg")
 
@@ -36,7 +37,6 @@ from dataload import make_dataset, make_loader
 from dataload.catalog import iceberg
 from dataload.catalog.iceberg import vectors_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
-from dataload.loader import changes
 
 VENDED = {"s3.access-key-id": "id", "s3.secret-access-key": "VENDEDSECRET"}
 
@@ -348,7 +348,7 @@ def test_an_epoch_goes_on_after_the_branch_of_its_url_has_moved(table, tmp_path)
     state = loader.state_dict()
     batches.close()
     table.append(rows(8, 2))
-    changes._kept.clear()  # as in a new process
+    as_a_new_process()
     loader = make_loader("iceberg://lake/space.table@main", 2, cache_dir=tmp_path / "second")
     loader.load_state_dict(state, on_change="continue")
     assert sorted(seen + [number for batch in loader for number in batch["id"].tolist()]) == list(range(10))
@@ -357,7 +357,7 @@ def test_an_epoch_goes_on_after_the_branch_of_its_url_has_moved(table, tmp_path)
 @pytest.mark.parametrize("choice", ["continue", "next_epoch"])
 def test_a_copy_in_another_process_knows_the_columns_of_other_versions_by_their_names_there(choice, table):
     def loader(name: str) -> Any:
-        changes._kept.clear()
+        as_a_new_process()
         how = {"columns": ["id", name], "fill_null": {name: "none"}, "cache": False}
         return make_loader(pickle.loads(pickle.dumps(make_dataset("iceberg://lake/space.table", **how))), 2)
 
@@ -388,7 +388,7 @@ def test_a_copy_that_names_no_columns_does_not_read_its_own_snapshot_again(choic
     copy = pickle.loads(pickle.dumps(make_dataset(source, cache=False)))
     table.append(rows(9, 1))
     table.maintenance.expire_snapshots().by_id(table.snapshots()[-2].snapshot_id).commit()
-    changes._kept.clear()
+    as_a_new_process()
     resumed = make_loader(copy, 2)
     resumed.load_state_dict(state, on_change=choice)
     rest = [each for batch in resumed for each in batch["id"].tolist()]
