@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -45,11 +45,11 @@ from dataload.loader.ranks import check_data_parallel, process_among, share_host
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.run_record import record_of
 from dataload.loader.trainer_batches import LatestLoop, TrainerBatches
+from dataload.loader.worker_start import begin_worker, started
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
 from dataload.rows.batch_tree import on_device
 from dataload.rows.numbered_rows import PlacedRows
-from dataload.runtime.child_process import end_with
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.keys import derive_key
@@ -575,27 +575,12 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 yield from self.maker.handed_out(answers, waiting)
 
 
-def begin_worker(parent: int, init: Callable[[int], object] | None, number: int) -> None:
-    """Begin a worker. torch's own look for a dead parent is no help to one that writes to a full pipe.
-
-    Args:
-        parent: The process that it ends with.
-        init: The `worker_init_fn` of the DataLoader.
-        number: Number of the worker.
-    """
-    end_with(parent)
-    with suppress(PermissionError):  # of the leader of a session
-        os.setpgid(0, 0)  # Signals to the group, as of `timeout` and Ctrl-C, are for the parent only.
-    if init is not None:
-        init(number)
-
-
 def _from_workers(
-    answers: Iterable[Answer], waiting: Timeline, memory: HostMemory | None
+    loader: DataLoader[Answer], waiting: Timeline, memory: HostMemory | None
 ) -> Generator[Answer, None, None]:
     since = perf_counter()
     try:
-        for answer in _iterators_of_torch.add(iter(answers)):
+        for answer in _iterators_of_torch.add(started(loader)):
             assert answer.making is not None
             waiting.waited(since, answer.making, instead=answer.making.longest())
             with waiting.here():

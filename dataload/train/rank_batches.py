@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from dataload.errors import ConfigError
-from dataload.loader.loader import Loader, begin_worker
+from dataload.loader.loader import Loader
+from dataload.loader.worker_start import begin_worker, started
 from dataload.rows.batch_tree import map_columns
 from dataload.rows.collate import Flat
 from dataload.telemetry.spans import stage
@@ -134,7 +135,7 @@ def batches_on(
     if isinstance(loader, DataLoader):
         _prepare_workers(loader)
     if not isinstance(loader, Loader):
-        return loader
+        return started(loader) if isinstance(loader, DataLoader) else loader
     return loader.batches_on(None if device.type == "cpu" else device, stats_dir, ledger_dir, progress)
 
 

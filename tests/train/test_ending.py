@@ -356,6 +356,44 @@ print("not reached")
     assert any((tmp_path / "run").glob("checkpoint-*")) == (of == "dataload")
 
 
+@pytest.mark.variants
+@pytest.mark.parametrize(("of", "method"), [("dataload", "fork"), ("torch", "fork"), ("dataload", "spawn")])
+def test_a_signal_to_the_process_group_as_workers_start_ends_the_program_with_status_0(tmp_path, of, method):
+    pq.write_table(pa.table({"x": np.arange(64.0)}), tmp_path / "a.parquet")
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import os, signal, torch
+from torch.utils.data import DataLoader
+from dataload import fit, make_loader
+
+def end_group():
+    os.killpg(int(os.environ["GROUP"]), signal.SIGTERM)
+
+def loss(model, batch):
+    return model(batch["x"][:, None]).tanh().mean()
+
+if __name__ == "__mp_main__":  # in a worker that is spawned
+    end_group()
+if __name__ == "__main__":
+    os.environ["GROUP"] = str(os.getpgid(0))
+    os.register_at_fork(after_in_child=end_group)
+    model = torch.nn.Linear(1, 1).double()
+    workers = {{"num_workers": 2, "multiprocessing_context": {method!r}}}
+    if {of!r} == "torch":
+        rows = [{{"x": torch.tensor(float(row)).double()}} for row in range(64)]
+        loader = DataLoader(rows, 2, **workers)
+    else:
+        loader = make_loader({str(tmp_path / "a.parquet")!r}, 2, cache=False, transform=dict, **workers)
+    fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1)
+    print("not reached")
+""")
+    command = [sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "SIGTERM has ended the run after step 1" in done.stderr
+    assert done.stdout == ""
+
+
 def test_signals_that_the_program_handles_are_left_to_it(folder):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
