@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import io
+import json
 import logging
 import os
 import pkgutil
@@ -33,6 +34,7 @@ import yaml
 from quiet import noise
 
 import dataload
+from dataload.benchmarks.suite.figures import Figures
 from dataload.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +72,8 @@ def blocks_of(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-PLAIN_DDP, QUICK_START = [block for block in BLOCKS if block.page.name == "README.md" and block.kind == "python"][1:3]
+_, PLAIN_DDP = [block for block in BLOCKS if block.page.name == "README.md" and block.kind == "python"]
+[QUICK_START] = [block for block in BLOCKS if block.page.name == "index.md" and block.kind == "python"]
 
 
 def parquet(**columns):
@@ -429,6 +432,20 @@ def test_the_reference_lists_each_public_name_and_its_module():
         assert Path(inspect.getsourcefile(inspect.unwrap(found))).resolve() == ROOT / path, name
         assert f"::: dataload.{name}\n" in page or issubclass(found, dataload.DataloadError), name
     assert "docs/reference.md" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_has_the_seconds_of_the_published_results():
+    """Those of ten epochs of images, of each loader that was not stopped."""
+    results = json.loads((ROOT / "benchmarks/results/latest.json").read_text())
+    figures, [images] = Figures(results), [name for name in results["datasets"] if name.startswith("images")]
+    work = 10 * results["datasets"][images]["epoch_seconds"]
+    page = " ".join((ROOT / "README.md").read_text().split())
+    assert f"images, {work:.0f} s of GPU work" in page
+    for loader in [entry.name for entry in figures.entries if entry.kind != "reference"]:
+        share = figures.share(images, loader, 1)
+        if share.kind == "measured":
+            said = "take" if loader == "dataload" else loader.replace(",", "")
+            assert re.search(rf"{said}( takes)? {work / share.value:.0f} s", page), loader
 
 
 def test_the_picture_of_the_order_is_of_this_order():

@@ -32,12 +32,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
             style = "italic" if share and share.kind == "extrapolated" else "normal"
             text = percent(share).strip("*")
             axes.text(98, row, text, ha="right", va="center", fontsize=8, weight=weight, style=style)
-        axes.set_yticks(range(len(entries)), [entry.name for entry in entries], fontsize=9)
+        names = [f"{entry.name} (reference)" if entry.kind == "reference" else entry.name for entry in entries]
+        axes.set_yticks(range(len(entries)), names, fontsize=9)
         axes.set_xticks([])
         axes.set_xlim(0, 100)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         axes.set_title(figures.datasets[name]["workload"], fontsize=10, loc="left")
-    title = f"Time in which the GPUs compute: {EPOCHS} epochs from S3, {ranked(ranks)},"
-    canvas.suptitle(f"{title}\nstart-up and conversion included", fontsize=11)
+    title = "How much of the job the GPUs compute (more is better)"
+    what = f"{EPOCHS} epochs from simulated S3, {ranked(ranks)}, start-up and conversion included"
+    canvas.suptitle(f"{title}\n{what}", fontsize=11)
+    canvas.supxlabel("italic: extrapolated      <: at most, stopped early", fontsize=8, color="#666666")
     canvas.savefig(path, dpi=130)

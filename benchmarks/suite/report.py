@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -80,7 +81,9 @@ def conditions(results: Result) -> str:
     assert behaviour.bytes_per_second is not None
     assert behaviour.host_bytes_per_second is not None
     machine = fixed["machine"]
-    rounds = 1 + max((run["round"] for run in results["runs"]), default=0)
+    counts = Counter((run["dataset"], run["system"], run["ranks"]) for run in results["runs"])
+    rounds = max(counts.values(), default=0)
+    fewer = sum(count < rounds for count in counts.values())
     machine = ", ".join(
         [machine["processor"], f"{machine['cores']} cores", f"{machine['memory']} of memory", machine["system"]]
     )
@@ -95,7 +98,8 @@ def conditions(results: Result) -> str:
     ]
     if rounds > 1:
         spread = 100 * Figures(results).spread()
-        parts.append(f"Medians of {rounds} rounds, which differ by at most {spread:.0f} points.")
+        some = f" ({fewer} of the {len(counts)} figures are of fewer)" if fewer else ""
+        parts.append(f"Medians of {rounds} rounds{some}, which differ by at most {spread:.0f} points.")
     if speeds:
         parts.append(
             "The host, over the run: "

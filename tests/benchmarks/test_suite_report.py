@@ -170,6 +170,12 @@ def test_rounds_count_as_their_median() -> None:
     assert "Medians of 3 rounds, which differ by at most 50 points." in text
 
 
+def test_figures_of_fewer_rounds_are_counted() -> None:
+    runs = [run_of("dataload", *every(2.0), round=number) for number in (0, 1)]
+    text = report.headline(results_of(*runs, run_of("pyarrow", *every(2.0))))
+    assert "Medians of 2 rounds (1 of the 2 figures are of fewer), which differ by at most 0 points." in text
+
+
 def test_a_run_that_ended_early_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "early.json").write_text(json.dumps(results_of() | {"runs": [], "speed": []}))
     run.bench(render=tmp_path / "early.json", results=tmp_path)
