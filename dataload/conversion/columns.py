@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.conversion.source import Files, Part
-from dataload.errors import DataError
+from dataload.errors import DataError, DataloadError
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
 
@@ -127,7 +127,9 @@ def reading(name: str) -> Iterator[None]:
     """Raise errors of pyarrow as a DataError that names the file."""
     try:
         yield
-    except pa.ArrowException as error:
+    except (DataloadError, MemoryError):  # of the store; and of this host, which is also an ArrowException
+        raise
+    except (pa.ArrowException, OSError) as error:  # the latter: a file is cut short, or cannot be decompressed
         fix = "write it again, or leave it out"
         raise DataError(f"{redacted(name)} cannot be read: {redacted(error)}: {fix}") from error
 

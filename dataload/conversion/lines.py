@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from dataload.cache.blocks.reader import Object
 from dataload.conversion.columns import reading
 from dataload.conversion.source import Files, Part
 from dataload.errors import DataError
+from dataload.formats.arrow_types import children, with_members
 
 Opened = Callable[[], Any]  # opens a file
 Told = Callable[[Iterable[Any]], Iterator[Any]]  # yields what is read of a file, and tells of progress
@@ -62,7 +64,7 @@ class Lines:
         for each in self._objects:
             with reading(each.name):
                 schema, names = types(partial(self._open, each), each.name, partial(files.told, num_bytes=each.size))
-                self.schema = wider(self.schema, schema, each.name)
+                self.schema = wider(self.schema, schema, each.name, else_text=else_text)
                 exact |= dict.fromkeys(names, each.name)
         for name in exact:
             if not pa.types.is_floating(_at(self.schema, name)):
@@ -96,22 +98,45 @@ def csv(files: Files) -> Lines:
     return Lines(files, _csv_types, _csv_tables, else_text=True)
 
 
-def wider(one: pa.Schema, other: pa.Schema, name: str) -> pa.Schema:
-    """Return the columns of both; text for one that is text in either. `name`: of the file, for the error."""
+def wider(one: pa.Schema, other: pa.Schema, name: str, *, else_text: bool) -> pa.Schema:
+    """Return the columns of both, each of a type that holds the values of both.
+
+    Args:
+        one: The columns of what was read before.
+        other: Those of a file, or of a part of it.
+        name: The file, for errors.
+        else_text: Whether any column can be read as text.
+
+    Raises:
+        DataError: No type holds the values of a column.
+    """
     fields = {field.name: field for field in one}
     for field in other:
         known = fields.get(field.name, field)
-        try:
-            [fields[field.name]] = pa.unify_schemas(
-                [pa.schema([known]), pa.schema([field])], promote_options="permissive"
+        kind = _common(known.type, field.type) or (pa.string() if else_text else None)
+        if kind is None:
+            raise DataError(
+                f"{name}: column {field.name!r} is {field.type} here and {known.type} before: give it one type"
             )
-        except pa.ArrowTypeError as error:
-            if pa.types.is_nested(known.type) or pa.types.is_nested(field.type):
-                raise DataError(
-                    f"{name}: column {field.name!r} is {field.type} here and {known.type} before: give it one type"
-                ) from error
-            fields[field.name] = pa.field(field.name, pa.string())
+        fields[field.name] = pa.field(field.name, kind)
     return pa.schema(list(fields.values()))
+
+
+def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return a type that holds the values of two types; None: there is none. What looks like a time is text, too."""
+    for kinds in ((one, other), (_with_text(one), _with_text(other))):
+        with suppress(pa.ArrowTypeError):
+            schemas = [pa.schema([("", kind)]) for kind in kinds]
+            return pa.unify_schemas(schemas, promote_options="permissive").types[0]
+    return None
+
+
+def _with_text(kind: pa.DataType) -> pa.DataType:
+    """Return a type with text in place of times, at any depth."""
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    parts = [each.with_type(_with_text(each.type)) for each in children(kind)]
+    return with_members(kind, parts) if parts else kind
 
 
 def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -138,7 +163,11 @@ def _json_types(opened: Opened, name: str, told: Told) -> Types:
     schema, exact = pa.schema([]), set[str]()
     with opened() as stream:
         for chunk in told(_chunks(stream, name)):
-            schema = wider(schema, _parsed(chunk, None).schema, name)
+            try:
+                chunk.decode()  # pyarrow does not look, and other readers of Parquet would refuse the text.
+            except UnicodeDecodeError as error:
+                raise DataError(f"{name} is not UTF-8 ({error}): write it in UTF-8, such as by iconv") from error
+            schema = wider(schema, _parsed(chunk, None).schema, name, else_text=False)
             for line in chunk.splitlines() if LONG_IN_JSON.search(chunk) else ():
                 if LONG_IN_JSON.search(line):
                     exact |= {column for column, value in _numbers("", json.loads(line)) if _is_exact(value)}
@@ -195,7 +224,10 @@ def _chunks(stream: Any, name: str) -> Iterator[bytes]:
 def _csv_types(opened: Opened, name: str, told: Told) -> Types:
     """Return the types that pyarrow infers from the first block, wider where a later value needs it."""
     with opened() as stream:
-        kinds = {field.name: field.type for field in _csv_reader(stream, name).schema}
+        found = _csv_reader(stream, name).schema
+    kinds = {field.name: field.type for field in found}
+    if twice := next((each for each in kinds if found.names.count(each) > 1), None):
+        raise DataError(f"{name} has several columns called {twice!r}: rename them in its first line")
     exact: set[str] = set()
     with opened() as stream:
         for batch in told(_csv_reader(stream, name, dict.fromkeys(kinds, pa.string()), null_text=True)):
@@ -241,6 +273,6 @@ def _holds(kind: pa.DataType, values: pa.Array) -> bool:
         return bool(values.null_count == len(values))
     try:
         compute.utf8_trim_whitespace(values).cast(kind)
-    except pa.ArrowInvalid:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # the latter: Arrow casts no text to times of a day
         return False
     return True

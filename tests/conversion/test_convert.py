@@ -136,10 +136,19 @@ def test_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text_that_looks_like_a_time_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataload.conversion.lines.CHUNK_BYTES", 1000)
-    lines = ['{"x": "2020-01-01"}'] * 100 + ['{"x": "tomorrow"}']
+    values = ["2020-01-01"] * 100 + ["tomorrow"]
+    lines = [json.dumps({"x": value, "inside": {"when": [value]}}) for value in values]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     convert(tmp_path / "in.jsonl", tmp_path / "out")
-    assert pq.read_table(tmp_path / "out")["x"].to_pylist() == ["2020-01-01"] * 100 + ["tomorrow"]
+    found = pq.read_table(tmp_path / "out")
+    assert found["x"].to_pylist() == values
+    assert found["inside"].to_pylist() == [{"when": [value]} for value in values]
+
+
+def test_times_of_a_day_in_csv_are_text(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("x,when\n1,10:11:12\n2,\n")
+    convert(tmp_path / "in.csv", tmp_path / "out")
+    assert pq.read_table(tmp_path / "out")["when"].to_pylist() == ["10:11:12", ""]
 
 
 def test_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +295,11 @@ def test_kinds_of_sources(tmp_path: Path) -> None:
         ("x.jsonl", b'{"x": 1}\n{"x": \n', "x.jsonl cannot be read"),
         ("x.jsonl", b'[{"x": 1}]', "x.jsonl is one JSON array, and not an object a line: convert it by jq"),
         ("x.jsonl", b'{"x": {"a": 1}}\n' * 2 + b'{"x": 5}', "x.jsonl"),
+        ("x.jsonl", '{"x": "café"}'.encode("latin-1"), "x.jsonl is not UTF-8 .*: write it in UTF-8"),
         ("x.csv", b"x,y\n1,2\n3\n", "x.csv cannot be read"),
+        ("x.csv", b"x,y,y\n1,2,3\n", "x.csv has several columns called 'y': rename them"),
+        ("x.csv.gz", gzip.compress(NOISE.bytes(10000).hex().encode())[:-500], "x.csv.gz cannot be read: Truncated"),
+        ("x.jsonl.gz", b'{"x": 1}\n', "x.jsonl.gz cannot be read: zlib inflate failed"),
         ("x.jpg", b"", "x.jpg is empty"),
     ],
 )
@@ -295,6 +308,27 @@ def test_errors_name_the_file(name: str, body: bytes, says: str, tmp_path: Path)
     with pytest.raises(DataError, match=says):
         convert(tmp_path / name, tmp_path / "out")
     assert not [name for name in files_in(tmp_path) if name.endswith(".parquet") and name != "x.parquet"]
+
+
+def test_damaged_rows_are_an_error_of_their_file(tmp_path: Path) -> None:
+    pq.write_table(rows(100), path := tmp_path / "x.parquet", use_dictionary=False)
+    with path.open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff" * 2000)
+    with pa.ipc.new_stream(cut := tmp_path / "cut.arrow", (table := rows(100)).schema) as stream:
+        stream.write_table(table)
+    os.truncate(cut, cut.stat().st_size // 2)
+    for each in (path, cut):
+        with pytest.raises(DataError, match=f"{each.name} cannot be read: .*: write it again, or leave it out"):
+            convert(each, tmp_path / f"out of {each.name}")
+
+
+def test_json_of_several_types_is_an_error_of_the_second_file(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, value in (("a", "1"), ("b", '"text"')):
+        (tmp_path / f"in/{name}.jsonl").write_text(f'{{"x": {value}}}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl: column 'x' is string here and int64 before: give it one type"):
+        convert(tmp_path / "in", tmp_path / "out")
 
 
 def test_errors_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
