@@ -39,9 +39,8 @@ from dataload.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last kind includes a file
+FENCE = r"```(?P<kind>python|sh)\n(?P<text>.*?)^```$"
 BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n?)?{FENCE}", re.MULTILINE | re.DOTALL)
-INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
 KNOWN = {  # functions whose options the pages use
     "make_loader": "dataload.loader.factory",
     "make_dataset": "dataload.dataset",
@@ -247,7 +246,7 @@ def test_the_plain_loop_runs_under_torchrun(reader):
 def test_every_block_that_is_not_run_says_why():
     for page in PAGES:
         text = page.read_text()
-        fences = re.findall(r"^ *``` *(?:{ \.)?(?:python|py|sh|bash|shell|console)\b", text, re.MULTILINE)
+        fences = re.findall(r"^ *``` *(?:python|py|sh|bash|shell|console)\b", text, re.MULTILINE)
         assert len(fences) == len(blocks_of(page)), f"{page.name}: a block that is indented, or of another name"
         assert len(re.findall(r"^<!-- not run:", text, re.MULTILINE)) == sum(
             block.why is not None for block in blocks_of(page)
@@ -261,10 +260,8 @@ def test_what_is_not_run_could_be(block):
             words = shlex.split(line, comments=True)
             if words:
                 check_command(words)
-    elif block.kind == "python":
-        check_python(block.text)
     else:
-        assert INCLUDED.fullmatch(block.text.strip())[1].startswith("examples/")
+        check_python(block.text)
 
 
 def check_command(words):
@@ -386,6 +383,11 @@ def test_a_local_s3_is_read_with_the_settings_of_the_page(tmp_path, monkeypatch)
             serving.terminate()
 
 
+def test_the_page_on_ddp_has_the_example():
+    example = (ROOT / "examples/train_plain_ddp.py").read_text()
+    assert f"```python\n{example}```" in (ROOT / "docs/guides/ddp.md").read_text()
+
+
 def test_batches_have_as_many_labels_as_the_page_says(capsys):
     [block] = [block for block in BLOCKS if "ten row groups, one for each label" in block.text]
     run_python(block, block.text, {})
@@ -399,9 +401,6 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if "://" not in target and not target.startswith("#"):
                 assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
-        for path, part in INCLUDED.findall(page.read_text()):
-            included = (ROOT / path).read_text()
-            assert not part or part[0].isdigit() or f"[start:{part}]" in included, f"{page.name}: {path}:{part}"
 
 
 def test_every_page_is_in_the_navigation():
