@@ -532,7 +532,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     f"{self.num_workers}, or start this process with daemon=False"
                 )
             # Lightning sets worker_init_fn later, fit sets the generator, and the Accelerator may be newer.
-            begin = partial(begin_worker, here, self.worker_init_fn)
+            begin = partial(begin_worker, self.worker_init_fn)
             late = {"worker_init_fn": begin, "generator": self._seeds_of_workers(), "pin_memory": pin}
             self._workers = {here: DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})}
         return self._workers[here]

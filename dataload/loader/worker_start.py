@@ -38,15 +38,17 @@ def started(loader: DataLoader[T]) -> Iterator[T]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def begin_worker(parent: int, init: Callable[[int], object] | None, number: int) -> None:
+def begin_worker(init: Callable[[int], object] | None, number: int) -> None:
     """Begin a worker. torch's own look for a dead parent is no help to one that writes to a full pipe.
 
     Args:
-        parent: The process that it ends with.
         init: The `worker_init_fn` of the DataLoader.
         number: Number of the worker.
     """
-    end_with(parent)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    end_with(parent.pid)
     with suppress(PermissionError):  # of the leader of a session
         os.setpgid(0, 0)  # Signals to the group, as of `timeout` and Ctrl-C, are for the parent only.
     while signal.sigtimedwait(TO_THE_GROUP, 0) is not None:  # which came before

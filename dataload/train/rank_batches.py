@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
@@ -152,7 +151,7 @@ def _prepare_workers(loader: DataLoader[Any]) -> None:
     if loader in _prepared:
         return
     if loader.num_workers and not isinstance(loader, Loader):
-        loader.worker_init_fn = partial(begin_worker, os.getpid(), loader.worker_init_fn)
+        loader.worker_init_fn = partial(begin_worker, loader.worker_init_fn)
     if loader.persistent_workers:
         seed = (loader.generator or torch.default_generator).initial_seed()
         loader.generator = torch.Generator("cpu").manual_seed(seed)

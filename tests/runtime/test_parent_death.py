@@ -156,3 +156,24 @@ def test_a_process_ends_with_one_that_ended_before_it_looked(seconds: float, sta
     run = [sys.executable, "-c", WITHOUT_PIDFD, str(process), str(seconds)]
     assert subprocess.run(run, timeout=tiers.PATIENCE / 2).returncode == status
     other.wait()
+
+
+DAEMON = """
+import os, torch
+from dataload.train import evaluate_over
+loader = torch.utils.data.DataLoader(torch.arange(8.0), 2, num_workers=1)
+def mean():
+    return evaluate_over(torch.nn.Identity(), loader, lambda model, batch: {"x": batch})["x"]
+mean()
+ended, parent = os.pipe()
+if os.fork():
+    os._exit(0)
+os.close(parent)
+os.read(ended, 1)
+print(mean())
+"""
+
+
+def test_workers_of_a_forked_process_end_with_it_and_not_with_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, text=True, timeout=tiers.PATIENCE / 2)
+    assert (done.returncode, done.stdout) == (0, "3.5\n"), done.stderr
