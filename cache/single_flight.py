@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from dataload.cache.tier import BlobKey, Tier, Waited
@@ -12,12 +13,17 @@ from dataload.telemetry.wait_timeline import ELSEWHERE, doing
 T = TypeVar("T")
 
 
+def fetch_lock(lock: BlobKey) -> BlobKey:
+    """Return the key to lock while a result is fetched, given the one to lock while it is made."""
+    return replace(lock, what=f"fetch {lock.what}", check=None)
+
+
 def make_once(
     tier: Tier,
     lock: BlobKey,
     find: Callable[[], T | None],
     make: Callable[[], T],
-    reserve: Callable[[], AbstractContextManager[Any]],
+    reserve: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> T:
     """Make a result that is not cached, unless another process or host makes it.
 
@@ -62,7 +68,7 @@ def fetch_once(
 
     Args:
         tier: The cache of the result.
-        lock: The key to lock while the result is fetched. `fetch` locks the keys of its blobs.
+        lock: The key that `make_once` locks. Here `fetch_lock` of it is locked.
         find: Returns the result if this host has cached it, or None.
         fetch: Fetches and caches the result, or returns None.
         reserve: Holds resources for `fetch`, such as memory.
@@ -70,7 +76,7 @@ def fetch_once(
     """
     if not tier.clustered:
         return None
-    locked: AbstractContextManager[Any] = nullcontext() if alone else tier.key_lock(lock, elect=False)
+    locked: AbstractContextManager[Any] = nullcontext() if alone else tier.key_lock(fetch_lock(lock), elect=False)
     with reserve(), locked as wait_for_other:
         if wait_for_other is None:
             found = find()

@@ -179,6 +179,11 @@ class Tier(Protocol):
         return False
 
     @property
+    def on_disk(self) -> bool:
+        """Whether this tier serves the blobs of a folder, at `location`."""
+        return self.shared or self.read_only
+
+    @property
     def bulk(self) -> BulkTier | None:
         """This tier for many blobs at a time; None: it has no faster way for these."""
         return None

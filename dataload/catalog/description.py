@@ -31,6 +31,4 @@ def source_text(urls: Sequence[str]) -> str:
 
 def cache_text(tier: Tier) -> str:
     """Return where the rows are cached."""
-    if tier.read_only:
-        return f"read-only cache {tier.location}"
-    return f"cache {tier.location}" if tier.shared else "no cache"
+    return f"{'read-only ' * tier.read_only}cache {tier.location}" if tier.on_disk else "no cache"

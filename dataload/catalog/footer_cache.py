@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, islice, pairwise
@@ -292,13 +292,12 @@ class Metadata(Generic[T]):
         `get_or_make` waits for another process for two minutes only, and then makes the blob as well.
         """
         tier, find = self._tier, partial(self._tier.get, self._key)
-        found, what = find(), self._key.what
+        lock = replace(self._key, what=f"lock of {self._key.what}", check=None)
+        found = find()
         if found is None:
-            lock = replace(self._key, what=f"fetch {what}", check=None)
             found = fetch_once(tier, lock, find, lambda: _fetched(tier, self._key))
         if found is None:
-            lock = replace(self._key, what=f"lock of {what}", check=None)
-            found = make_once(tier, lock, find, lambda: self._made(make), nullcontext)
+            found = make_once(tier, lock, find, lambda: self._made(make))
         return self._parsed(found)
 
     def _made(self, make: Callable[[], bytes]) -> memoryview:
@@ -335,13 +334,13 @@ def runs_of(blocks: Blocks) -> Callable[[Object], memoryview]:
 
 def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if no other host has its run."""
+    key = run_key(location.run, blocks)
 
     def fetch() -> memoryview | None:
-        run = _fetched(blocks.tier, run_key(location.run, blocks))
+        run = _fetched(blocks.tier, key)
         return None if run is None else _cut(run, location.number)
 
-    lock = blocks.key(location.run, "fetch footers")
-    return fetch_once(blocks.tier, lock, lambda: stored_footer(location, runs_of(blocks)), fetch)
+    return fetch_once(blocks.tier, key, lambda: stored_footer(location, runs_of(blocks)), fetch)
 
 
 def _fetched(tier: Tier, key: BlobKey) -> memoryview | None:

@@ -280,7 +280,7 @@ def _data_of(listed: Mapping[Object, str], *, documents: bool) -> dict[Object, s
 
 def _check_cache(path: str, folder: str, pattern: str, blocks: Blocks) -> None:
     """Raise ConfigError if a path names files of the cache: those that match a pattern below a folder."""
-    if not (blocks.origin.is_local and (blocks.tier.shared or blocks.tier.read_only)):
+    if not (blocks.origin.is_local and blocks.tier.on_disk):
         return
     cache, above = blocks.config.folder, Path(folder).resolve()
     if cache.resolve().is_relative_to(above):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.cache.blob_file import size_on_disk
+from dataload.cache.single_flight import fetch_lock
 from dataload.cache.tier import BlobKey, Check, Span, Tier, group_number
 from dataload.formats.base import SHARED_BYTES
 from dataload.rows import row_block
@@ -155,8 +156,8 @@ class RowGroupCache:
 
     def holder(self, number: int) -> int | None:
         """Return the other process of this host that makes or fetches a row group; None: none is known."""
-        keys = self.key(number), self.key(number, "fetch row group")
-        return next(filter(None, map(self.tier.holder, keys)), None)
+        lock = self.key(number)
+        return self.tier.holder(lock) or self.tier.holder(fetch_lock(lock))
 
     # Memory to make row groups
 

@@ -103,8 +103,8 @@ class RowStore(ForkAware):
         self._group_of_blob = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         self._blob_index = IntervalIndex(row_groups.row_starts)
         tier = row_groups.caches[0].tier
-        on_disk = tier.shared or tier.read_only
-        self._place = f"the cache {tier.location}: its disk failed, or a file in it was cut short" if on_disk else ""
+        damage = f"the cache {tier.location}: its disk failed, or a file in it was cut short"
+        self._place = damage if tier.on_disk else ""
         self._make_selected = selected
         self._by_use = by_use
         self.after_fork_in_child()

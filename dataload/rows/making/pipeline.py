@@ -97,7 +97,7 @@ def made(cache: RowGroupCache, number: int) -> list[memoryview]:
 def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
     """Return the blobs of a row group. Make them, unless another process or host does: then wait for these."""
     cache, number = load.cache, load.number
-    tier, memory, alone = cache.tier, cache.memory, cache.is_refused(number)
+    tier, memory, lock, alone = cache.tier, cache.memory, cache.key(number), cache.is_refused(number)
 
     def fetch() -> list[memoryview] | None:
         return tier.fetch_from_cluster(load.keys)
@@ -117,7 +117,7 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
         return result
 
     with charged_to(load.account):
-        found = fetch_once(tier, cache.key(number, "fetch row group"), load.find, fetch, hold_fetched, alone=alone)
+        found = fetch_once(tier, lock, load.find, fetch, hold_fetched, alone=alone)
 
         def hold() -> AbstractContextManager[Any]:
             return memory.hold(load.small_bytes or cache.maker.reservation(number), load.is_cancelled)
@@ -125,10 +125,10 @@ def _make_one(load: RowGroupLoad, stalled: Stalled) -> list[memoryview]:
         if found is None and alone:
             # Others make it, too. One of them uses the cache, in case there is space now: the first blobs of another
             # one may be damaged.
-            with hold(), tier.key_lock(cache.key(number), elect=False) as others:
+            with hold(), tier.key_lock(lock, elect=False) as others:
                 found = load.find() or transfer_or_make(is_kept=others is None)
         elif found is None:
-            found = make_once(tier, cache.key(number), load.find, transfer_or_make, hold)
+            found = make_once(tier, lock, load.find, transfer_or_make, hold)
     load.mark_cached(found)
     return found
 
