@@ -148,28 +148,40 @@ def at_newest(dataset: Dataset) -> Dataset:
     return _again(dataset, partial(opened, newest=True), is_newer=True)
 
 
-def at_earlier(dataset: Dataset, table: str | None, inventory: Inventory | None, excluded_since: int = 0) -> Dataset:
-    """Return a dataset as it was at an earlier snapshot, before `map`.
+def at_version(dataset: Dataset, version: str, without_last: int = 0) -> Dataset:
+    """Return what the calls of a dataset make of another version of its table, before `map`.
 
     Args:
         dataset: The dataset.
-        table: The version, or a URL that ends in it, if it is one of a table.
-        inventory: The rows that it had. None: those that the same calls make of the version.
-        excluded_since: How many of its last calls of `exclude` it had not yet.
+        version: The version, or a URL that ends in it.
+        without_last: How many of its last calls of `exclude` are left out.
 
     Raises:
-        ConfigError: It cannot be told.
-        OriginNotFound: A file of it is gone.
+        ConfigError: A call cannot be made again.
+        OriginNotFound: A file of the version is gone.
     """
-    version = None if table is None else table.rpartition("@")[2]
-    if inventory is None:
-        try:
-            return _again(dataset, partial(opened, version=version), excluded_since, is_newer=False)
-        except ConfigError as error:
-            place = dataset.manifest.pinned.rpartition("@")[0]
-            raise ConfigError(f"{place}@{version}, of which the epoch has rows: {error}") from error
-    # The files of a folder are those that it has now.
-    return (_whole(dataset) if version is None else opened(_opening(dataset), version)).part(inventory)
+    version = version.rpartition("@")[2]
+    try:
+        return _again(dataset, partial(opened, version=version), without_last, is_newer=False)
+    except ConfigError as error:
+        place = dataset.manifest.pinned.rpartition("@")[0]
+        raise ConfigError(f"{place}@{version}, of which the epoch has rows: {error}") from error
+
+
+def with_rows(dataset: Dataset, version: str | None, inventory: Inventory) -> Dataset:
+    """Return the rows that a dataset had earlier, before `map`.
+
+    Args:
+        dataset: The dataset.
+        version: The version of its table, or a URL that ends in it; None: the files of a folder, as they are now.
+        inventory: The rows.
+
+    Raises:
+        ConfigError: The source has no such version.
+        OriginNotFound: A file is gone.
+    """
+    whole = _whole(dataset) if version is None else opened(_opening(dataset), version.rpartition("@")[2])
+    return whole.part(inventory)
 
 
 def mapped_as(former: Dataset, dataset: Dataset) -> Dataset:
@@ -194,15 +206,15 @@ def lacking(dataset: Dataset, former: Dataset) -> list[str]:
 def _again(
     dataset: Dataset,
     open_source: Callable[[Opening], Dataset],
-    excluded_since: int = 0,
+    without_last: int = 0,
     *,
     is_newer: bool,
 ) -> Dataset:
     """Return what the calls of a dataset make of another snapshot, without its last calls of `exclude`."""
     opening, calls = _opening(dataset), dataset.calls[1:]
     excludes = [number for number, call in enumerate(calls) if call.name == "exclude"]
-    since = excludes[len(excludes) - excluded_since :]
-    kept = [call for number, call in enumerate(calls) if number not in since]
+    left_out = excludes[len(excludes) - without_last :]
+    kept = [call for number, call in enumerate(calls) if number not in left_out]
     steps = [(WAYS[name].again or _refused(name), given) for name, given in kept]
     found = whole = open_source(opening)
     for again, given in steps:

@@ -5,25 +5,18 @@ A row is its place in a row group of a file. Two snapshots have the same row if 
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Mask, Selection
-from dataload.runtime.decompression import decompressed
 from dataload.runtime.redact import redacted
 
 Int64 = npt.NDArray[np.int64]
-MOST_BYTES: Final = 1 << 30  # of inventories: those of a billion rows have a bit for each
-MOST_TEXT: Final = 1 << 28  # of the names of their files
-MOST_ROWS: Final = 1 << 36
-KINDS: Final = (str, int, str, int, int)  # of a key, and of a number of rows
 
 Key = tuple[str, int, str, int]
 """The name, the size and the version of a file, and the number of a row group in it."""
@@ -162,55 +155,3 @@ class KnownRows:
         found._bits.update(self._bits)
         found.add(inventory, [numbers])
         return found
-
-
-def inventories_to_bytes(inventories: Iterable[Inventory]) -> bytes:
-    """Return the inventories of all sources of a loader as bytes, without credentials.
-
-    They are compressed: a line of JSON, which has the row groups of each source and the bytes of its selection, and
-    then the selections.
-    """
-    sources, selections = [], []
-    for each in inventories:
-        files: dict[tuple[str, int, str], list[list[int]]] = {}
-        for (path, size, version, number), rows in zip(each.keys, each.lengths.tolist(), strict=True):
-            files.setdefault((path, size, version), []).append([number, rows])
-        selections.append(b"" if each.selection is None else each.selection.to_bytes())
-        sources.append(
-            [each.order_key, each.window, [[*file, groups] for file, groups in files.items()], len(selections[-1])]
-        )
-    return zlib.compress(b"\n".join([json.dumps(sources, separators=(",", ":")).encode(), b"".join(selections)]))
-
-
-def inventories_from_bytes(data: bytes | memoryview) -> list[Inventory]:
-    """Return what `inventories_to_bytes` wrote. Raise ValueError for other bytes."""
-    try:
-        content = decompressed(data, MOST_BYTES)
-        end = content.find(b"\n", 0, MOST_TEXT)
-        if end < 0:
-            raise ValueError(f"no line of JSON in {MOST_TEXT:,} bytes")
-        found, start = [], end + 1
-        for order_key, window, files, size in json.loads(content[:end]):
-            if [type(order_key), type(window), type(size)] != [str, int, int]:
-                raise ValueError("a source with other values than its key, its window and the bytes of its selection")
-            if not 0 <= size <= len(content) - start:
-                raise ValueError("a selection that is cut short")
-            inventory = _inventory(order_key, files, memoryview(content)[start : start + size])
-            found.append(replace(inventory, window=window))
-            start += size
-    except (TypeError, IndexError, OverflowError, RecursionError) as error:
-        raise ValueError(f"no inventories ({error})") from error
-    return found
-
-
-def _inventory(order_key: str, files: Any, chosen: memoryview) -> Inventory:
-    """Return the inventory of these files. chosen: the selection of their rows; b"": all."""
-    groups = [(path, size, version, number, rows) for path, size, version, of in files for number, rows in of]
-    columns = list(zip(*groups, strict=True)) or [()] * len(KINDS)
-    if any(type(value) is not kind for kind, column in zip(KINDS, columns, strict=True) for value in column):
-        raise ValueError("a file with other values than its name, size and version")
-    lengths = np.array(columns[-1], np.int64)
-    if lengths.min(initial=0) < 0 or sum(columns[-1]) > MOST_ROWS:
-        raise ValueError(f"row groups of a negative number of rows, or of more than {MOST_ROWS:,}")
-    selection = Selection.from_bytes(chosen, lengths.tolist()) if chosen else None
-    return Inventory(order_key, tuple(group[:4] for group in groups), lengths, selection)

@@ -13,10 +13,8 @@ cache; a table's version can be opened again instead.
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import combinations, islice, product
@@ -25,13 +23,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dataload.cache.blocks.reader import Object
-from dataload.catalog.footer_cache import Metadata
-from dataload.catalog.inventory import Inventory, KnownRows, inventories_from_bytes, inventories_to_bytes
+from dataload.catalog import inventory_store
+from dataload.catalog.inventory import Inventory, KnownRows
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError, DataError, OriginError
-from dataload.lineage import added_rows, at_earlier, lacking, mapped_as
+from dataload.lineage import added_rows, at_version, lacking, mapped_as, with_rows
 from dataload.mixture import Mixture
 from dataload.moved_rows import moved
 from dataload.runtime.text import counted, few
@@ -51,16 +48,13 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 OnChange = Literal["error", "next_epoch", "continue"]
 
-VERSION: Final = 3  # of cached inventories
 BY_ROWS: Final = "by_rows"  # in a state, and its first segment: the mixture weighs each snapshot by its rows
 MOST_URL_CHARACTERS: Final = 400  # of the tables of a state; their numbers stand for longer ones
 MOST_TABLE_CHARACTERS: Final = 1600  # of the versions of tables in a state, which has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
 REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch with set_epoch"
-MOST_WAYS: Final = 256  # in which sources may have excluded rows since
-KEPT: Final = 64  # inventories of this process
+MOST_WAYS: Final = 256  # in which calls of `exclude` may be newer than a state
 
-_kept: OrderedDict[str, bytes] = OrderedDict()
 _weights_of = lru_cache(8)(weights_of)  # of thousands of sources, in the state after each batch
 
 log = logging.getLogger(__name__)
@@ -89,27 +83,8 @@ def _versions_of(dataset: MapStyle) -> list[str]:
 
 def keep(dataset: MapStyle, digest: str) -> None:
     """Keep which rows a dataset has, for states that outlive it. digest: that of its order."""
-    if digest in _kept:
-        _kept.move_to_end(digest)
-    elif not _unsupported(dataset):
-        _note(dataset, digest, [each.inventory for each in dataset.datasets])
-
-
-def known_as_text(dataset: MapStyle, digests: Sequence[str]) -> dict[str, str]:
-    """Return the inventories of data with these digests as texts, the first of which is that of a dataset."""
-    keep(dataset, digests[0])
-    return {each: base64.b64encode(_kept[each]).decode() for each in digests if each in _kept}
-
-
-def learn(texts: Mapping[str, str]) -> None:
-    """Keep the inventories that `known_as_text` returned. Raise ConfigError for others."""
-    for name, text in texts.items():
-        try:
-            data = base64.b64decode(text, validate=True)
-            inventories_from_bytes(data)
-            _keep(name, data)
-        except ValueError as error:
-            raise ConfigError(f"the inventory of {name} cannot be read: {error}") from error
+    if not inventory_store.is_kept(digest) and not _unsupported(dataset):
+        inventory_store.keep(digest, [each.inventory for each in dataset.datasets], dataset.datasets[0].blocks)
 
 
 def at_start(position: Position, dataset: MapStyle, sampler: RankSampler) -> Position:
@@ -217,11 +192,12 @@ def earlier_dataset(position: Position, dataset: MapStyle, sampler: RankSampler)
     """
     check_supported(dataset, sampler)
     segment = {"dataset": position.dataset, TABLES: _tables(position)}
-    found = _known(segment, dataset)
-    urls = _urls(segment, dataset)
-    if urls is None or (found is None and None in urls):
+    if (found := _known(segment, dataset)) is None:
+        each = _reopened(segment, dataset)
+    elif (urls := _urls(segment, dataset)) is None:
         raise _unknown(segment)
-    each = _reopened(segment, dataset, urls, found)
+    else:
+        each = [with_rows(*of) for of in zip(dataset.datasets, urls, found, strict=True)]
     for one, former in zip(dataset.datasets, each, strict=True):
         if gone := lacking(one, former):
             raise ConfigError(
@@ -290,96 +266,67 @@ def _inventories(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventor
     """Return which rows the data of a segment had, of each source."""
     if (found := _known(segment, dataset)) is not None:
         return found
-    urls = _urls(segment, dataset)
-    if urls is None or None in urls:
-        raise _unknown(segment)
     try:
-        former = _reopened(segment, dataset, urls)
+        former = _reopened(segment, dataset)
     except (OriginError, DataError) as error:
         tables = [each.manifest.pinned.rpartition("@")[0] for each in dataset.datasets]
-        named = [f"{table}@{url.rpartition('@')[2]}" for table, url in zip(tables, urls, strict=True) if url]
+        named = [f"{table}@{url.rpartition('@')[2]}" for table, url in zip(tables, segment[TABLES], strict=True)]
         raise ConfigError(f"{few(named)}, of which the epoch has rows, cannot be opened: {error}") from error
     found = [each.inventory for each in former]
-    _note(dataset, segment["dataset"], found)
+    inventory_store.keep(segment["dataset"], found, dataset.datasets[0].blocks)
     return found
 
 
-def _reopened(
-    segment: Mapping[str, Any],
-    dataset: MapStyle,
-    urls: Sequence[str | None],
-    found: Sequence[Inventory] | None = None,
-) -> list[Dataset]:
-    """Return what the data of a segment was, of each source. found: the rows that it had, if they are known."""
-    known = [None] * len(urls) if found is None else found
-    at = cache(lambda source, since: at_earlier(dataset.datasets[source], urls[source], known[source], since))
+def _reopened(segment: Mapping[str, Any], dataset: MapStyle) -> list[Dataset]:
+    """Return what the data of a segment was, of each source, by the versions of the tables."""
+    urls = _urls(segment, dataset)
+    if urls is None or None in urls:
+        raise _unknown(segment)
+    at = cache(lambda source, newer: at_version(dataset.datasets[source], str(urls[source]), newer))
     # Rows may have been excluded since, such as bad ones that ended the run.
     calls = [sum(call.name == "exclude" for call in each.calls) for each in dataset.datasets]
-    for excluded_since in _excluded_since(calls):
-        each = [at(source, since) for source, since in enumerate(excluded_since)]
+    for newer_calls in _newer_calls(calls):
+        each = [at(source, newer) for source, newer in enumerate(newer_calls)]
         if _digest([one.inventory for one in each], _names(dataset)) == segment["dataset"]:
             return each
     raise _unknown(segment)
 
 
-def _excluded_since(calls: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield how many of the calls of `exclude` of each source may be newer than a state: alike, or in few sources."""
-    for since in range(max(calls) + 1):
-        yield tuple(min(since, each) for each in calls)
+def _newer_calls(calls: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield how many calls of `exclude` of each source may be newer than a state: as many of each, or of few sources.
+
+    calls: how many each source has.
+    """
+    for newer in range(max(calls) + 1):
+        yield tuple(min(newer, each) for each in calls)
     callers = [source for source, each in enumerate(calls) if each]
     ways = (
-        dict(zip(chosen, since, strict=True))
+        dict(zip(chosen, newer, strict=True))
         for count in range(1, len(callers) + 1)
         for chosen in combinations(callers, count)
-        for since in product(*(range(1, calls[each] + 1) for each in chosen))
+        for newer in product(*(range(1, calls[each] + 1) for each in chosen))
     )
-    for newer in islice(ways, MOST_WAYS):
-        yield tuple(newer.get(source, 0) for source in range(len(calls)))
+    for way in islice(ways, MOST_WAYS):
+        yield tuple(way.get(source, 0) for source in range(len(calls)))
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:
     """Return what this process or the cache knows of the data of a segment, if it has the digest of that."""
-    name = segment["dataset"]
-    for found in _recorded(name, dataset):
+    digest, blocks = segment["dataset"], dataset.datasets[0].blocks
+    for found in inventory_store.recorded(digest, blocks):
         if len(found) != len(dataset.datasets):
             raise ConfigError(
                 f"the state is of {len(found)} sources, and this loader has {len(dataset.datasets)}: use those"
             )
-        if _digest(found, _names(dataset)) == name:
-            _note(dataset, name, found)
+        if _digest(found, _names(dataset)) == digest:
+            inventory_store.keep(digest, found, blocks)
             return [own.beside(each.manifest) for own, each in zip(found, dataset.datasets, strict=True)]
-    _kept.pop(name, None)
+    inventory_store.forget(digest)
     return None
-
-
-def _recorded(name: str, dataset: MapStyle) -> Iterator[list[Inventory]]:
-    if name in _kept:
-        yield inventories_from_bytes(_kept[name])
-    if (cached := _cached(dataset, name).get()) is not None:
-        yield cached
 
 
 def _names(dataset: MapStyle) -> Sequence[str]:
     return dataset.names if isinstance(dataset, Mixture) else ("",)
-
-
-def _note(dataset: MapStyle, digest: str, found: Iterable[Inventory]) -> None:
-    """Keep which rows some data has, also for later processes of this host."""
-    data = inventories_to_bytes(found)
-    _cached(dataset, digest).put(lambda: data)
-    _keep(digest, data)
-
-
-def _keep(digest: str, data: bytes) -> None:
-    _kept[digest] = data
-    _kept.move_to_end(digest)
-    while len(_kept) > KEPT:
-        _kept.popitem(last=False)
-
-
-def _cached(dataset: MapStyle, digest: str) -> Metadata[list[Inventory]]:
-    blocks = dataset.datasets[0].blocks
-    return Metadata(blocks, Object("inventories", 0, digest), f"inventory {VERSION}", inventories_from_bytes)
 
 
 def _urls(segment: Mapping[str, Any], dataset: MapStyle) -> list[str | None] | None:
@@ -511,7 +458,7 @@ def _add_moved(
             )
         elif added.size:
             of, to = (
-                each if segment is None else at_earlier(each, _url(segment, dataset, source), inventory)
+                each if segment is None else with_rows(each, _url(segment, dataset, source), inventory)
                 for segment, inventory in ((former[0], old), (newer[0], new))
             )
             had[source].add(new, [moved(of, gone, to, added, REST_UNKNOWN)])

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
+from dataload.catalog.inventory_store import as_text
 from dataload.errors import ConfigError
 from dataload.loader.agreement import Agreement
 from dataload.loader.background_iterator import check_process, closed_at_exit, run_ahead
@@ -35,7 +36,6 @@ from dataload.loader.changes import (
     earlier_dataset,
     for_state,
     keep,
-    known_as_text,
 )
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
@@ -260,9 +260,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def inventories(self) -> dict[str, str]:
         """Return which rows the data of the current epoch has, and had before it changed, for checkpoints."""
         position = self.rank_sampler.saved_position
-        return known_as_text(
-            self.dataset, [position.dataset, *(each["dataset"] for each in position.options.get(EARLIER, ()))]
-        )
+        keep(self.dataset, position.dataset)
+        return as_text([position.dataset, *(each["dataset"] for each in position.options.get(EARLIER, ()))])
 
     def other_version(self, state: Any) -> str | None:
         """Return of which version of a table a state is, if that is another one than this loader's, and what to do."""

@@ -9,7 +9,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from dataload.catalog.inventory import Inventory, inventories_to_bytes
+from dataload.catalog.inventory import Inventory
+from dataload.catalog.inventory_store import to_bytes
 from dataload.catalog.recipe import plain
 from dataload.lineage import calls_as_json
 from dataload.loader.changes import left_of
@@ -93,7 +94,7 @@ def _inventories(loader: Loader) -> bytes:
         Inventory(of.order_key, of.keys, of.block_lengths, rows)
         for of, rows in zip(own, left_of(loader.rank_sampler.order), strict=False)
     ]
-    return inventories_to_bytes([*own, *left])
+    return to_bytes([*own, *left])
 
 
 def _prefix(dataset: Dataset) -> str:

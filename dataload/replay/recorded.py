@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from dataload.catalog.inventory import Inventory, inventories_from_bytes
+from dataload.catalog.inventory import Inventory
+from dataload.catalog.inventory_store import from_bytes
 from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError, DataloadError
 from dataload.loader.changes import BY_ROWS, rest_of
@@ -83,7 +84,7 @@ class Recorded:
         if data is None:
             return None
         with as_damage():
-            return cls(record, inventories_from_bytes(data))
+            return cls(record, from_bytes(data))
 
     def sampler(self, record: Mapping[str, Any]) -> RankSampler:
         """Return the sampler of the first rank at the start of a loop.

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dataload.catalog.inventory_store import learn
 from dataload.errors import ConfigError
-from dataload.loader.changes import OnChange, learn
+from dataload.loader.changes import OnChange
 from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import on_device
 from dataload.runtime.cached_property import cached_property

@@ -12,14 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataload.loader import changes
+from dataload.catalog import inventory_store
 
 GROUP = 7  # rows of a row group of a folder
 
 
 def as_a_new_process() -> None:
     """Forget what this process knows of earlier data."""
-    changes._kept.clear()
+    inventory_store._kept.clear()
 
 
 class Growing:

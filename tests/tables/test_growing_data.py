@@ -36,7 +36,7 @@ from test_agreement import errors_of, together
 from torch import nn
 
 from dataload import fit, make_dataset, make_loader, mix
-from dataload.catalog import inventory
+from dataload.catalog import inventory_store
 from dataload.catalog.footer_cache import Kept
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError, OriginNotFound
@@ -934,16 +934,16 @@ def packed(content: str, selections: bytes = b"") -> str:
 )
 def test_a_forged_inventory_is_refused(content):
     with pytest.raises(ConfigError, match="the inventory of 12ab cannot be read"):
-        changes.learn({"12ab": packed(content)})
+        inventory_store.learn({"12ab": packed(content)})
 
 
 def test_an_inventory_does_not_unpack_to_any_size(folder, options, monkeypatch):
     loader = make_loader(str(folder), 4, **options)
     texts = loader.inventories()
-    changes.learn(texts)
-    monkeypatch.setattr(inventory, "MOST_BYTES", 100)
+    inventory_store.learn(texts)
+    monkeypatch.setattr(inventory_store, "MOST_BYTES", 100)
     with pytest.raises(ConfigError, match="more than 100 bytes"):
-        changes.learn(texts)
+        inventory_store.learn(texts)
 
 
 def test_an_inventory_of_other_rows_than_its_digest_is_not_used(folder, options):
@@ -954,7 +954,7 @@ def test_an_inventory_of_other_rows_than_its_digest_is_not_used(folder, options)
     write(folder / "c.parquet", 40, 8)
     for cached in (True, False):
         as_a_new_process()
-        changes.learn({state["dataset"]: packed(json.dumps([content]))})
+        inventory_store.learn({state["dataset"]: packed(json.dumps([content]))})
         loader = make_loader(str(folder), 4, **(options if cached else {"cache": False}))
         if cached:
             loader.load_state_dict(state, on_change="continue")
@@ -1030,7 +1030,7 @@ def test_another_number_of_sources_is_told(folder, options):
 def test_a_damaged_inventory_is_told():
     for text in ("", "nonsense", '["bm9uc2Vuc2U="]'):
         with pytest.raises(ConfigError, match="the inventory of 12ab cannot be read"):
-            changes.learn({"12ab": text})
+            inventory_store.learn({"12ab": text})
 
 
 def test_scans_and_urls_are_refreshed_as_they_were_named(tmp_path):
@@ -1652,7 +1652,7 @@ def test_ranks_on_other_hosts_have_equal_states_of_many_tables(tmp_path):
         states = []
         for cache in caches[:hosts]:
             resumed = many_tables(table, cache)
-            changes.learn(known if number == 1 and cache is caches[2] else {})
+            inventory_store.learn(known if number == 1 and cache is caches[2] else {})
             resumed.load_state_dict(state, on_change="continue")
             states.append(read([resumed], 3, state)[1])
             known = resumed.inventories()
