@@ -5,37 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from dataload.catalog.iceberg_deletes import COPY, deleted_rows, plain_url
 from dataload.catalog.table_options import of_iceberg, to_iceberg
-from dataload.catalog.tables import ICEBERG_URL, FileOfTable, Positions, Snapshot, text_of
+from dataload.catalog.tables import ICEBERG_URL, FileOfTable, Snapshot, text_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 from dataload.extras import required
 from dataload.formats.schema import flatten
 from dataload.formats.table_columns import ID, STORED, TableColumns, with_fields
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import cause_of, quotes_input, redacted, secrets_of
-from dataload.runtime.text import counted
 
-DELETES_AT_ONCE = 16
 CATALOG_SECONDS = 60.0  # a load balancer's usual limit
 PLAN_REQUESTS = 5  # A catalog that plans a scan sends the plan in parts.
 NO_SUCH = {"NoSuchTableError", "NoSuchNamespaceError", "NoSuchIdentifierError", "NoSuchPropertyException"}
-COPY = "copy the rows, such as by spark.table(name).write.parquet(copy), and name the copy"
 NO_CATALOG = "what answers is no catalog or token endpoint, perhaps a page to log in"
-PUFFIN = b"PFA1"  # the first and the last bytes
-TRAILER = 12  # bytes behind the footer of Puffin: its size, flags, and the magic
-VECTOR = "deletion-vector-v1"  # a blob
-VECTOR_MAGIC = bytes.fromhex("d1d33964")
 
 T = TypeVar("T")
 
@@ -109,7 +98,7 @@ def iceberg_at(source: Any, version: str | None) -> Any:
 
 def location_of(url: str) -> str:
     """Return the URL of the folder of the table that a URL names; errors are those of `iceberg_snapshot`."""
-    return _plain(_opened(url, None)[0].table_metadata.location)
+    return plain_url(_opened(url, None)[0].table_metadata.location)
 
 
 def _parts(url: str) -> tuple[str, str | None, int | None]:
@@ -170,7 +159,7 @@ def _not_opened(url: str, name: str, error: ValueError, secrets: Iterable[str], 
             f"{url}: pyiceberg knows no catalog {name!r}: describe it in ~/.pyiceberg.yaml, or by variables "
             f"PYICEBERG_CATALOG__{name.upper()}__URI"
         )
-    if type(error).__module__.startswith("pydantic") or type(error).__name__ == "JSONDecodeError":
+    if _is_of_pydantic(error) or type(error).__name__ == "JSONDecodeError":
         what = f"{NO_CATALOG}: check its uri and credentials"
     elif quotes_input(error):
         what = "its uri must begin with https:// or http://, and its token or headers may have one line only"
@@ -196,10 +185,12 @@ def _answered(table: str, call: Callable[[], T], requests: int = 1) -> T:
     Raises:
         OriginError: It has not answered after `CATALOG_SECONDS` for each.
     """
-    seconds = requests * CATALOG_SECONDS
+    seconds, answer = requests * CATALOG_SECONDS, DaemonExecutor(1, "dataload-catalog").submit(call)
     try:
-        return DaemonExecutor(1, "dataload-catalog").submit(call).result(seconds)
-    except FutureTimeoutError:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():  # The call itself has given up, and its error says why.
+            return answer.result()
         raise OriginError(
             f"{table}: the catalog has not answered for {seconds:g} s: check its uri, and that this host reaches it"
         ) from None
@@ -237,28 +228,20 @@ def _reading(table: str, call: Callable[[], T], secrets: Iterable[str]) -> T:
 def _line(error: Any, secrets: Iterable[str] = ()) -> str:
     if not quotes_input(error):
         return redacted(error, secrets)
-    if type(error).__name__ == "JSONDecodeError":
-        return NO_CATALOG
-    if not type(error).__module__.startswith("pydantic"):
-        return "a URL or a header is malformed"
-    found = (": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors())
-    return redacted("; ".join(found), secrets)
+    if _is_of_pydantic(error):
+        found = (": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors())
+        return redacted("; ".join(found), secrets)
+    return NO_CATALOG if type(error).__name__ == "JSONDecodeError" else "a URL or a header is malformed"
+
+
+def _is_of_pydantic(error: Exception) -> bool:
+    from pydantic import ValidationError  # pyiceberg needs it
+
+    return isinstance(error, ValidationError)
 
 
 def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
-    from pyiceberg.expressions import AlwaysTrue
-    from pyiceberg.io.pyarrow import expression_to_pyarrow
-
-    metadata = scan.table_metadata
-    if scan.limit is not None:
-        raise ConfigError(
-            f"{redacted(table)}: the scan has a limit, which reads any rows: leave it out, and use select"
-        )
-    if scan.snapshot_id is not None and metadata.snapshot_by_id(scan.snapshot_id) is None:
-        raise _no_snapshot(redacted(table), scan.snapshot_id, metadata)
-    snapshot = scan.snapshot()
-    if snapshot is None:
-        raise DataError(f"{redacted(table)} has no snapshot, so no rows: write some first")
+    metadata, snapshot = scan.table_metadata, _chosen_snapshot(scan, redacted(table))
     schema = scan.update(selected_fields=("*",)).projection()
     if schema_id is not None and (schema := metadata.schema_by_id(schema_id)) is None:
         raise ConfigError(f"{redacted(table)} has no schema {schema_id}: leave out ~{schema_id} for the snapshot's own")
@@ -266,29 +249,53 @@ def _snapshot(scan: Any, table: str, schema_id: int | None = None) -> Snapshot:
     if snapshot.schema_id not in (None, schema.schema_id):  # columns that were renamed or added since
         url += f"~{schema.schema_id}"
     columns = _columns(schema, metadata, url)
-    filters = undecided = None
-    if not isinstance(scan.row_filter, AlwaysTrue):
-        try:
-            bound = _bound(scan, schema)
-            filters, undecided = expression_to_pyarrow(bound, schema), partial(_undecided, bound, schema)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
+    filters, undecided = _filters(scan, schema, url)
     tasks = _tasks(scan, snapshot, redacted(table))
     identities = {spec.spec_id: _identities(spec, schema) for spec in metadata.specs().values()}
-    chosen = None if "*" in scan.selected_fields else _chosen(scan, schema, url)
     return Snapshot(
         url,
         snapshot.snapshot_id,
-        _plain(metadata.location),
+        plain_url(metadata.location),
         sorted((_file(task.file, identities, metadata, url) for task in tasks), key=lambda file: file.url),
         columns,
-        _earlier(snapshot, metadata),
-        _deleted(tasks, scan.io, url),
-        of_iceberg(metadata.location, scan.io.properties),
-        chosen,
-        filters,
-        undecided,
+        earlier=_earlier(snapshot, metadata),
+        deleted=deleted_rows(tasks, scan.io, url),
+        storage_options=of_iceberg(metadata.location, scan.io.properties),
+        chosen=None if "*" in scan.selected_fields else _chosen(scan, schema, url),
+        filters=filters,
+        undecided=undecided,
     )
+
+
+def _chosen_snapshot(scan: Any, table: str) -> Any:
+    """Return the snapshot that a scan reads.
+
+    Raises:
+        ConfigError: The table does not have it, or the scan has a limit.
+        DataError: The table has none.
+    """
+    metadata = scan.table_metadata
+    if scan.limit is not None:
+        raise ConfigError(f"{table}: the scan has a limit, which reads any rows: leave it out, and use select")
+    if scan.snapshot_id is not None and metadata.snapshot_by_id(scan.snapshot_id) is None:
+        raise _no_snapshot(table, scan.snapshot_id, metadata)
+    if (snapshot := scan.snapshot()) is None:
+        raise DataError(f"{table} has no snapshot, so no rows: write some first")
+    return snapshot
+
+
+def _filters(scan: Any, schema: Any, url: str) -> tuple[Any, Callable[[Collection[str]], str | None] | None]:
+    """Return the row filter of a scan for Arrow, and what tells which rows it leaves open; None: it has none."""
+    from pyiceberg.expressions import AlwaysTrue
+    from pyiceberg.io.pyarrow import expression_to_pyarrow
+
+    if isinstance(scan.row_filter, AlwaysTrue):
+        return None, None
+    try:
+        bound = _bound(scan, schema)
+        return expression_to_pyarrow(bound, schema), partial(_undecided, bound, schema)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{url}: the scan's row_filter cannot be applied: {_line(error)}") from cause_of(error)
 
 
 def _tasks(scan: Any, snapshot: Any, table: str) -> list[Any]:
@@ -417,12 +424,7 @@ def _file(file: Any, identities: Mapping[int, Any], metadata: Any, url: str) -> 
         *(sorted(each.items()) if isinstance(each, Mapping) else each for each in counts),
     ]
     stamp = hashlib.blake2b(repr(content).encode(), digest_size=8, person=b"iceberg file").hexdigest()
-    return FileOfTable(_plain(file.file_path), int(file.file_size_in_bytes), stamp, tuple(constants))
-
-
-def _plain(url: str) -> str:
-    """Return the URL of a file, or the path of a local one."""
-    return url.removeprefix("file://") if url.startswith("file:///") else url.removeprefix("file:")
+    return FileOfTable(plain_url(file.file_path), int(file.file_size_in_bytes), stamp, tuple(constants))
 
 
 def _bound(scan: Any, schema: Any) -> Any:
@@ -469,94 +471,3 @@ def _equality_deletes(snapshot: Any, io: Any) -> str:
             if getattr(entry.data_file.content, "name", "") == "EQUALITY_DELETES":
                 return redacted(entry.data_file.file_path)
     return "a file"
-
-
-def _deleted(tasks: Iterable[Any], io: Any, url: str) -> dict[str, Positions]:
-    """Return the deleted rows of each data file that has some."""
-    wanted: dict[str, dict[str, int]] = {}  # by delete file, the data files and their rows
-    formats: dict[str, str] = {}
-    for task in tasks:
-        for delete in task.delete_files:
-            wanted.setdefault(delete.file_path, {})[task.file.file_path] = task.file.record_count
-            formats[delete.file_path] = getattr(delete.file_format, "value", str(delete.file_format)).upper()
-
-    def read(path: str) -> list[tuple[str, Positions]]:
-        try:
-            with io.new_input(path).open() as file:
-                data = file.read()
-        except FileNotFoundError as error:
-            raise OriginNotFound(
-                f"{redacted(path)} of {url} is gone, which expire_snapshots removes with old snapshots: open a newer "
-                "snapshot"
-            ) from cause_of(error)
-        try:
-            if formats[path] == "PARQUET":
-                return list(_positions(data, wanted[path]))
-            if formats[path] == "PUFFIN":
-                return list(vectors_of(data, wanted[path]))
-        except (ValueError, LookupError, TypeError, OSError, OverflowError, pa.ArrowException) as error:
-            raise DataError(f"{redacted(path)}, a delete file of {url}, cannot be read: {_line(error)}") from error
-        raise DataError(f"{redacted(path)} has deletes in {formats[path]}, which dataload cannot read: {COPY}")
-
-    parts: dict[str, list[Positions]] = {}
-    read_all = DaemonExecutor(DELETES_AT_ONCE, "dataload-deletes").map(read, sorted(wanted))
-    for file, rows in chain.from_iterable(read_all):
-        parts.setdefault(file, []).append(rows)
-    return {_plain(file): np.unique(np.concatenate(rows)) for file, rows in parts.items()}
-
-
-def _positions(data: bytes, files: Container[str]) -> Iterator[tuple[str, Positions]]:
-    """Yield those of some data files that a file of position deletes names, and the rows that it deletes of each."""
-    table = pq.read_table(pa.BufferReader(data), columns=["file_path", "pos"])
-    paths = table["file_path"].combine_chunks().dictionary_encode()
-    paths = paths.combine_chunks() if isinstance(paths, pa.ChunkedArray) else paths
-    codes, rows = paths.indices.to_numpy(zero_copy_only=False), table["pos"].to_numpy()
-    by_path = np.argsort(codes, kind="stable")
-    ends = np.cumsum(np.bincount(codes, minlength=len(paths.dictionary)))
-    for path, own in zip(paths.dictionary.to_pylist(), np.split(rows[by_path], ends[:-1]), strict=True):
-        if path in files:
-            yield path, own.astype(np.int64)
-
-
-def vectors_of(data: bytes, files: Mapping[str, int]) -> Iterator[tuple[str, Positions]]:
-    """Yield some data files, and the rows that a Puffin file of deletion vectors deletes of each.
-
-    Args:
-        data: The Puffin file.
-        files: Names of the data files, and how many rows each has.
-
-    Raises:
-        ValueError: The bytes are no such file, or it deletes rows that a data file does not have.
-
-    Notes: https://iceberg.apache.org/puffin-spec/
-    """
-    from pyroaring import BitMap64  # that of pyiceberg
-
-    if len(data) < TRAILER + 8 or data[:4] != PUFFIN or data[-4:] != PUFFIN:
-        raise ValueError("it is no Puffin file")
-    size, flags = int.from_bytes(data[-TRAILER:-8], "little"), data[-8:-4]
-    if flags[0] & 1:
-        raise ValueError("its footer is compressed")
-    if size > len(data) - TRAILER - 8:
-        raise ValueError("its footer is cut short")
-    footer = json.loads(data[-TRAILER - size : -TRAILER])
-    blobs = {blob["properties"]["referenced-data-file"]: blob for blob in footer["blobs"] if blob["type"] == VECTOR}
-    for name, blob in blobs.items():
-        if (rows := files.get(name)) is None:
-            continue
-        start, length = int(blob["offset"]), int(blob["length"])
-        if blob.get("compression-codec") or start < 0 or length < 12 or start + length > len(data):
-            raise ValueError("a deletion vector is compressed or cut short")
-        vector = data[start : start + length]
-        inner = int.from_bytes(vector[:4], "big")
-        content = vector[4 : 4 + inner]
-        if (
-            inner != length - 8
-            or content[:4] != VECTOR_MAGIC
-            or zlib.crc32(content) != int.from_bytes(vector[-4:], "big")
-        ):
-            raise ValueError("a deletion vector is damaged")
-        bitmap = BitMap64.deserialize(content[4:])
-        if bitmap and bitmap.max() >= rows:  # A few bytes may stand for billions of rows.
-            raise ValueError(f"it deletes row {bitmap.max()} of {redacted(name)}, which has {counted(rows, 'row')}")
-        yield name, np.fromiter(bitmap, np.int64, len(bitmap))

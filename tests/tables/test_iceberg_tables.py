@@ -35,7 +35,7 @@ from table_rows import check_same, rows_of
 
 from dataload import make_dataset, make_loader
 from dataload.catalog import iceberg
-from dataload.catalog.iceberg import vectors_of
+from dataload.catalog.iceberg_deletes import vectors_of
 from dataload.errors import ConfigError, DataError, OriginError, OriginNotFound
 
 VENDED = {"s3.access-key-id": "id", "s3.secret-access-key": "VENDEDSECRET"}
@@ -445,6 +445,15 @@ def test_a_catalog_that_says_nothing_is_given_up(monkeypatch):
         monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
         with pytest.raises(OriginError, match=r"iceberg://silent/space.table: the catalog has not answered for 0.1 s"):
             make_dataset("iceberg://silent/space.table", cache=False)
+
+
+def test_a_catalog_that_gives_up_is_told_in_its_own_words(table, monkeypatch):
+    def gives_up(*_: object) -> None:
+        raise TimeoutError("the database is locked")
+
+    monkeypatch.setattr(type(table.catalog), "load_table", gives_up)
+    with pytest.raises(OriginError, match=r"cannot be read by pyiceberg \(TimeoutError\): the database is locked"):
+        make_dataset(table, cache=False).refresh()
 
 
 class Catalog(BaseHTTPRequestHandler):
