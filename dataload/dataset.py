@@ -41,6 +41,7 @@ from dataload.mapping.stage import Stage, fingerprint_of, order_key_of, up_to_fl
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.read_options import USUAL, ReadOptions
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import RowStore
@@ -98,18 +99,14 @@ class Dataset(MapStyle):
         manifest: Manifest,
         blocks: Blocks,
         columns: Sequence[str] | None = None,
-        fill_null: Any = None,
-        null_masks: bool = False,
+        read_options: ReadOptions = USUAL,
         stages: Sequence[Stage] = (),
-        errors: TextErrors = "raise",
         calls: tuple[Call, ...] = (),
     ) -> None:
         self.manifest = manifest
         self.calls = calls
         self.blocks = blocks
-        self.fill_null = fill_null
-        self.null_masks = null_masks
-        self.errors = errors
+        self.read_options = read_options
         self.stages = tuple(stages)
         self._columns = manifest.select(columns)
         read = pa.schema([manifest.schema.field(name) for name in self._columns])
@@ -133,8 +130,7 @@ class Dataset(MapStyle):
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""
         own = self._columns if self.stages or columns is None else columns
-        how = self.fill_null, self.null_masks, self.errors
-        cache = RowGroupCache(FileMaker(self._decoded, own, self.blocks, *how))
+        cache = RowGroupCache(FileMaker(self._decoded, own, self.blocks, self.read_options))
         for stage in self.stages:
             chosen = columns if stage is self.stages[-1] else None
             cache = RowGroupCache(MapMaker(cache, stage, chosen))
@@ -184,7 +180,7 @@ class Dataset(MapStyle):
     @property
     def known_nulls(self) -> str | None:
         """Which columns are known to have nulls that end a loop; None: none. See `known_nulls.known_nulls`."""
-        return known_nulls(self._decoded, self._columns, self.fill_null, null_masks=self.null_masks)
+        return known_nulls(self._decoded, self._columns, self.read_options)
 
     @property
     def known_failure(self) -> str | None:
@@ -196,7 +192,7 @@ class Dataset(MapStyle):
         stored = self._stored_with(name)
         rows: Dataset = self
         if len(self.schema) > 1 and stored in self._of_files:
-            rows = Dataset(self.manifest, self.blocks, [stored], self.fill_null, self.null_masks, errors=self.errors)
+            rows = Dataset(self.manifest, self.blocks, [stored], self.read_options)
         return rows.gathered_column(name)
 
     def gathered_column(self, name: str) -> npt.NDArray[Any]:
@@ -253,7 +249,7 @@ class Dataset(MapStyle):
                 f"column {column!r} has no names of classes, because a function of map returned it: ask the dataset "
                 "before map; or name the columns that the function needs by columns=, and the others stay as they are"
             )
-        return class_names(self.manifest, self.blocks, column, self.features, self.errors)
+        return class_names(self.manifest, self.blocks, column, self.features, self.read_options.errors)
 
     def skipping(self) -> Dataset:
         """Return the same rows, of which those with which `map` fails end no others.
@@ -329,7 +325,7 @@ class Dataset(MapStyle):
         made = {name for stage in self.stages for name in stage.made}
         try:
             filters = in_form(filters)
-            found = narrow(self.manifest, self.blocks, filters, made, self.errors)
+            found = narrow(self.manifest, self.blocks, filters, made, self.read_options.errors)
             return self._of(found, Call("filter", filters))
         except ConfigError as error:
             hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
@@ -554,9 +550,7 @@ class Dataset(MapStyle):
             columns=columns,
             version=version,
             processes=processes,
-            fill_null=self.fill_null,
-            null_masks=self.null_masks,
-            errors=self.errors,
+            read_options=self.read_options,
             is_flat=is_flat,
         )
 
@@ -604,7 +598,7 @@ class Dataset(MapStyle):
         """
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
         calls = self.calls if call is None else (*self.calls, call)
-        return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept, self.errors, calls)
+        return Dataset(manifest, self.blocks, self._columns, self.read_options, kept, calls)
 
 
 @known_keywords(CacheConfig)
@@ -690,7 +684,8 @@ def opened(opening: Opening, version: str | None = None, *, newest: bool = False
     fill_null = opening.fill_null if version is None else opening.fill_null_in(manifest)
     found = {"source": source, "columns": columns, "fill_null": fill_null}
     calls = (Call("make_dataset", replace(opening, base=manifest, found=found)),)
-    return Dataset(manifest, blocks, columns, fill_null, opening.null_masks, (), opening.errors, calls)
+    read_options = ReadOptions(fill_null, opening.null_masks, opening.errors)
+    return Dataset(manifest, blocks, columns, read_options, (), calls)
 
 
 def _kept(source: Source) -> Source:

@@ -26,8 +26,7 @@ class FlatDataset(Dataset):
     def __init__(self, source: Dataset, stage: Stage) -> None:
         self._source, self._stage = source, stage
         self.schema, self.blocks, self._counting = stage.schema, source.blocks, threading.Lock()
-        self.fill_null, self.null_masks, self.errors = source.fill_null, source.null_masks, source.errors
-        self._columns = source.file_columns
+        self._columns, self.read_options = source.file_columns, source.read_options
         self.calls = (*source.calls, Call("flat_map", stage.function))
 
     def __getattr__(self, name: str) -> Any:
@@ -39,8 +38,7 @@ class FlatDataset(Dataset):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.uncounted is not None:
             return FlatDataset, (self._source, self._stage)
-        how = self.fill_null, self.null_masks, self.stages, self.errors
-        return Dataset, (self.manifest, self.blocks, self._columns, *how, self.calls)
+        return Dataset, (self.manifest, self.blocks, self._columns, self.read_options, self.stages, self.calls)
 
     @property
     def uncounted(self) -> Dataset | None:

@@ -231,8 +231,7 @@ def _whole(dataset: Dataset) -> Dataset:
     opening = _opening(dataset)
     if opening.base is None:  # in a copy of another process
         return opened(opening, dataset.manifest.pinned.rpartition("@")[2] or None)
-    how = dataset.fill_null, opening.null_masks, (), opening.errors, dataset.calls[:1]
-    return Dataset(opening.base, dataset.blocks, dataset.file_columns, *how)
+    return Dataset(opening.base, dataset.blocks, dataset.file_columns, dataset.read_options, (), dataset.calls[:1])
 
 
 def _opening(dataset: Dataset) -> Opening:

@@ -78,10 +78,11 @@ def moved(former: Dataset, gone: Int64, newer: Dataset, added: Int64, hint: str)
             f"added since, so equal rows cannot be found. {hint}"
         )
     # The loader says what to do about nulls in the columns that it reads, not about those in others.
-    null_masks = newer.null_masks or not {*names} <= {*newer.file_columns}
-    new = Dataset(newer.manifest, newer.blocks, names, newer.fill_null, null_masks, errors=newer.errors)
+    null_masks = newer.read_options.null_masks or not {*names} <= {*newer.file_columns}
+    read_options = replace(newer.read_options, null_masks=null_masks)
+    new = Dataset(newer.manifest, newer.blocks, names, read_options)
     digest = hashlib.blake2b(digest_size=16, person=b"moved rows")
-    how = repr((names, newer.fill_null, null_masks, newer.errors))
+    how = repr((names, read_options))
     digest.update(json.dumps([former.manifest.fingerprint, new.fingerprint, how, len(gone)]).encode())
     digest.update(np.ascontiguousarray(gone, "<i8").data)
     digest.update(np.ascontiguousarray(added, "<i8").data)
@@ -151,14 +152,13 @@ def _with_columns(
     for file in places:
         values = tuple((called[name], value) for name, value in getattr(file, "constants", ()) if name in called)
         files[TableFile(file.path, file.size, file.version, columns=columns, constants=values)] = ()
-    manifest = manifest_of(files, newer.blocks, errors=newer.errors, known=lambda: places)
+    manifest = manifest_of(files, newer.blocks, errors=newer.read_options.errors, known=lambda: places)
     here = Inventory.of(manifest, "")
     # Only these rows, because others may have nulls that batches cannot hold.
     selection = Selection.of(~others for others in known.others(here))
     if selection.counts.sum() < len(gone):
         raise _OtherTypes("a footer of an old file has changed")
-    how = newer.file_columns, newer.fill_null, newer.null_masks
-    return Dataset(manifest.selected(selection), newer.blocks, *how, errors=newer.errors)
+    return Dataset(manifest.selected(selection), newer.blocks, newer.file_columns, newer.read_options)
 
 
 def _equal(old: UInt64, new: UInt64) -> Int64:

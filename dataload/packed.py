@@ -100,8 +100,7 @@ class PackedDataset(Dataset):
     def __init__(self, documents: Dataset, packing: Packing) -> None:
         self._documents, self.packing = documents, packing
         self.calls = (*documents.calls, Call("pack", packing))
-        self.blocks, self._columns = documents.blocks, documents.file_columns
-        self.fill_null, self.null_masks, self.errors = documents.fill_null, documents.null_masks, documents.errors
+        self.blocks, self._columns, self.read_options = documents.blocks, documents.file_columns, documents.read_options
         fields = [documents.schema.field(name) for name in packing.columns]
         ids = [pa.field(name, pa.int32()) for name in (SEGMENTS, POSITIONS)]
         values = [pa.field(field.name, field.type.value_type) for field in fields]
@@ -159,9 +158,8 @@ class PackedDataset(Dataset):
     @cached_property
     def _by_footers(self) -> npt.NDArray[np.int64] | None:
         """The values of each row group, as far as the footers tell, int64 [row groups]; None: they do not."""
-        filled = self.fill_null is not None and (
-            not isinstance(self.fill_null, Mapping) or self.packing.column in self.fill_null
-        )
+        fill_null = self.read_options.fill_null
+        filled = fill_null is not None and (not isinstance(fill_null, Mapping) or self.packing.column in fill_null)
         is_whole = not self.stages and self.manifest.selection is None and not filled
         return values_of(self.manifest, self.blocks, self.packing.column) if self.packing.split and is_whole else None
 
@@ -171,8 +169,7 @@ class PackedDataset(Dataset):
         documents = self._documents
         if self.stages:  # which may read all columns
             return documents.known_nulls
-        own = self.packing.columns
-        return known_nulls(documents._decoded, own, self.fill_null, null_masks=self.null_masks)  # noqa: SLF001
+        return known_nulls(documents._decoded, self.packing.columns, self.read_options)  # noqa: SLF001
 
     @cached_property
     def block_lengths(self) -> npt.NDArray[np.int64]:

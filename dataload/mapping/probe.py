@@ -19,13 +19,13 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import ambiguous, fields_of, flatten, mask_name, needs_mask
-from dataload.formats.text import TextErrors
 from dataload.mapping.forms import Form, Made, joined
 from dataload.mapping.map_maker import CHUNK_ROWS, head_of
 from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.running import ChunkError, Function, Runner, bytes_of, mapped_blobs, records_of, rows_in
 from dataload.mapping.stage import Counts, Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.mapping.values import Returned
+from dataload.rows.read_options import ReadOptions
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.size_sampling import spread
 
@@ -48,10 +48,8 @@ def stage_of(
     columns: Sequence[str] | None,
     version: Any,
     processes: int | None,
-    fill_null: Any = None,
-    null_masks: bool = False,
-    errors: TextErrors = "raise",
-    is_flat: bool = False,
+    read_options: ReadOptions,
+    is_flat: bool,
 ) -> Stage:
     """Return the map of a dataset. A sample of its rows tells the columns.
 
@@ -64,9 +62,7 @@ def stage_of(
         columns: As for `Dataset.map`.
         version: As for `Dataset.map`.
         processes: As for `Dataset.map`.
-        fill_null: As for `make_dataset`, for the columns that the function makes.
-        null_masks: As for `make_dataset`, for these columns.
-        errors: As for `make_dataset`, for these columns.
+        read_options: How the values of the columns that the function makes are read.
         is_flat: Whether the function may make more or fewer rows than it gets.
 
     Raises:
@@ -81,12 +77,11 @@ def stage_of(
     chosen = None if columns is None else tuple(Manifest(schema, (), "").select(columns))
     if not manifest.num_rows:
         raise ConfigError("map needs at least one row, and the dataset has none")
-    sampler = _Sampler(
-        source, manifest, schema, blocks, chosen, fill_null, null_masks=null_masks, is_flat=is_flat, errors=errors
-    )
+    sampler = _Sampler(source, manifest, schema, blocks, chosen, read_options, is_flat)
     user = UserFunction.of(function, version)
     first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
-    what = f"map {VERSION} {key_of(user, chosen, is_flat=is_flat)} {source.plan.digest}{' masks' * null_masks}"
+    masks = " masks" * read_options.null_masks
+    what = f"map {VERSION} {key_of(user, chosen, is_flat=is_flat)} {source.plan.digest}{masks}"
     failed = None
     try:
         sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(lambda: sampler.sampled(user))
@@ -100,8 +95,8 @@ def stage_of(
         except ConfigError as error:
             raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
     counts = Counts(sample.ratio) if is_flat else None
-    told = sample.schema, sample.row_bytes, sample.made, sample.masks
-    return Stage(user, chosen, processes, manifest, *told, fill_null, failed, errors=errors, counts=counts)
+    told = sample.schema, sample.row_bytes, sample.made, sample.masks, read_options.fill_null, failed
+    return Stage(user, chosen, processes, manifest, *told, errors=read_options.errors, counts=counts)
 
 
 def _warn_of_nulls(sample: _Sample, source: pa.Schema) -> None:
@@ -160,10 +155,8 @@ class _Sampler:
         schema: Its columns.
         blocks: The cache.
         columns: The columns that the function gets; None: all.
-        fill_null: As for `make_dataset`.
-        null_masks: As for `make_dataset`.
+        read_options: How the values that the function makes are read.
         is_flat: Whether the function may make more or fewer rows than it gets.
-        errors: As for `make_dataset`.
     """
 
     source: RowGroupCache
@@ -171,16 +164,14 @@ class _Sampler:
     schema: pa.Schema
     blocks: Blocks
     columns: Sequence[str] | None
-    fill_null: Any
-    null_masks: bool
+    read_options: ReadOptions
     is_flat: bool
-    errors: TextErrors
 
     def sampled(self, user: UserFunction) -> bytes:
         """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
         layout = self.source.plan.layout
         given, kept = given_and_kept(layout.fields, self.columns, is_flat=self.is_flat)
-        runner = Runner(user.call, given, kept, self.schema, is_flat=self.is_flat, errors=self.errors)
+        runner = Runner(user.call, given, kept, self.schema, is_flat=self.is_flat, errors=self.read_options.errors)
         title = f"{'flat_map' if self.is_flat else 'map'} {user.name}"
         samples: list[tuple[dict[str, Returned], int]] = []  # of at least one row each
         row_bytes = dict[str, float]()
@@ -212,7 +203,7 @@ class _Sampler:
         if not samples:
             raise ConfigError(f"{title} makes no row of any of the {self.manifest.num_rows:,} rows: return some")
         try:
-            made = _made_of([sample for sample, _ in samples], self.schema, self.fill_null, null_masks=self.null_masks)
+            made = _made_of([sample for sample, _ in samples], self.schema, self.read_options)
             for sample, count in samples:
                 _add_largest(row_bytes, {name: bytes_of(each) / count for name, each in made.fitted(sample).items()})
         except DataError as error:
@@ -247,7 +238,7 @@ class _Sampler:
                 yield records_of(blob, count, layout, chosen[first : first + rows])
 
 
-def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_null: Any, *, null_masks: bool) -> Made:
+def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, read_options: ReadOptions) -> Made:
     """Return the columns that hold the values of all samples.
 
     Raises:
@@ -261,11 +252,11 @@ def _made_of(samples: Sequence[Mapping[str, Returned]], source: pa.Schema, fill_
     for text in ambiguous(schema).values():
         raise DataError(f"it returned columns of which {text}: return one")
     schema = flatten(schema)
-    own = fields_of(schema)
+    own, names = fields_of(schema), set(schema.names)
     known = {mask_name(field) for field in own}  # The function may return the masks that it got.
-    masks = [mask_name(field) for field in own if null_masks and needs_mask(field) and field.name not in known]
-    names = set(schema.names)
-    return Made(schema, tuple(name for name in masks if name not in names), fill_null)
+    masks = [mask_name(field) for field in own if needs_mask(field) and field.name not in known]
+    added = tuple(name for name in masks if name not in names) if read_options.null_masks else ()
+    return Made(schema, added, read_options.fill_null)
 
 
 def _of_working(runner: Runner, records: Records, problem: DataError) -> list[tuple[dict[str, Returned], int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +11,14 @@ import pyarrow as pa
 from dataload.catalog.manifest import Counts, Manifest
 from dataload.formats.arrow_types import fixed_shape
 from dataload.rows.arrow_decode import raises_for_nulls
+from dataload.rows.read_options import ReadOptions
 from dataload.runtime.text import few
 
 IN_PYTHON = "pass fill_null= to replace them, or null_masks=True to mark them"
 ON_THE_COMMAND_LINE = "pass --fill-null to replace them, or --null-masks to mark them, and give the loader the same"
 
 
-def known_nulls(manifest: Manifest, columns: Sequence[str], fill_null: Any, *, null_masks: bool) -> str | None:
+def known_nulls(manifest: Manifest, columns: Sequence[str], read_options: ReadOptions) -> str | None:
     """Return which columns of a dataset are known to have nulls that would end a loop, and how many; None: none.
 
     Unknown are nulls in lists and in files without statistics. Where rows are dropped, as many nulls may be theirs.
@@ -26,13 +26,12 @@ def known_nulls(manifest: Manifest, columns: Sequence[str], fill_null: Any, *, n
     Args:
         manifest: The dataset.
         columns: The columns that are read.
-        fill_null: The replacement of nulls.
-        null_masks: Whether nulls are marked.
+        read_options: How their values are read.
     """
     schema = manifest.schema
     found: dict[str, Counts] = {}
-    for name in () if null_masks else columns:
-        if name in manifest.nulls and raises_for_nulls(schema.field(name), fill_null):
+    for name in () if read_options.null_masks else columns:
+        if name in manifest.nulls and raises_for_nulls(schema.field(name), read_options.fill_null):
             # Those of rows that are dropped end no loop.
             dropped = (manifest.stored_lengths - manifest.block_lengths) * _values(schema.field(name))
             found[name] = np.maximum(manifest.nulls[name] - dropped, 0)

@@ -16,6 +16,7 @@ import pytest
 from dataload import make_dataset
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
+from dataload.rows.read_options import ReadOptions
 
 LABEL = {"names": ["cat", "dog"], "_type": "ClassLabel"}
 FEATURES = {
@@ -206,7 +207,7 @@ def test_wide_files_take_linear_time(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "wide.parquet", cache=False)
     start = time.perf_counter()
     assert dataset.features == {}
-    Dataset(dataset.manifest, dataset.blocks, names, dict.fromkeys(names, 0))
+    Dataset(dataset.manifest, dataset.blocks, names, ReadOptions(dict.fromkeys(names, 0)))
     assert time.perf_counter() - start < 6  # of one, and not of fifteen
 
 

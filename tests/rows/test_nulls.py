@@ -432,7 +432,7 @@ def test_a_loader_with_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert batch["i"].tolist() == [row if row % 3 else 0 for row in range(100)]
     assert batch["i.is_null"].tolist() == [row % 3 == 0 for row in range(100)]
     (tmp_path / "x.parquet").write_bytes(content)
-    assert [part.null_masks for part in few.split([0.5, 0.5])] == [True, True]
+    assert sum(part["i.is_null"].sum() for part in few.split([0.5, 0.5])) == 34
     with pytest.raises(DataError, match=rf"x\.parquet row group 0 column 'i' has 10 nulls: {WAYS_OUT}"):
         make_dataset(str(tmp_path / "x.parquet"), columns=["i"], cache=cache)[0]
 

@@ -28,6 +28,7 @@ from dataload.cli.commands.options import (
     names,
     parsed,
     partitioning_of,
+    read_options_of,
     row_groups_of,
     shuffle_of,
     with_cache_options,
@@ -37,8 +38,8 @@ from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 if TYPE_CHECKING:
     from dataload.doctor.finding import Finding
     from dataload.doctor.object_store import Store
-    from dataload.formats.text import TextErrors
     from dataload.planning.forecast import Host
+    from dataload.rows.read_options import ReadOptions
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Order
 
@@ -78,13 +79,12 @@ def doctor(
     from dataload.doctor.finding import PROBLEM, Case
     from dataload.doctor.registry import examine
     from dataload.errors import ConfigError
-    from dataload.formats.text import checked_errors
 
     if measure is not None and url is None:
         raise ConfigError(f"--measure={measure} is for a dataset: name its URL")
-    text = checked_errors(errors)
+    read_options = read_options_of(fill_null, null_masks=null_masks, errors=errors)
     store = None if url is None else _store(url, storage_options, cache, partitioning)
-    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks, text
+    chosen = names(columns), parsed("--filters", filters), read_options
     nodes = num_streams or _num_streams()
     order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
     reads, unreadable = _reads(store, chosen, order, quiet=as_json) if store else (None, "")
@@ -109,8 +109,7 @@ def doctor(
     if measure is not None and reads:
         from dataload.planning.measure import measure as measured_speed
 
-        names_and_values = ("columns", "filters", "fill_null", "null_masks", "errors")
-        arguments = dict(zip(names_and_values, chosen, strict=True)) | {"partitioning": partitioning}
+        arguments = {"columns": chosen[0], "filters": chosen[1], **asdict(read_options), "partitioning": partitioning}
         arguments |= {"source": url, "storage_options": mapping(storage_options)}
         measured = measured_speed(case.existing, cache, batch_size, arguments)
         measure.write_text(json.dumps(asdict(measured), indent=1) + "\n")
@@ -156,13 +155,13 @@ def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioni
 
 
 def _reads(
-    store: Store, chosen: tuple[list[str] | None, Any, Any, bool, TextErrors], order: dict[str, Any], *, quiet: bool
+    store: Store, chosen: tuple[list[str] | None, Any, ReadOptions], order: dict[str, Any], *, quiet: bool
 ) -> tuple[tuple[Order, RowGroupCache] | None, str]:
     """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
     Args:
         store: Where the dataset is.
-        chosen: The loader's columns, filters, fill_null, null_masks and errors.
+        chosen: The loader's columns and filters, and how it reads values.
         order: The loader's shuffle, window and num_streams.
         quiet: Whether to show no progress.
 
@@ -180,7 +179,7 @@ def _reads(
     manifest = None
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
-            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1), chosen[-1])
+            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1), chosen[-1].errors)
         blobs = row_groups_of(manifest, store.blocks, *chosen)
         blobs.measure()
     except Exception as error:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dataload.catalog.manifest import Manifest
     from dataload.formats.hive_partitions import Partitioning
     from dataload.formats.text import TextErrors
+    from dataload.rows.read_options import ReadOptions
     from dataload.rows.row_group_cache import RowGroupCache
     from dataload.samplers.order import Shuffle
 
@@ -225,14 +226,20 @@ def open_row_groups(
     quiet: bool,
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
-    from dataload.formats.text import checked_errors
-
-    text = checked_errors(errors)
-    chosen = names(columns), parsed("--filters", filters), parsed("--fill-null", fill_null), null_masks, text
+    read_options = read_options_of(fill_null, null_masks=null_masks, errors=errors)
+    chosen = names(columns), parsed("--filters", filters), read_options
     manifest, blocks, _ = open_manifest(
-        url, storage_options, cache, partitioning=partitioning, errors=text, quiet=quiet
+        url, storage_options, cache, partitioning=partitioning, errors=read_options.errors, quiet=quiet
     )
     return row_groups_of(manifest, blocks, *chosen)
+
+
+def read_options_of(fill_null: str | None, *, null_masks: bool, errors: str) -> ReadOptions:
+    """Return how a loader with these options reads values. Raise ConfigError if one is not valid."""
+    from dataload.formats.text import checked_errors
+    from dataload.rows.read_options import ReadOptions
+
+    return ReadOptions(parsed("--fill-null", fill_null), null_masks, checked_errors(errors))
 
 
 def row_groups_of(
@@ -240,9 +247,7 @@ def row_groups_of(
     blocks: Blocks,
     columns: list[str] | None,
     filters: Any,
-    fill_null: Any,
-    null_masks: bool,
-    errors: TextErrors,
+    read_options: ReadOptions,
 ) -> RowGroupCache:
     """Return the row groups of a dataset as a loader with these arguments reads them."""
     from dataload.rows.making.file_maker import FileMaker
@@ -252,5 +257,5 @@ def row_groups_of(
     if filters is not None:
         from dataload.catalog.filtering import narrow
 
-        manifest = narrow(manifest, blocks, filters, errors=errors)
-    return RowGroupCache(FileMaker(manifest, selected, blocks, fill_null, null_masks, errors))
+        manifest = narrow(manifest, blocks, filters, errors=read_options.errors)
+    return RowGroupCache(FileMaker(manifest, selected, blocks, read_options))

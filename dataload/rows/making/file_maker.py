@@ -19,12 +19,12 @@ from dataload.errors import DataError
 from dataload.formats.arrow_types import leaf_count
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
-from dataload.formats.text import TextErrors
 from dataload.rows.arrow_decode import decode
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.maker import Columns, Opened
 from dataload.rows.making.row_group_memory import DECODED_COPIES, MemoryNeed, RowGroupMemory, packing_bytes
 from dataload.rows.making.shared_blocks import SharedBlocks
+from dataload.rows.read_options import USUAL, ReadOptions
 from dataload.rows.row_block import joined_columns
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_plan import BLOB_BYTES, RowGroupPlan
@@ -41,9 +41,7 @@ class FileMaker:
         manifest: The dataset.
         columns: Names of the columns.
         blocks: Reader of the dataset's files, and the cache.
-        fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
-        null_masks: Whether to store masks of nulls, see `fields_of`.
-        errors: As for `decode`.
+        read_options: How values are read.
     """
 
     is_mapped = False
@@ -54,15 +52,12 @@ class FileMaker:
         manifest: Manifest,
         columns: Sequence[str],
         blocks: Blocks,
-        fill_null: Any = None,
-        null_masks: bool = False,
-        errors: TextErrors = "raise",
+        read_options: ReadOptions,
     ) -> None:
         self.manifest = manifest
         self._columns = tuple(columns)
-        self._fill_null = fill_null
-        self._null_masks = null_masks
-        self._errors = errors
+        self._read_options = read_options
+        fill_null, null_masks, errors = read_options.fill_null, read_options.null_masks, read_options.errors
         made_by = [] if errors == "raise" else [f"errors={errors}"]
         self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks, made_by=made_by)
         self.blocks = blocks
@@ -76,11 +71,7 @@ class FileMaker:
         self.memory = RowGroupMemory(self.need)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileMaker, (self.manifest, self._columns, self.blocks, *self._how)
-
-    @property
-    def _how(self) -> tuple[Any, bool, TextErrors]:
-        return self._fill_null, self._null_masks, self._errors
+        return FileMaker, (self.manifest, self._columns, self.blocks, self._read_options)
 
     @property
     def need(self) -> MemoryNeed:
@@ -140,7 +131,7 @@ class FileMaker:
         if set(names) == set(self._columns):
             return None
         try:
-            return RowGroupCache(FileMaker(self.manifest, names, self.blocks, *self._how))
+            return RowGroupCache(FileMaker(self.manifest, names, self.blocks, self._read_options))
         except DataError:
             return None
 
@@ -179,7 +170,7 @@ class FileMaker:
     def _shared_blocks(self) -> SharedBlocks | None:
         """The blocks that these row groups replace; None if datasets of other arguments cannot be made from them."""
         is_all = set(self.manifest.schema.names) == set(self._columns)
-        if not is_all or self._how != (None, False, "raise"):
+        if not is_all or self._read_options != USUAL:
             return None
         return SharedBlocks(self.manifest, self.blocks)
 
@@ -208,12 +199,13 @@ class FileMaker:
 
     @property
     def known_nulls(self) -> str | None:
-        return known_nulls(self.manifest, self._columns, self._fill_null, null_masks=self._null_masks)
+        return known_nulls(self.manifest, self._columns, self._read_options)
 
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """Sizes of dictionary-coded values, which footers do not tell."""
-        return ValueSizes(self.manifest, self.plan.layout, self.blocks, self.plan.blob_rows.tolist(), self._fill_null)
+        rows, fill_null = self.plan.blob_rows.tolist(), self._read_options.fill_null
+        return ValueSizes(self.manifest, self.plan.layout, self.blocks, rows, fill_null)
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[Columns]:
         """Yield the decoded columns of each blob of a row group."""
@@ -235,5 +227,5 @@ class FileMaker:
         group, needed = self.manifest.row_groups[number], self.plan.needed(number)
         whole = with_constants(table, group.constants, rows, self._schema)
         needed = None if needed is None else needed[first : first + rows]
-        place, fields = where or group.name, self.plan.layout.fields
-        return decode(whole, fields, self._fill_null, place, self._schema, needed, self._errors)
+        place, fields, options = where or group.name, self.plan.layout.fields, self._read_options
+        return decode(whole, fields, options.fill_null, place, self._schema, needed, options.errors)
