@@ -92,22 +92,25 @@ def _null_counts(
     """Return the nulls of each column by the statistics of the footers, without columns of which they are unknown."""
     footers, unknown = FooterReader(blocks, manifest.chunks_of_a_file), set[str]()
 
-    def count(groups: Sequence[RowGroup]) -> Counter[str]:
-        """Count the nulls of one file. Its footer may not be cached any more."""
-        rows, constants = sum(group.rows for group in groups), dict(groups[0].constants)
-        counts = Counter({name: rows for name in columns if name in constants and constants[name] is None})
+    def count(groups: Sequence[tuple[RowGroup, int]]) -> Counter[str]:
+        """Count the nulls of one file, given how many rows of each row group are selected."""
+        first, total = groups[0][0], sum(rows for _, rows in groups)
+        constants = dict(first.constants)
+        counts = Counter({name: total for name in columns if name in constants and constants[name] is None})
         stored = [name for name in columns if name not in constants and name not in unknown]
-        footer = footers.of(groups[0]) if stored and rows else None
-        for group, name in product(groups, stored):
-            [nulls] = [0] if footer is None or not group.rows else footer.null_counts(group.number, [name])
-            if nulls is None or (nulls and pa.types.is_nested(manifest.schema.field(name).type)):
+        footer = footers.of(first) if stored and total else None  # It may not be cached any more.
+        for (group, rows), name in product(groups, stored):
+            [nulls] = [0] if footer is None or not rows else footer.null_counts(group.number, [name])
+            is_unclear = rows < group.rows or pa.types.is_nested(manifest.schema.field(name).type)
+            if nulls is None or (nulls and is_unclear):  # perhaps, of rows that are not selected or of empty lists
                 unknown.add(name)
             else:
                 counts[name] += nulls
         progress()
         return counts
 
-    files = [list(groups) for _, groups in groupby(manifest.row_groups, lambda group: group.file)]
+    selected = zip(manifest.row_groups, manifest.block_lengths.tolist(), strict=True)
+    files = [list(groups) for _, groups in groupby(selected, lambda each: each[0].file)]
     total = Counter[str]()
     for counts in DaemonExecutor(IN_FLIGHT, "dataload-nulls").map(count, files):
         total.update(counts)

@@ -114,6 +114,15 @@ def test_the_nulls_of_several_files_are_counted_at_the_same_time(tmp_path: Path,
     assert len(done) == 4
 
 
+def test_nulls_of_rows_that_are_not_selected_are_not_counted(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, None, 3, None, 5, 6]}), tmp_path / "x.parquet", row_group_size=2)
+    dataset = make_dataset(tmp_path, cache=False)
+    assert nulls(dataset, lambda: None) == 2
+    assert nulls(dataset.exclude([1]), lambda: None) is None
+    assert nulls(dataset.exclude([5]), lambda: None) == 2
+    assert nulls(dataset.select([2, 3]), lambda: None) == 1
+
+
 def test_no_more_footers_are_read_once_a_column_lacks_statistics(tmp_path: Path, parsed: Parsed) -> None:
     files, read = 2 * IN_FLIGHT, list[int]()
     for number in range(files):
