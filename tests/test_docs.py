@@ -165,7 +165,6 @@ NEEDED = {"docs/guides/tables.md": ["deltalake"]}  # packages that the blocks of
 
 WARNINGS = {  # that a page causes on purpose, and one of torch about the cost of workers on a small machine
     "docs/guides/filters.md": "is replaced",
-    "docs/guides/mixtures.md": "the state has weights=",
     "docs/guides/replay.md": "epoch ",
     "docs/guides/scale.md": "USDT:",  # the lines of torch's profiler
     "docs/loader.md": "worker processes in total",
