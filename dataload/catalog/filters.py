@@ -38,6 +38,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 SHOWN_CHARACTERS = 300  # of a filter in a message
 OPERATORS = (*COMPARISONS, "in", "not in")
+TIME_UNITS = ("s", "ms", "us", "ns")  # of Arrow
 
 Filters: TypeAlias = Sequence[Any] | pc.Expression
 """Predicates (column, operator, value) that must all hold; a list of such lists, of which one must hold; or an Arrow
@@ -313,7 +314,14 @@ def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
         return array
     if pa.types.is_floating(kind):
         values = [float(value) if isinstance(value, (int, Decimal)) else value for value in values]
-    return pa.array(values)
+    return pa.array(list(map(_in_unit_of_arrow, values)))
+
+
+def _in_unit_of_arrow(value: Any) -> Any:
+    """Return a time of NumPy in seconds if Arrow lacks its unit, such as days or hours; any other value as it is."""
+    if isinstance(value, (np.datetime64, np.timedelta64)) and np.datetime_data(value.dtype)[0] not in TIME_UNITS:
+        return value.astype(f"{value.dtype.kind}8[s]")
+    return value
 
 
 def _problem(expression: pc.Expression, schema: pa.Schema) -> str | None:

@@ -400,6 +400,27 @@ def test_values_that_are_not_of_the_type_of_the_column(
         assert read_by_pyarrow(groups, [predicate]) == left
 
 
+@pytest.mark.parametrize("unit", ["M", "D", "h", "m", "s", "ns"])
+def test_times_of_numpy_are_compared_in_every_unit(unit: str, stored: Stored) -> None:
+    days = [dt.datetime(2024, month, 1) for month in (1, 2, 3)]  # noqa: DTZ001
+    table = pa.table(
+        {
+            "date": pa.array(days, pa.date32()),
+            "time": pa.array(days, pa.timestamp("us")),
+            "span": pa.array([dt.timedelta(hours=hours) for hours in (24, 48, 72)], pa.duration("ms")),
+        }
+    )
+    manifest, blocks = stored([table])
+    february = np.datetime64("2024-02").astype(f"M8[{unit}]")
+    for name in ("date", "time"):
+        assert kept(manifest, blocks, [(name, ">=", february)]) == [1, 2]
+        assert kept(manifest, blocks, [(name, "in", [february])]) == [1]
+    if unit != "M":
+        span = np.timedelta64(2, "D").astype(f"m8[{unit}]")
+        assert kept(manifest, blocks, [("span", "<", span)]) == [0]
+        assert kept(manifest, blocks, [("span", "not in", [span])]) == [0, 2]
+
+
 @pytest.mark.variants
 @pytest.mark.parametrize("kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()], ids=str)
 @pytest.mark.parametrize("sign", OPERATORS)
