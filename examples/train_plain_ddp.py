@@ -1,4 +1,4 @@
-"""DDP in a loop of your own: `make_loader` gives each rank its rows. Nothing else differs from a torch DataLoader.
+"""DDP in your own loop: `make_loader` gives each rank its rows. Nothing else differs from a torch DataLoader.
 
     torchrun --nproc-per-node 8 train_plain_ddp.py TRAIN HELD_OUT
 
@@ -32,7 +32,7 @@ def main():
     args = parser.parse_args()
 
     dist.init_process_group()
-    train(args)  # a function of its own, so that DDP is freed before the group: otherwise torch may hang
+    train(args)  # a separate function frees DDP before the group: otherwise torch may hang
     dist.destroy_process_group()
 
 
