@@ -185,29 +185,28 @@ class TrainingLoop:
             )
         if not self._stateful:
             return
-        own = states[self.world.rank] if len(states) == self.world.world_size else states[0]
         if len(states) != self.world.world_size and not all_equal(states):
             raise ConfigError(
                 f"{path} has a different loader state for each of {len(states)} ranks, which no other number of ranks "
                 f"can resume: start {len(states)} ranks, not {self.world.world_size}"
             )
+        own = states[self.world.rank] if len(states) == self.world.world_size else states[0]
         position = self._of_other_data(path, own)
-        if position is not None and position.cursor and self.on_change != "error":
-            self.loader.load_state_dict(own, self.on_change)
-            return
-        if position is not None:
-            if position.cursor:
-                if (other := self.loader.other_version(own)) is not None:
-                    raise ConfigError(f"{path} was saved within an epoch of {other}")
-                raise ConfigError(
-                    f"{path} was saved within an epoch of another dataset: {CHOICE}, or use the files and filters of "
-                    "that run until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is "
-                    "kept: there data may change"
-                )
+        if position is None:
+            self.loader.load_state_dict(own)
+        elif not position.cursor:
             if self.world.rank == 0:
                 log.warning("%s is of another dataset: epoch %d begins with this one", path, len(self.history))
-            return
-        self.loader.load_state_dict(own)
+        elif self.on_change != "error":
+            self.loader.load_state_dict(own, self.on_change)
+        elif (other := self.loader.other_version(own)) is not None:
+            raise ConfigError(f"{path} was saved within an epoch of {other}")
+        else:
+            raise ConfigError(
+                f"{path} was saved within an epoch of another dataset: {CHOICE}, or use the files and filters of that "
+                "run until this epoch ends, or pass resume= a checkpoint from the end of an epoch, if one is kept: "
+                "there data may change"
+            )
 
     def _of_other_data(self, path: AnyPath, state: Any) -> Position | None:
         """Return the position of a state of this package's loader if it is of another dataset than the loader."""
