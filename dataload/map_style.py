@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,8 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     rowstore: RowStore
     _refreshes = 0
     _newer: MapStyle | None = None  # a later snapshot, perhaps not the latest
-    _raising: MapStyle | None = None  # of which this one is `skipping`
+    _raising: MapStyle | None = None  # of which this one is `as_skipping`
+    _skipping: ref[MapStyle] | None = None  # what `as_skipping` has returned
     computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
 
     def __len__(self) -> int:
@@ -134,18 +136,18 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out other snapshots."""
-        others = ("_newer", "_raising")
+        others = ("_newer", "_raising", "_skipping")
         return {name: value for name, value in vars(self).copy().items() if name not in others}
 
     @property
     def newest(self) -> Self:
         """The rows that loaders read from their next epoch on: those of the last `refresh`, or these."""
-        if self._raising is not None and (newest := self._raising.newest) is not self._raising:
-            if self._newer is None or self._newer._raising is not newest:  # noqa: SLF001 (of the same class)
-                self._newer = newest.as_skipping()
-        elif self._newer is not None:
-            self._newer = self._newer.newest
-        return cast("Self", self if self._newer is None else self._newer)
+        if self._raising is not None:
+            return cast("Self", self._raising.newest.as_skipping())
+        if self._newer is None:
+            return self
+        self._newer = self._newer.newest
+        return cast("Self", self._newer)
 
     @property
     def refreshes(self) -> int:
@@ -154,9 +156,11 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
     def as_skipping(self) -> MapStyle:
         """Return the rows as `skipping` does. A refresh of these holds for them."""
-        found = self.skipping()
-        if found is not self:
-            found._raising = self  # noqa: SLF001
+        found = None if self._skipping is None else self._skipping()
+        if found is None:
+            found = self.skipping()
+            if found is not self:
+                found._raising, self._skipping = self, ref(found)  # noqa: SLF001 (of the same class)
         return found
 
     def precede(self, newer: MapStyle) -> None:
@@ -199,10 +203,10 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
             >>> folder.cleanup()
         """
         before: MapStyle = self.newest
-        while before._raising is not None:
-            before = before._raising.newest
+        if before._raising is not None:
+            return before._raising.refresh()
         after = before.reopened()
-        before._refreshes += 1  # noqa: SLF001
+        before._refreshes += 1
         if after.fingerprint == before.fingerprint:
             return Changes()
         after._refreshes = before._refreshes  # noqa: SLF001
