@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ NAMES_IN_S3FS = {
 }
 
 
-def open_source(url: str, storage_options: dict[str, Any] | None, others: Sequence[str] = ()) -> Any:
+def open_source(url: str, storage_options: Mapping[str, Any] | None, others: Sequence[str] = ()) -> Any:
     """Return the fsspec filesystem of a URL, or a `DeferredS3`.
 
     Args:
@@ -39,13 +39,14 @@ def open_source(url: str, storage_options: dict[str, Any] | None, others: Sequen
 
     Raises:
         ConfigError: The URL is empty, names no bucket or is in an archive, its protocol is unknown, its filesystem
-            rejects the options, which other libraries may call so, or another URL is of another filesystem.
+            rejects the options, which other libraries may call so, or another URL is of another filesystem; or as for
+            `checked_options`.
         OriginError: The filesystem cannot connect to its server.
     """
     introduce()
     for each in (url, *others):
         _check_url(each)
-    opened, options = next((each for each in (url, *others) if VERSION in each), url), dict(storage_options or {})
+    opened, options = next((each for each in (url, *others) if VERSION in each), url), checked_options(storage_options)
     if VERSION in opened:  # For such a URL, fsspec sets version_aware itself.
         options.pop("version_aware", None)
     if opened.startswith(("s3://", "s3a://")):
@@ -63,6 +64,14 @@ def open_source(url: str, storage_options: dict[str, Any] | None, others: Sequen
                 f"{redacted(url)} and {redacted(other)} are of two filesystems: make_dataset for each, and mix() them"
             )
     return filesystem
+
+
+def checked_options(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a filesystem as a dict. Raise ConfigError unless they are a mapping."""
+    if not isinstance(storage_options, Mapping | None):
+        kind = type(storage_options).__name__  # The value may have credentials.
+        raise ConfigError(f"storage_options is of type {kind}: pass a dict, such as {{'anon': True}}")
+    return dict(storage_options or {})
 
 
 def _check_options(options: dict[str, Any]) -> None:

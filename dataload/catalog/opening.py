@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
-from dataload.cache.origin.source import open_source
+from dataload.cache.origin.source import checked_options, open_source
 from dataload.catalog.footer_cache import FooterLocation
 from dataload.catalog.inventory import KnownRows
 from dataload.catalog.manifest import Manifest, resolve
@@ -86,6 +86,10 @@ class Opening:
     base: Manifest | None = None
     found: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError as `checked_options` does."""
+        checked_options(self.storage_options)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out tables, which have connections, and what a copy can read again."""
         named = isinstance(self.source, str) or not is_table(self.source)
@@ -115,7 +119,7 @@ class Opening:
             manifest, blocks, _ = read_table(source, self.storage_options, self.config, None, self.errors)
             return manifest, blocks, [*chain.from_iterable(self.names_in(manifest).values())] or None
         paths = source_paths(source)
-        blocks = Blocks.open(open_source(paths[0], dict(self.storage_options or {}) or None, paths[1:]), self.config)
+        blocks = Blocks.open(open_source(paths[0], self.storage_options, paths[1:]), self.config)
         manifest = resolve(paths, blocks, self.columns, self.partitioning, self.errors, self._footers)
         return manifest, blocks, self.columns
 

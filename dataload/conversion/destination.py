@@ -42,7 +42,7 @@ class Destination:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self.url = redacted(url)
-        self.origin = Origin(open_source(url, dict(storage_options or {}) or None))
+        self.origin = Origin(open_source(url, storage_options))
         self.root = self.origin.path_of(url).rstrip("/")
         self._lock = RunLock(Path(self.root)) if self.origin.is_local else Lease(StorePath(url, self.origin))
 

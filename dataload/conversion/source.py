@@ -82,7 +82,7 @@ class Files:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self.url = redacted(url)
-        self.origin = Origin(open_source(url, dict(storage_options or {}) or None))
+        self.origin = Origin(open_source(url, storage_options))
         self.root = self.origin.path_of(url).rstrip("/")
         listed = [Object.of(info) for info in _listed(self.origin, self.root).values()]
         above = self.root if all(each.path.startswith(f"{self.root}/") for each in listed) else _folder(self.root)

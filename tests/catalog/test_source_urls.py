@@ -54,6 +54,13 @@ def test_a_path_of_a_url(source: Any) -> None:
         make_dataset(source, cache=False)
 
 
+@pytest.mark.parametrize("source", ["s3://bucket/x", "delta+s3://bucket/x", "iceberg://catalog/space.table"])
+def test_options_that_are_no_mapping_are_not_shown(source: str) -> None:
+    with pytest.raises(ConfigError, match="storage_options is of type str: pass a dict") as found:
+        make_dataset(source, storage_options='{"secret": "S3CRET"}', cache=False)  # type: ignore[arg-type]
+    assert "S3CRET" not in str(found.value)
+
+
 def test_a_folder_may_be_called_like_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s3:").mkdir()
     pq.write_table(pa.table({"x": range(3)}), tmp_path / "s3:" / "a.parquet")
