@@ -36,7 +36,7 @@ from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Schedule, plain, weights_of
 from dataload.samplers.order import Order
-from dataload.samplers.position import EARLIER, TABLES, Position, listed, require
+from dataload.samplers.position import CHOICE, EARLIER, TABLES, Position, listed, require
 from dataload.samplers.rest import Continued, Left, LeftOrder
 
 if TYPE_CHECKING:
@@ -79,6 +79,25 @@ def _versions_of(dataset: MapStyle) -> list[str]:
     if len(json.dumps(found)) > MOST_URL_CHARACTERS:
         found = [each.rpartition("@")[2] for each in found]
     return found if len(json.dumps(found)) <= MOST_TABLE_CHARACTERS else []
+
+
+def other_version(position: Position, dataset: MapStyle) -> str | None:
+    """Return of which version of a table a position in other data is, if that is none of a dataset, and what to do."""
+    saved = position.options.get(TABLES)
+    own = [each.manifest.pinned for each in dataset.datasets if each.manifest.pinned]
+    if not isinstance(saved, list):
+        return None
+    if len(saved) == len(own):  # A state of many tables has no more than the versions.
+        places = [each.rpartition("@")[0] for each in own]
+        saved = [text if "@" in (text := str(each)) else f"{at}@{each}" for each, at in zip(saved, places, strict=True)]
+    others = [str(each) for each in saved if each not in own]
+    if not others:
+        return None
+    here = few(each for each in own if each not in saved) if own else "no table"
+    return (
+        f"{few(others)}, and this loader reads {here}: {CHOICE}, or open the version of the state, "
+        f"make_loader({others[0]!r}, …), until its epoch ends; then load a state of the end of an epoch, or none"
+    )
 
 
 def keep(dataset: MapStyle, digest: str) -> None:

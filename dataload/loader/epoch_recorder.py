@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -20,6 +21,7 @@ from dataload.telemetry.stats_log import Samples
 from dataload.telemetry.wait_timeline import Timeline
 
 
+@dataclass
 class EpochRecorder:
     """Adds each batch of an epoch, and the wait for it, to the statistics.
 
@@ -29,40 +31,30 @@ class EpochRecorder:
         samples: Writes the log.
         needs: The row groups that the lookahead requested.
         usual_cause: Returns the cause of waits for another process of this host.
-
-    Attributes:
         waiting: Timeline of the thread that takes the batches.
         wait: Its present wait.
     """
 
-    def __init__(
-        self,
-        stats: LoaderStats,
-        served: Served,
-        samples: Samples,
-        needs: RecordedNeeds,
-        usual_cause: Callable[[], str],
-        waiting: Timeline,
-        wait: LoopWait,
-    ) -> None:
-        self._stats = stats
-        self._served = served
-        self._samples = samples
-        self._needs = needs
-        self._usual_cause = usual_cause
+    stats: LoaderStats
+    served: Served
+    samples: Samples
+    needs: RecordedNeeds
+    usual_cause: Callable[[], str]
+    waiting: Timeline
+    wait: LoopWait
+
+    def __post_init__(self) -> None:
         self._started = perf_counter()
-        self.waiting = waiting
-        self.wait = wait
 
     def timed(self, answers: Iterator[Answer]) -> Generator[Answer, None, None]:
         """Yield the answers, and charge the waits for them and for the end."""
-        stats, wait = self._stats, self.wait
+        stats, wait = self.stats, self.wait
         while True:
             requested = wait.since = perf_counter()
             answer = next(answers, None)
             now = perf_counter()
             wait.since = 0.0
-            loading = stats.waited(self.waiting.take(requested, now), self._usual_cause)
+            loading = stats.waited(self.waiting.take(requested, now), self.usual_cause)
             stats.seconds = now - self._started
             if answer is None:
                 return
@@ -80,8 +72,8 @@ class EpochRecorder:
             used: Rows of the epoch up to the end of its global batch.
             last: Whether it is the last batch of the epoch.
         """
-        self._served.use(answer.row_groups, self._needs.before(used))
-        self._samples.take(last=last)
+        self.served.use(answer.row_groups, self.needs.before(used))
+        self.samples.take(last=last)
 
 
 @contextmanager
@@ -90,10 +82,11 @@ def recorded(
     sampler: RankSampler,
     stats: LoaderStats,
     needs: RecordedNeeds,
-    in_flight: int,
+    *,
     folder: Path | None,
     stall_warning: float,
     num_workers: int,
+    in_flight: int,
 ) -> Iterator[EpochRecorder]:
     """Record an epoch for the duration of the block. The last sample in the log has the final counts.
 
@@ -102,10 +95,10 @@ def recorded(
         sampler: Its order.
         stats: The statistics of the epoch.
         needs: As for `EpochRecorder`.
-        in_flight: Batches that worker processes make at the same time, at most.
         folder: Folder of the log; None for no log.
         stall_warning: Seconds from which on a wait is logged.
         num_workers: Processes that make the batches; 0: threads of this process do.
+        in_flight: Batches that these make at the same time, at most.
     """
     scheduler = dataset.rowstore.scheduler
     served = Served(stats, scheduler.ledger, dataset.rowstore.size_of, in_flight, dataset.source_of)

@@ -36,6 +36,7 @@ from dataload.loader.changes import (
     earlier_dataset,
     for_state,
     keep,
+    other_version,
 )
 from dataload.loader.device_copy import DeviceCopy, HostMemory, current_gpu, host_memory_for
 from dataload.loader.epoch_recorder import recorded
@@ -53,7 +54,7 @@ from dataload.rows.numbered_rows import PlacedRows
 from dataload.runtime.forks import KeptByChildren
 from dataload.runtime.text import few
 from dataload.samplers.keys import derive_key
-from dataload.samplers.position import CHOICE, EARLIER, TABLES, Position
+from dataload.samplers.position import EARLIER, Position
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.samplers.steps import PositionOrder
 from dataload.telemetry.loader_stats import LoaderStats
@@ -228,7 +229,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._start = None
         changed = position.dataset != sampler.position.dataset
         if changed and on_change == "error":
-            if (other := self.other_version(state)) is not None:
+            if (other := other_version(position, self.dataset)) is not None:
                 raise ConfigError(f"the state is of {other}")
             sampler.load_state_dict(state)  # It raises.
         elif changed and not position.cursor:  # The epoch has not begun.
@@ -262,26 +263,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         position = self.rank_sampler.saved_position
         keep(self.dataset, position.dataset)
         return as_text([position.dataset, *(each["dataset"] for each in position.options.get(EARLIER, ()))])
-
-    def other_version(self, state: Any) -> str | None:
-        """Return of which version of a table a state is, if that is another one than this loader's, and what to do."""
-        saved = state.get(TABLES) if isinstance(state, Mapping) else None
-        own = [each.manifest.pinned for each in self.dataset.datasets if each.manifest.pinned]
-        if not isinstance(saved, list) or state.get("dataset") == self.rank_sampler.position.dataset:
-            return None
-        if len(saved) == len(own):  # A state of many tables has no more than the versions.
-            places = [each.rpartition("@")[0] for each in own]
-            saved = [
-                text if "@" in (text := str(each)) else f"{at}@{each}" for each, at in zip(saved, places, strict=True)
-            ]
-        others = [str(each) for each in saved if each not in own]
-        if not others:
-            return None
-        here = few(each for each in own if each not in saved) if own else "no table"
-        return (
-            f"{few(others)}, and this loader reads {here}: {CHOICE}, or open the version of the state, "
-            f"make_loader({others[0]!r}, …), until its epoch ends; then load a state of the end of an epoch, or none"
-        )
 
     def _renew(self) -> None:
         """Follow changes of the data, such as a refresh or new weights of a mixture, unless an epoch goes on."""
@@ -414,15 +395,20 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         stats = _new_stats(self, epoch, device, steps.left(epoch, cursor) if steps.is_even else 0)
         self._latest.begin(stats, partial(steps.padding, epoch, cursor))
         needs = RecordedNeeds(needs_of(sampler, epoch, cursor))
-        in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
+        workers = 0 if self._worker_arguments is None else self.num_workers
         log_dir = self.stats_dir or stats_dir
         ledger = self._ledger(log_dir or ledger_dir)
         with (
             ledger,
             recorded(
-                *(self.dataset, sampler, stats, needs, in_flight, log_dir),
+                self.dataset,
+                sampler,
+                stats,
+                needs,
+                folder=log_dir,
                 stall_warning=self.stall_warning,
-                num_workers=0 if self._worker_arguments is None else self.num_workers,
+                num_workers=workers,
+                in_flight=workers * (self.prefetch_factor or 1),
             ) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
             accelerate_iteration(partial(steps.remainder, cursor)) as announce_last,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.catalog.inventory_store import learn
 from dataload.errors import ConfigError
-from dataload.loader.changes import OnChange
+from dataload.loader.changes import OnChange, other_version
 from dataload.loader.loader import Loader
 from dataload.rows.batch_tree import on_device
 from dataload.runtime.cached_property import cached_property
@@ -199,7 +199,7 @@ class TrainingLoop:
                 log.warning("%s is of another dataset: epoch %d begins with this one", path, len(self.history))
         elif self.on_change != "error":
             self.loader.load_state_dict(own, self.on_change)
-        elif (other := self.loader.other_version(own)) is not None:
+        elif (other := other_version(position, self.loader.dataset)) is not None:
             raise ConfigError(f"{path} was saved within an epoch of {other}")
         else:
             raise ConfigError(
