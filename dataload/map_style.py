@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, overload
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,6 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
     _refreshes = 0
     _newer: MapStyle | None = None  # a later snapshot, perhaps not the latest
     _raising: MapStyle | None = None  # of which this one is `as_skipping`
-    _skipping: ref[MapStyle] | None = None  # what `as_skipping` has returned
     computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
 
     def __len__(self) -> int:
@@ -136,14 +134,15 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out other snapshots."""
-        others = ("_newer", "_raising", "_skipping")
+        others = ("_newer", "_raising")
         return {name: value for name, value in vars(self).copy().items() if name not in others}
 
     @property
     def newest(self) -> Self:
         """The rows that loaders read from their next epoch on: those of the last `refresh`, or these."""
-        if self._raising is not None:
-            return cast("Self", self._raising.newest.as_skipping())
+        if self._newer is None and self._raising is not None:
+            newest = self._raising.newest
+            self._newer = None if newest is self._raising else newest.as_skipping()
         if self._newer is None:
             return self
         self._newer = self._newer.newest
@@ -156,11 +155,9 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
     def as_skipping(self) -> MapStyle:
         """Return the rows as `skipping` does. A refresh of these holds for them."""
-        found = None if self._skipping is None else self._skipping()
-        if found is None:
-            found = self.skipping()
-            if found is not self:
-                found._raising, self._skipping = self, ref(found)  # noqa: SLF001 (of the same class)
+        found = self.skipping()
+        if found is not self:
+            found._raising = self  # noqa: SLF001 (of the same class)
         return found
 
     def precede(self, newer: MapStyle) -> None:
