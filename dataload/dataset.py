@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
@@ -44,7 +44,7 @@ from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.read_options import USUAL, ReadOptions
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_groups import RowGroups
-from dataload.rows.row_store import RowStore
+from dataload.rows.row_store import RowStore, Selected
 from dataload.rows.whole_column import BYTES_AT_ONCE, whole_column
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
@@ -114,18 +114,24 @@ class Dataset(MapStyle):
         self.block_lengths = manifest.block_lengths
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
-        selected = None if self.stored_selection is None else partial(SelectedRows, self.stored_selection)
-        self.rowstore = self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
+        self.rowstore = self._row_store()
 
-    def store_of(self, datasets: Sequence[Dataset], *how: Any, by_use: bool = False) -> RowStore:  # noqa: ARG002
-        """Return the rows of several datasets that are like this one.
+    def _row_store(self) -> RowStore:
+        selection = self.stored_selection
+        selected = None if selection is None else partial(SelectedRows, selection)
+        return self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
 
-        Args:
-            datasets: The datasets.
-            *how: Arguments of `RowStore`.
-            by_use: As for `RowStore`.
-        """
-        return RowStore(*how, by_use=by_use)
+    def store_of(
+        self,
+        datasets: Sequence[Dataset],  # noqa: ARG002 (of sequences)
+        row_groups: RowGroups,
+        capacity: int,
+        selected: Callable[[int], Selected] | None,
+        *,
+        by_use: bool = False,
+    ) -> RowStore:
+        """Return the rows of several datasets that are like this one. The other arguments are those of `RowStore`."""
+        return RowStore(row_groups, capacity, selected, by_use=by_use)
 
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
         """Return the row groups in the cache. columns: those to store, in this order; None: all."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from dataload.catalog.list_values import values_of
 from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.opening import Call
-from dataload.catalog.selected_rows import SelectedRows
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, fields_of
@@ -28,7 +26,6 @@ from dataload.mapping.stage import Stage
 from dataload.rows.known_nulls import known_nulls
 from dataload.rows.packing import OF_BATCHES, POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_groups import RowGroups
 from dataload.rows.row_store import Draw, RowStore
 from dataload.rows.sequence_store import SequenceStore
 from dataload.runtime.cached_property import cached_property
@@ -192,20 +189,18 @@ class PackedDataset(Dataset):
     @cached_property
     def rowstore(self) -> RowStore:
         """The sequences."""
-        selection = self.stored_selection
-        selected = None if selection is None else partial(SelectedRows, selection)
-        return self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
+        return self._row_store()
 
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:  # noqa: ARG002
         """Return the row groups of the documents in the cache, with the columns that are packed."""
         return self._documents.cached_row_groups(self.packing.columns)
 
-    def store_of(self, datasets: Sequence[Any], *how: Any, by_use: bool = False) -> RowStore:
+    def store_of(self, datasets: Sequence[Any], *how: Any, **more: Any) -> RowStore:
         """Return the sequences of several datasets that are packed as this one. See `Dataset.store_of`."""
         documents = np.concatenate([each.manifest.block_lengths for each in datasets])
         sequences = np.concatenate([each.block_lengths for each in datasets])
         locate = _Documents([each._documents for each in datasets])  # noqa: SLF001 (of this class)
-        return SequenceStore(self.packing, documents, sequences, locate, *how, by_use=by_use)
+        return SequenceStore(self.packing, documents, sequences, locate, *how, **more)
 
     @property
     def fingerprint(self) -> str:

@@ -162,29 +162,33 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
-        sizes, cursor, loads = request.sizes, request.cursor, Loads()
+        loads, memory, start = Loads(), empty if self.only_gathers else None, 0
         rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, loads, request.draw), request.rows)
-        sources = ((self._dataset.source_of(group), seconds) for group, seconds in loads.waits.items())
-        loading = summed({name: seconds} for name, seconds in sources if name is not None)
-        row_groups: dict[int, Mapping[str, float] | None] = {
-            group: {} if new else None for group, new in loads.opened.items()
-        }
-        by_source, filled = iter(self._dataset.rows_by_source(request.rows, sizes)), iter(rows.tokens(sizes))
-        memory, start = empty if self.only_gathers else None, 0
-        for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
-            end, shares = min(cursor + request.step, request.end), (next(by_source), loading)
-            tokens, padding, left_out = next(filled)
-            tokens, padding = request.filled or (tokens, padding)
-            answer = Answer(
-                cursor, end, size, columns, row_groups, *shares, tokens=tokens, padding=padding, left_out=left_out
-            )
-            answer.request = None if start else request
+        answers = self._answers(request, rows, loads)
+        for answer, columns in zip(answers, self._together(rows, request.sizes, memory), strict=True):
+            answer.batch = columns
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
-                part = rows.part(slice(start, start + size))
+                part = rows.part(slice(start, start + answer.rows))
                 yield partial(self._answered, request, answer, part, around, memory, stop)
-            cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
+            start += answer.rows
+
+    def _answers(self, request: Request, rows: NumberedRows, loads: Loads) -> Iterator[Answer]:
+        """Yield the answers to a request, without their batches. The first one has the cost of all of its rows."""
+        sources = ((self._dataset.source_of(group), seconds) for group, seconds in loads.waits.items())
+        cost: dict[str, Any] = {
+            "request": request,
+            "row_groups": {group: {} if new else None for group, new in loads.opened.items()},
+            "loading": summed({name: seconds} for name, seconds in sources if name is not None),
+        }
+        cursor, by_source = request.cursor, self._dataset.rows_by_source(request.rows, request.sizes)
+        for size, shares, filled in zip(request.sizes, by_source, rows.tokens(request.sizes), strict=True):
+            tokens, padding, left_out = filled
+            tokens, padding = request.filled or (tokens, padding)
+            how = {"tokens": tokens, "padding": padding, "left_out": left_out, **cost}
+            yield Answer(cursor, min(cursor + request.step, request.end), size, shares, **how)
+            cursor, cost = cursor + request.step, {}
 
     def _answered(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,10 +60,10 @@ class Answer:
         cursor: Rows of the epoch before its global batch.
         end: Rows of the epoch up to the end of its global batch.
         rows: Rows of the batch.
+        by_source: The number of rows of each source of a mixture, by name.
         batch: The batch; packed, if a worker sends it.
         row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
             `Accounts`, or None if it was open already. Only the accounts of a worker have entries.
-        by_source: The number of rows of each source of a mixture, by name.
         loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
         making: The activities of the worker, if one made the batch.
         skipped: The rows that raised and were replaced.
@@ -76,10 +76,10 @@ class Answer:
     cursor: int
     end: int
     rows: int
-    batch: Any
-    row_groups: Mapping[int, Mapping[str, float] | None]
     by_source: Mapping[str, int]
-    loading: Mapping[str, float]
+    batch: Any = None
+    row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
+    loading: Mapping[str, float] = field(default_factory=dict)
     making: Timeline | None = None
     skipped: tuple[int, ...] = ()
     tokens: int = 0
