@@ -26,7 +26,7 @@ import torch
 from dataload.cache.blocks.reader import Object
 from dataload.catalog.footer_cache import Metadata
 from dataload.catalog.inventory import Inventory, KnownRows
-from dataload.catalog.manifest import manifest_of
+from dataload.catalog.resolve import manifest_of
 from dataload.catalog.selection import Selection
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError, OriginNotFound

@@ -12,8 +12,9 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.origin.source import checked_options, open_source
 from dataload.catalog.footer_cache import FooterLocation
 from dataload.catalog.inventory import KnownRows
-from dataload.catalog.manifest import Manifest, resolve
+from dataload.catalog.manifest import Manifest
 from dataload.catalog.recipe import plain
+from dataload.catalog.resolve import resolve
 from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.tables import at_snapshot, is_table, read_table
 from dataload.errors import ConfigError

@@ -23,7 +23,8 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.origin.source import open_source
 from dataload.cache.origin.version import OF_TABLE
 from dataload.catalog.footer_cache import FooterLocation, Metadata
-from dataload.catalog.manifest import VERSION, Manifest, manifest_of
+from dataload.catalog.manifest import VERSION, Manifest
+from dataload.catalog.resolve import manifest_of
 from dataload.catalog.selection import Mask, Selection
 from dataload.catalog.sources import TABLE_URLS
 from dataload.catalog.table_options import scheme_of

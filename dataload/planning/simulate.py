@@ -17,7 +17,8 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.index import Shortage
 from dataload.cache.tier import Span, blob_name
 from dataload.catalog.footer_cache import run_key, runs_of, stored_footer
-from dataload.catalog.manifest import VERSION, Manifest, summary_name
+from dataload.catalog.manifest import VERSION, Manifest
+from dataload.catalog.resolve import summary_name
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import gathered_at_once, need_of, working_set
 from dataload.loader.lookahead import Lookahead

@@ -34,8 +34,9 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.origin.source import open_source
 from dataload.catalog.filtering import ROW_GROUPS_AT_ONCE, narrow
 from dataload.catalog.filters import Filters, filter_of
-from dataload.catalog.manifest import Manifest, RowGroup, resolve
+from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.pruning import decide
+from dataload.catalog.resolve import resolve
 from dataload.errors import ConfigError, OriginError
 
 DAY = dt.datetime(2024, 1, 1)  # noqa: DTZ001 (columns without a time zone are compared with such)

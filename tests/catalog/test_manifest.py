@@ -20,7 +20,8 @@ from dataload import make_dataset, make_loader
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.origin.source import open_source
-from dataload.catalog.manifest import Manifest, resolve
+from dataload.catalog.manifest import Manifest
+from dataload.catalog.resolve import resolve
 from dataload.errors import ConfigError, DataError, OriginNotFound
 
 

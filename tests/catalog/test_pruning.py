@@ -16,7 +16,8 @@ from dataload.cache.origin.source import open_source
 from dataload.catalog import footer_cache
 from dataload.catalog.filtering import narrow
 from dataload.catalog.filters import Filters
-from dataload.catalog.manifest import Manifest, resolve
+from dataload.catalog.manifest import Manifest
+from dataload.catalog.resolve import resolve
 from dataload.errors import ConfigError
 
 

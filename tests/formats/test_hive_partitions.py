@@ -18,7 +18,8 @@ from dataload import make_dataset, make_loader
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.origin.source import open_source
-from dataload.catalog.manifest import Manifest, resolve
+from dataload.catalog.manifest import Manifest
+from dataload.catalog.resolve import resolve
 from dataload.catalog.sources import list_objects
 from dataload.cli.app import app
 from dataload.errors import ConfigError, DataError

@@ -1326,7 +1326,7 @@ def forged(place, value, folder, options, monkeypatch):
         return Kept(what, changed, from_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dataload.catalog.manifest.Kept", kept)
+        patch.setattr("dataload.catalog.resolve.Kept", kept)
         make_dataset(str(folder), **options)
 
 

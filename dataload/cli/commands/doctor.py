@@ -168,7 +168,7 @@ def _reads(
     Raises:
         ConfigError: An argument does not fit the dataset.
     """
-    from dataload.catalog.manifest import manifest_of
+    from dataload.catalog.resolve import manifest_of
     from dataload.doctor.finding import OK, reason
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError

@@ -196,7 +196,7 @@ def open_manifest(
     """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
     from dataload.cache.blocks.reader import Blocks
     from dataload.cache.origin.source import open_source
-    from dataload.catalog.manifest import manifest_of
+    from dataload.catalog.resolve import manifest_of
     from dataload.catalog.sources import list_objects
     from dataload.catalog.tables import is_table, manifest_of_table, open_table, snapshot_of
 
