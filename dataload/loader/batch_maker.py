@@ -98,6 +98,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return found
 
     @property
+    def makes_text(self) -> bool:
+        """Whether batches have lists of text."""
+        fields = self._dataset.rowstore.layout.fields
+        return self._shape["ragged"] != "flat" and any(field.kind == "string" for field in fields)
+
+    @property
     def only_gathers(self) -> bool:
         """Whether batches are made without code of the user."""
         return not self.has_collate_fn and self._transform.function is None

@@ -587,6 +587,7 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None, total_ba
         "no_cache": not loader.dataset.rowstore.row_groups.shared,
         "part": loader._capacity.transient_ahead > 0,  # noqa: SLF001 (of this module)
         "collate_fn": loader.maker.has_collate_fn,
+        "text": loader.maker.makes_text,
         "num_workers": bool(loader.num_workers),
         "num_threads": (loader.num_threads or 1) > 1,
         "processes": any(stage.processes for stage in stages),

@@ -35,7 +35,7 @@ from dataload.mapping.members import OF_MODULES, OF_NAMED_TUPLES, fields_of, is_
 from dataload.mapping.packages import installed_name, is_own, module_of, own_module, package_of
 from dataload.mapping.sources import Sources, is_generated
 
-VERSION = 5
+VERSION = 6
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
 _SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
@@ -64,9 +64,10 @@ def _named(value: Any) -> Any:
 def identity(function: Callable[..., Any], version: Any = None, sources: Sources | None = None) -> str:
     """Return a hex digest of a function.
 
-    It covers the module, the qualified name, the source without comments and docstrings, default values, the values of
-    closures, arguments of `functools.partial`, and the same for all functions, classes and constants of the project
-    that the function refers to. Installed packages count by name and version.
+    It covers the qualified name, the source without comments and docstrings, default values, the values of closures,
+    arguments of `functools.partial`, and the same for all functions, classes and constants of the project that the
+    function refers to. Installed packages count by name and version. The module of the project does not count: a
+    program that imports the function of another one reads what that one has mapped.
 
     Args:
         function: The function.
@@ -83,7 +84,7 @@ def identity(function: Callable[..., Any], version: Any = None, sources: Sources
         find_code(function, sources)
         assigned = sources.assigned(name.rpartition(".")[2])
         described = _LenientWalk(sources, assigned).describe(function, name)
-        content: Any = ["version", name, repr(version), described]
+        content: Any = ["version", name.rpartition(".")[2], repr(version), described]
     else:
         try:
             content = _Walk(sources).describe(function, name)
@@ -217,7 +218,7 @@ class _Walk:
         where = f"{function.__module__}.{function.__qualname__}"
         defaults = [function.__defaults__, function.__kwdefaults__]
         given = [*self.items(defaults, f"a default of {where}"), self._named(vars(function), where)]
-        return [kind, module_of(function), function.__qualname__, *given]
+        return [kind, *_installed_module(function), function.__qualname__, *given]
 
     def _references(self, code: CodeType, cells: Mapping[str, Any], scope: Mapping[str, Any], where: str) -> list[Any]:
         """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
@@ -288,7 +289,7 @@ class _Walk:
         if package_of(type(kind).__module__) is None:
             members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
-        return ["class", module_of(kind), kind.__qualname__, self._sources.of_class(kind), bases, members]
+        return ["class", kind.__qualname__, self._sources.of_class(kind), bases, members]
 
 
 class _LenientWalk(_Walk):
@@ -336,6 +337,11 @@ class _LenientWalk(_Walk):
 def find_code(function: Callable[..., Any], sources: Sources) -> None:
     """Make `sources` find the code of a function, and of the functions and classes of the project that it refers to."""
     _LenientWalk(sources).describe(function, name_of(function))
+
+
+def _installed_module(function: types.FunctionType) -> list[str]:
+    """Return the module of a function if it is of an installed package, in which a name may have several."""
+    return [] if package_of(function.__module__) is None else [function.__module__]
 
 
 def _cells_of(function: types.FunctionType) -> dict[str, Any]:

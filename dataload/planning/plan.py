@@ -266,7 +266,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool
         is_mixture: Whether each of several sources has a window of its own.
     """
     if plan.later_epoch and plan.later_epoch.bytes:
-        yield f"with cache_bytes='{at_least(plan.cache_bytes_needed)}' or more, later epochs fetch nothing"
+        yield f"with cache_bytes='{at_least(plan.cache_bytes_needed)}' or more, epochs fetch no row group twice"
     if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:
@@ -275,7 +275,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool
         default = "no --window, so that each source has its own," if is_mixture else f"window={usual.window}"
         yield f"{default} is the default, and the cheapest window with good shuffle quality"
     elif plan.trade and plan.trade.variance_ratio > TWICE * GOAL:
-        yield 'are the rows sorted by label? No window mixes them well: use shuffle="full", or shuffle while writing'
+        yield 'if the rows are sorted by label, no window mixes them well: use shuffle="full", or shuffle while writing'
     if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:
         yield "fetch the dataset before the GPUs start: dataload warm"
 

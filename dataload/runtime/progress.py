@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from dataload.runtime.text import duration
 
 FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds until the first line, and between lines
+SLOW = 10  # a second, below which a rate has decimals
 
 
 class ProgressLines:
@@ -38,9 +39,10 @@ class ProgressLines:
             rate = self._done / max(1e-9, now - self._started)
             remaining = (self._total - self._done) / max(1e-9, rate)
             share = self._done / self._total if self._total else 1.0
-            done = f"{self._format(self._done)} of {self._format(self._total)} ({share:.0%})"
-            sys.stderr.write(f"{self._title}: {done}, {self._format(round(rate))}/s, {duration(remaining)} to go\n")
+            if self._unit:
+                done = f"{self._done:,} of {self._total:,} {self._unit}"
+                speed = f"{rate:,.{0 if rate >= SLOW else 2}f}"
+            else:
+                done, speed = f"{decimal(self._done)} of {decimal(self._total)}", decimal(round(rate))
+            sys.stderr.write(f"{self._title}: {done} ({share:.0%}), {speed}/s, {duration(remaining)} to go\n")
             sys.stderr.flush()
-
-    def _format(self, amount: int) -> str:
-        return f"{amount:,} {self._unit}" if self._unit else decimal(amount)

@@ -27,13 +27,13 @@ TIERS = ("local", "cluster", "origin")
 MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics
 MIN_STALL = 0.05  # stall fraction below which no advice is given
 MIN_WAIT = 0.5  # seconds of waits below which no advice is given
-WARM_MAPPED = "warm with dataload.planning.warm.warm"  # `dataload warm` cannot call the function of map
+WARM_MAPPED = "call dataload.planning.warm.warm before the job"  # `dataload warm` cannot call the function of map
 ADVICE = {
-    "origin": "the origin is the limit: warm the cache first, or add hosts",
-    "in_flight": "in_flight of CacheConfig is the limit: raise it, warm the cache first, or add hosts",
+    "origin": "the origin is the limit: run `dataload warm` before the job, or add hosts",
+    "in_flight": "in_flight of CacheConfig is the limit: raise it, run `dataload warm` before the job, or add hosts",
     "cluster": "the cluster is the limit: give it more nodes, or the hosts larger caches",
     "disk": "the cache's disk is the limit: put cache_dir on a faster one",
-    "decode": "decoding is the limit: warm the cache first, or give the job more cores",
+    "decode": "decoding is the limit: run `dataload warm` before the job, or give it more cores",
     "map": f"the function of map is the limit: use processes=, give the job more cores, or {WARM_MAPPED}",
     "collate": "making batches is the limit: use a larger batch, group= for many columns, or ragged='flat' for lists",
     "transform": "transform is the limit: use num_threads if it releases the interpreter lock, or else num_workers",
@@ -50,6 +50,9 @@ ADVICE_BESIDE = {  # (cause, setting in use): advice; the first setting counts
     ("map", "part"): "the cache holds only a part of the rows: raise cache_bytes, add cores, or read fewer columns",
     ("map", "processes"): f"the function of map is the limit: raise processes=, add cores, or {WARM_MAPPED}",
     ("collate", "collate_fn"): "collate_fn is the limit: use num_workers, or more of them",
+    ("collate", "text"): (
+        "making batches is the limit, above all lists of text: leave columns out with columns=, or use a larger batch"
+    ),
     ("transform", "num_workers"): "transform is the limit: raise num_workers, or give the job more cores",
     ("transform", "num_threads"): (
         "transform is the limit: raise num_threads, or use num_workers if it holds the interpreter lock"
@@ -98,7 +101,7 @@ class LoaderStats:
         world_size: Number of data-parallel ranks; 0 if unknown, and for the sum of several ranks.
         total_batches: Batches of the whole loop, the rest of an epoch that was resumed; 0 if unknown.
         settings: Names that the advice depends on: no_cache, part (the cache holds a part of the rows), collate_fn,
-            num_workers, num_threads, map, processes, pin_memory.
+            text (batches have lists of text), num_workers, num_threads, map, processes, pin_memory.
     """
 
     epoch: int = 0
@@ -267,12 +270,13 @@ class LoaderStats:
         return "; by source: " + "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 
     def _advice(self) -> str:
-        """Return the main cause of the waits and a remedy, or nothing if the loop barely waited."""
-        cause = max(self.waits, key=self.waits.__getitem__)
-        if self.stall_fraction < MIN_STALL or self.wait_seconds < MIN_WAIT:
+        """Return the main cause of the waits and a remedy, or nothing if the time was short."""
+        if self.stall_fraction < MIN_STALL:
+            return ": the loop itself is the limit" if self.seconds >= MIN_WAIT else ""
+        if self.wait_seconds < MIN_WAIT:
             return ""
-        rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
-        return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {self.advice(cause)}"
+        cause = max(self.waits, key=self.waits.__getitem__)
+        return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}: {self.advice(cause)}"
 
     def advice(self, cause: str) -> str:
         """Return the limit behind a cause of waits and a remedy, given the settings in use."""

@@ -20,7 +20,7 @@ TOLERANCE = 0.1  # part of the rows by which streams and whole batches may chang
 
 # The arguments of a mixture that a state brings with it for all later epochs, each with a way to change it.
 FIXES = {
-    "weights": "the weights, call set_weights after load_state_dict (with fit: in its evaluate=)",
+    "weights": "the weights of the next epochs, call set_weights after load_state_dict (with fit: in its evaluate=)",
     **dict.fromkeys(("stop", "num_rows", "batching"), "the others, call set_epoch instead of load_state_dict"),
 }
 

@@ -686,6 +686,10 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
         "warming: 2.0 MB of 10.0 MB (20%), 1.0 MB/s, 8.0 s to go\n"
         "warming: 4.0 MB of 10.0 MB (40%), 200.0 kB/s, 30 s to go\n"
     )
+    slow = ProgressLines("counting documents", 40, "row groups", clock=lambda: now[0])
+    now[0] = 40.0
+    slow.advance(10)
+    assert capsys.readouterr().err == "counting documents: 10 of 40 row groups (25%), 0.50/s, 60 s to go\n"
     nothing = ProgressLines("warming", 0, clock=lambda: now[0])  # row groups without rows
     now[0] = 30
     nothing.advance(0)
@@ -813,7 +817,7 @@ def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
 def test_head_shows_the_progress_of_counting_nulls(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
-    assert "counting nulls: 1 files of 1 files (100%)" in run("head", str(tmp_path / "x.parquet")).stderr
+    assert "counting nulls: 1 of 1 files (100%)" in run("head", str(tmp_path / "x.parquet")).stderr
 
 
 def test_head_escapes_characters_that_the_terminal_lacks(tmp_path: Path, settings: dict[str, str]) -> None:

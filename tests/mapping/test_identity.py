@@ -27,6 +27,21 @@ from dataload.mapping.identity import identity
 from dataload.mapping.sources import Sources
 from dataload.mapping.stage import UserFunction
 
+AS_PROGRAM = """
+from dataload.mapping.identity import identity
+
+class Scale:
+    def __init__(self, by): self.by = by
+    def __call__(self, batch): return {"x": batch["x"] * self.by}
+
+def double(batch): return Scale(2)(batch)
+
+def show():
+    print([identity(double), identity(Scale(3)), identity(double, "v1")])
+
+if __name__ == "__main__": show()
+"""
+
 SOURCE = '''
 import functools, logging
 import helpers
@@ -494,3 +509,10 @@ def test_modules_that_import_each_other_are_described_once(tmp_path: Path) -> No
     (tmp_path / "1" / "app.py").write_text(f"import pkg\n{HELPER}def f(b): return helper(pkg, b)\n")
     command = [sys.executable, "-B", "-c", IDENTITIES, str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout.strip()
+
+
+def test_a_program_has_the_functions_of_one_that_imports_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(AS_PROGRAM)
+    ways = ["program.py"], ["-m", "program"], ["-c", "import program; program.show()"]
+    shown = [subprocess.run([sys.executable, *way], cwd=tmp_path, capture_output=True, check=True) for way in ways]
+    assert len({each.stdout for each in shown}) == 1

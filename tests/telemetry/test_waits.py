@@ -177,6 +177,7 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
     stats.seconds = 100.0
     assert stats.stall_fraction < MIN_STALL
     assert ADVICE[cause] not in str(stats)
+    assert "% of it waiting: the loop itself is the limit; " in str(stats)
 
 
 def test_a_loop_that_hardly_waited_gets_no_advice(dataset: Any) -> None:
@@ -196,15 +197,16 @@ def test_a_loop_that_hardly_waited_gets_no_advice(dataset: Any) -> None:
         ("transform", {"transform": dict, "num_workers": 1}, "raise num_workers", "num_threads"),
         ("transfer", {"device": "cpu"}, "use pin_memory", "raise"),
         ("transfer", {"device": "cpu", "pin_memory": True}, "use smaller dtypes", "pin_memory"),
-        ("origin", {}, "warm the cache first", "planning"),
-        ("origin", {"cache": False}, "give the loader a cache", "warm the cache"),
-        ("decode", {"cache": False}, "give the loader a cache", "warm the cache"),
-        ("origin", {"share": 0.5}, "raise cache_bytes", "warm the cache"),
-        ("decode", {"share": 0.5}, "raise cache_bytes", "warm the cache"),
+        ("origin", {}, "run `dataload warm`", "planning"),
+        ("origin", {"cache": False}, "give the loader a cache", "dataload warm"),
+        ("decode", {"cache": False}, "give the loader a cache", "dataload warm"),
+        ("origin", {"share": 0.5}, "raise cache_bytes", "dataload warm"),
+        ("decode", {"share": 0.5}, "raise cache_bytes", "dataload warm"),
         ("collate", {"collate_fn": list}, "use num_workers", "group="),
-        ("origin", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
-        ("decode", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
-        ("map", {"map": None}, "use processes=", "warm the cache first"),
+        ("collate", {}, "group=", "lists of text"),
+        ("origin", {"map": None}, "call dataload.planning.warm.warm", "`dataload warm`"),
+        ("decode", {"map": None}, "call dataload.planning.warm.warm", "`dataload warm`"),
+        ("map", {"map": None}, "use processes=", "`dataload warm`"),
         ("map", {"map": 1}, "raise processes=", "use processes="),
         ("map", {"map": None, "cache": False}, "give the loader a cache", "warm"),
         ("map", {"map": None, "share": 0.5}, "raise cache_bytes", "warm"),
@@ -231,6 +233,13 @@ def test_the_advice_is_for_the_settings_in_use(
     for text in (str(replace(stats, waits={cause: 1.0}, wait_seconds=1.0, seconds=1.0)), stats.advice(cause)):
         assert says in text
         assert says_not not in text
+
+
+@pytest.mark.parametrize(("ragged", "says"), [("list", "lists of text"), ("flat", "group=")])
+def test_lists_of_text_are_named_as_what_makes_batches_slow(ragged: str, says: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"day": ["monday"] * 4}), tmp_path / "days.parquet")
+    stats = epoch(make_loader(tmp_path / "days.parquet", 2, ragged=ragged))
+    assert says in stats.advice("collate")
 
 
 def test_the_line_names_the_rank_among_several(dataset: Any) -> None:

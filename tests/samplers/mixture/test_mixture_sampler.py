@@ -273,8 +273,8 @@ def test_arguments_that_a_state_replaces_are_named(caplog):
     assert warning == (
         "the state has weights=[3, 1, 4], stop='first_exhausted', num_rows=500, batching='mixed', which the loader "
         "keeps instead of weights=[1, 1, 1], stop='all_exhausted', num_rows=400, batching='homogeneous', as passed "
-        "here: to change the weights, call set_weights after load_state_dict (with fit: in its evaluate=); to change "
-        "the others, call set_epoch instead of load_state_dict"
+        "here: to change the weights of the next epochs, call set_weights after load_state_dict (with fit: in its "
+        "evaluate=); to change the others, call set_epoch instead of load_state_dict"
     )
     caplog.clear()
     sampler.set_weights([1, 1, 1])  # from the next epoch on
