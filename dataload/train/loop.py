@@ -102,15 +102,17 @@ class TrainingLoop:
         ending: Ends the run before its last epoch.
         checkpoint_every: Optimizer steps between checkpoints in an epoch; None to save only at the end of an epoch.
         evaluate: Called after each epoch; returns scalars.
-        tensorboard: Writes metrics on rank 0; None on other ranks.
-        traced: Called after each optimizer step.
-        history: The metrics of each finished epoch.
-        evaluated: Whether the last epoch in `history` has been evaluated.
-        step: Optimizer steps so far.
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
         stats_dir: Where the loader writes its statistics, see `batches_on`.
         weigh: As for `feed`.
         on_change: As for `fit`.
+
+    Attributes:
+        history: The metrics of each finished epoch.
+        evaluated: Whether the last epoch in `history` has been evaluated.
+        step: Optimizer steps so far.
+        tensorboard: Writes metrics on rank 0; None on other ranks.
+        traced: Called after each optimizer step.
     """
 
     model: nn.Module
@@ -120,19 +122,18 @@ class TrainingLoop:
     checkpoints: Checkpoints
     losses: LossMonitor
     ending: Ending
-    checkpoint_every: int | None = None
-    evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
-    tensorboard: TensorBoardWriter | None = None
-    traced: Callable[[], None] = lambda: None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    evaluated: bool = True
-    step: int = 0
-    mesh: DeviceMesh | None = None
-    stats_dir: Path | None = None
-    weigh: Callable[[Any], float] | None = None
-    on_change: OnChange = "error"
+    checkpoint_every: int | None
+    evaluate: Callable[[nn.Module], Mapping[str, Any]] | None
+    mesh: DeviceMesh | None
+    stats_dir: Path | None
+    weigh: Callable[[Any], float] | None
+    on_change: OnChange
 
     def __post_init__(self) -> None:
+        self.history: list[dict[str, Any]] = []
+        self.evaluated, self.step = True, 0
+        self.tensorboard: TensorBoardWriter | None = None
+        self.traced: Callable[[], None] = lambda: None
         self._rows = 0  # of all ranks, in the pending optimizer step
         self._waited = 0.0  # seconds for batches of this process, without those of the epoch that goes on
         scaler = self.steps.scaler
