@@ -8,7 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from dataload.cache.config import CacheConfig
-from dataload.cli.commands.options import Json, existing, with_cache_options
+from dataload.cli.commands.options import Json, existing, with_shared_options
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, show_help
 from dataload.errors import ConfigError, DataloadError
 
@@ -23,7 +23,7 @@ def common(context: typer.Context) -> None:
 
 
 @group.command()
-@with_cache_options(of_folder=True)
+@with_shared_options(of_folder=True)
 def stats(*, cache: CacheConfig, as_json: Json = False) -> None:
     """Show how many blobs and bytes the cache holds."""
     folder = existing(cache)
@@ -36,7 +36,7 @@ def stats(*, cache: CacheConfig, as_json: Json = False) -> None:
 
 
 @group.command()
-@with_cache_options(of_folder=True)
+@with_shared_options(of_folder=True)
 def verify(
     *,
     cache: CacheConfig,
@@ -60,7 +60,7 @@ def verify(
 
 
 @group.command()
-@with_cache_options(of_folder=True)
+@with_shared_options(of_folder=True)
 def evict(
     url: Annotated[str | None, typer.Argument(help="Evict the blobs of this object, folder or glob.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Evict everything.")] = False,

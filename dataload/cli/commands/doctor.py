@@ -14,24 +14,16 @@ from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
     NODES,
     BatchSize,
-    Columns,
-    Errors,
-    FillNull,
-    FilterLists,
     Json,
-    NullMasks,
-    PartitioningName,
+    Reads,
     ShuffleName,
     StorageOptions,
     Window,
     mapping,
-    names,
-    parsed,
     partitioning_of,
-    read_options_of,
     row_groups_of,
     shuffle_of,
-    with_cache_options,
+    with_shared_options,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 
@@ -44,7 +36,7 @@ if TYPE_CHECKING:
     from dataload.samplers.order import Order
 
 
-@with_cache_options()
+@with_shared_options()
 def doctor(
     url: Annotated[str | None, typer.Argument(help="The dataset; default: check this machine only.")] = None,
     batch_size: BatchSize = 256,
@@ -58,19 +50,14 @@ def doctor(
     num_workers: Annotated[int, typer.Option(min=0, help="Worker processes of each rank's loader.")] = 0,
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
     pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,
-    columns: Columns = None,
-    filters: FilterLists = None,
-    fill_null: FillNull = None,
-    null_masks: NullMasks = False,
-    errors: Errors = "raise",
-    partitioning: PartitioningName = "hive",
+    *,
+    reads: Reads,
     shuffle: ShuffleName = "block",
     window: Window = None,
     measure: Annotated[
         Path | None,
         typer.Option(help="Read 0.5 GB to measure this node's speed. Write it to this file, for `plan --measured`."),
     ] = None,
-    *,
     cache: CacheConfig,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -82,12 +69,12 @@ def doctor(
 
     if measure is not None and url is None:
         raise ConfigError(f"--measure={measure} is for a dataset: name its URL")
-    read_options = read_options_of(fill_null, null_masks=null_masks, errors=errors)
-    store = None if url is None else _store(url, storage_options, cache, partitioning)
-    chosen = names(columns), parsed("--filters", filters), read_options
+    options = reads.options
+    store = None if url is None else _store(url, storage_options, cache, reads.partitioning)
+    rows = reads.rows
     nodes = num_streams or _num_streams()
     order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
-    reads, unreadable = _reads(store, chosen, order, quiet=as_json) if store else (None, "")
+    found, unreadable = _reads(store, rows, options, order, quiet=as_json) if store else (None, "")
     case = Case(
         cache,
         batch_size=batch_size,
@@ -95,8 +82,8 @@ def doctor(
         num_workers=num_workers,
         prefetch=prefetch,
         pin_memory=pin_memory,
-        row_bytes=reads[1].row_bytes if reads else None,
-        reads=reads,
+        row_bytes=found[1].row_bytes if found else None,
+        reads=found,
         unreadable=unreadable,
     )
     findings = {}
@@ -106,18 +93,18 @@ def doctor(
             typer.echo(_text(check, finding))  # at once: the next check may wait for the store
     problems = sum(finding["status"] == PROBLEM for finding in findings.values())
     measured = None
-    if measure is not None and reads:
+    if measure is not None and found:
         from dataload.planning.measure import measure as measured_speed
 
-        arguments = {"columns": chosen[0], "filters": chosen[1], **asdict(read_options), "partitioning": partitioning}
+        arguments = {"columns": rows[0], "filters": rows[1], **asdict(options), "partitioning": reads.partitioning}
         arguments |= {"source": url, "storage_options": mapping(storage_options)}
         measured = measured_speed(case.existing, cache, batch_size, arguments)
         measure.write_text(json.dumps(asdict(measured), indent=1) + "\n")
         if not as_json:
             typer.echo(table([(f"{'speed':7}", _speed(measured))]))
     if as_json:
-        found = {"problems": problems, "checks": findings}
-        show(found if measured is None else {**found, "measured": asdict(measured)}, "", as_json=True)
+        figures = {"problems": problems, "checks": findings}
+        show(figures if measured is None else {**figures, "measured": asdict(measured)}, "", as_json=True)
     if problems:
         raise typer.Exit(FOUND_A_PROBLEM)
 
@@ -155,13 +142,14 @@ def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioni
 
 
 def _reads(
-    store: Store, chosen: tuple[list[str] | None, Any, ReadOptions], order: dict[str, Any], *, quiet: bool
+    store: Store, rows: tuple[list[str] | None, Any], options: ReadOptions, order: dict[str, Any], *, quiet: bool
 ) -> tuple[tuple[Order, RowGroupCache] | None, str]:
     """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
     Args:
         store: Where the dataset is.
-        chosen: The loader's columns and filters, and how it reads values.
+        rows: The loader's columns and filters.
+        options: How it reads values.
         order: The loader's shuffle, window and num_streams.
         quiet: Whether to show no progress.
 
@@ -179,8 +167,8 @@ def _reads(
     manifest = None
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
-            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1), chosen[-1].errors)
-        blobs = row_groups_of(manifest, store.blocks, *chosen)
+            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1), options.errors)
+        blobs = row_groups_of(manifest, store.blocks, *rows, options)
         blobs.measure()
     except Exception as error:
         if manifest is not None and isinstance(error, ConfigError):  # of an argument, and not of the files

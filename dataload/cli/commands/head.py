@@ -17,7 +17,7 @@ from dataload.cli.commands.options import (
     Url,
     names,
     open_manifest,
-    with_cache_options,
+    with_shared_options,
 )
 from dataload.cli.console import progress, show, table
 from dataload.cli.values import plain_value, row_text
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dataload.catalog.preview import PreviewColumn
 
 
-@with_cache_options()
+@with_shared_options()
 def head(
     url: Url,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Collection
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,6 +72,31 @@ Window = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What a loader reads of a dataset: an option of a command for each argument of `make_dataset`."""
+
+    columns: Columns = None
+    filters: FilterLists = None
+    fill_null: FillNull = None
+    null_masks: NullMasks = False
+    errors: Errors = "raise"
+    partitioning: PartitioningName = "hive"
+
+    @property
+    def rows(self) -> tuple[list[str] | None, Any]:
+        """The columns and the filters. Raises ConfigError if one of them is not valid."""
+        return names(self.columns), parsed("--filters", self.filters)
+
+    @property
+    def options(self) -> ReadOptions:
+        """How values are read. Raises ConfigError if an option is not valid."""
+        from dataload.formats.text import checked_errors
+        from dataload.rows.read_options import ReadOptions
+
+        return ReadOptions(parsed("--fill-null", self.fill_null), self.null_masks, checked_errors(self.errors))
+
+
 def names(text: str | None) -> list[str] | None:
     """Return the columns of --columns; None for all. Raise ConfigError if the text is not valid."""
     if not text:
@@ -135,8 +160,10 @@ def mapping(text: str | None) -> dict[str, Any]:
     return options
 
 
-def with_cache_options(*, of_folder: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_shared_options(*, of_folder: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator of commands that replaces their argument `cache` by an option for each setting of a dataset's.
+
+    And an argument `reads` by those of `Reads`.
 
     Args:
         of_folder: Only the settings that say which folder it is, for commands that fetch nothing.
@@ -148,15 +175,19 @@ def with_cache_options(*, of_folder: bool = False) -> Callable[[Callable[..., No
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+
         @functools.wraps(command)
         def run(*arguments: Any, **named: Any) -> None:
             cache, others = split_options(named)
+            if "reads" in own:
+                others["reads"] = Reads(**{each.name: others.pop(each.name) for each in fields(Reads)})
             command(*arguments, cache=CacheConfig(**cache), **others)
 
-        options = [_option(each) for each in settings]
-        own = inspect.signature(command, eval_str=True).parameters.values()
+        of_reads = inspect.signature(Reads, eval_str=True).parameters.values()
+        shared = {"cache": [_option(each) for each in settings], "reads": of_reads}
         parameters = [
-            option for each in own for option in (options if each.name == "cache" else [each.replace(kind=ANYWHERE)])
+            option.replace(kind=ANYWHERE) for each in own.values() for option in shared.get(each.name, [each])
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -216,30 +247,16 @@ def open_row_groups(
     url: str,
     storage_options: str | None,
     cache: CacheConfig,
+    reads: Reads,
     *,
-    columns: str | None,
-    filters: str | None,
-    fill_null: str | None,
-    null_masks: bool,
-    errors: str,
-    partitioning: str,
     quiet: bool,
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
-    read_options = read_options_of(fill_null, null_masks=null_masks, errors=errors)
-    chosen = names(columns), parsed("--filters", filters), read_options
+    options, rows = reads.options, reads.rows
     manifest, blocks, _ = open_manifest(
-        url, storage_options, cache, partitioning=partitioning, errors=read_options.errors, quiet=quiet
+        url, storage_options, cache, partitioning=reads.partitioning, errors=options.errors, quiet=quiet
     )
-    return row_groups_of(manifest, blocks, *chosen)
-
-
-def read_options_of(fill_null: str | None, *, null_masks: bool, errors: str) -> ReadOptions:
-    """Return how a loader with these options reads values. Raise ConfigError if one is not valid."""
-    from dataload.formats.text import checked_errors
-    from dataload.rows.read_options import ReadOptions
-
-    return ReadOptions(parsed("--fill-null", fill_null), null_masks, checked_errors(errors))
+    return row_groups_of(manifest, blocks, *rows, options)
 
 
 def row_groups_of(

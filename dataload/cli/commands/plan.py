@@ -16,14 +16,9 @@ from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
     NODES,
     BatchSize,
-    Columns,
-    Errors,
-    FillNull,
-    FilterLists,
     Json,
-    NullMasks,
-    PartitioningName,
     Ramp,
+    Reads,
     Seed,
     ShuffleName,
     StorageOptions,
@@ -32,7 +27,7 @@ from dataload.cli.commands.options import (
     Window,
     open_row_groups,
     shuffle_of,
-    with_cache_options,
+    with_shared_options,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, show, table
 from dataload.errors import ConfigError
@@ -66,7 +61,7 @@ def _positive(value: float | None) -> float | None:
     return _number(value)
 
 
-@with_cache_options()
+@with_shared_options()
 def plan(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="The dataset. Several are read as a mixture.")],
     weights: Weights = None,
@@ -80,12 +75,8 @@ def plan(
     ] = None,
     seed: Seed = 0,
     num_streams: Annotated[int, typer.Option("--num-streams", "--nodes", min=1, help=NODES)] = 1,
-    columns: Columns = None,
-    filters: FilterLists = None,
-    fill_null: FillNull = None,
-    null_masks: NullMasks = False,
-    errors: Errors = "raise",
-    partitioning: PartitioningName = "hive",
+    *,
+    reads: Reads,
     pack: Annotated[
         int | None, typer.Option(min=1, help="Length of the sequences that documents are packed into: Dataset.pack.")
     ] = None,
@@ -120,7 +111,6 @@ def plan(
         Path | None,
         typer.Option(help="What `dataload doctor URL --measure FILE` wrote on such a node, for --accelerators."),
     ] = None,
-    *,
     cache: CacheConfig,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -141,9 +131,7 @@ def plan(
     host = _host(measured, gbps, latency_ms)
     shares = _shares(urls, weights, schedule, ramp=ramp)
     unlimited = replace(cache, cache_bytes=None)  # A cache that is opened with a limit evicts what exceeds it.
-    reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
-    sources = [open_row_groups(url, storage_options, unlimited, **reads, quiet=as_json) for url in urls]
+    sources = [open_row_groups(url, storage_options, unlimited, reads, quiet=as_json) for url in urls]
     options: dict[str, Any] = {"shuffle": shuffle_of(shuffle), "seed": seed, "num_streams": num_streams}
     if batch_tokens is not None:
         options["num_streams"] = 1  # Each node reads all of the dataset.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dataload.cache.config import CacheConfig
-from dataload.cli.commands.options import Json, StorageOptions, mapping, with_cache_options
+from dataload.cli.commands.options import Json, StorageOptions, mapping, with_shared_options
 from dataload.cli.console import FOUND_A_PROBLEM, show
 from dataload.cli.values import plain_value, row_text
 from dataload.errors import ConfigError, DataloadError
@@ -39,7 +39,7 @@ LoaderName = Annotated[
 ]
 
 
-@with_cache_options()
+@with_shared_options()
 def rows(
     folder: Folder,
     step: Annotated[int | None, STEP] = None,
@@ -69,7 +69,7 @@ def rows(
         _show_step(run, run.step(step), rank, values=values, as_json=as_json)
 
 
-@with_cache_options()
+@with_shared_options()
 def replay(
     folder: Folder,
     step: Annotated[int, STEP],

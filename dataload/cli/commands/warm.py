@@ -9,21 +9,16 @@ from rich.filesize import decimal
 
 from dataload.cache.config import CacheConfig
 from dataload.cli.commands.options import (
-    Columns,
-    Errors,
-    FillNull,
-    FilterLists,
     Json,
-    NullMasks,
     NumStreams,
-    PartitioningName,
+    Reads,
     Seed,
     StorageOptions,
     Url,
     Window,
     node_of,
     open_row_groups,
-    with_cache_options,
+    with_shared_options,
 )
 from dataload.cli.console import progress, show
 from dataload.errors import ConfigError, DataError, DataloadError
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
     from dataload.rows.row_group_cache import RowGroupCache
 
 
-@with_cache_options()
+@with_shared_options()
 def warm(
     url: Url,
     shard: Annotated[str | None, typer.Option(help="Fetch the part of node i of n, as i/n, from 0.")] = None,
@@ -42,13 +37,8 @@ def warm(
     first: Annotated[int | None, typer.Option(min=1, help="Fetch only the first row groups of that order.")] = None,
     seed: Seed = 0,
     window: Window = None,
-    columns: Columns = None,
-    filters: FilterLists = None,
-    fill_null: FillNull = None,
-    null_masks: NullMasks = False,
-    errors: Errors = "raise",
-    partitioning: PartitioningName = "hive",
     *,
+    reads: Reads,
     cache: CacheConfig,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -65,9 +55,7 @@ def warm(
     if is_read_only(cache.folder):
         raise ConfigError(f"cache_dir {cache.folder} is read-only: warm it where it can be written")
     _must_answer(cache)
-    reads: dict[str, Any] = {"columns": columns, "filters": filters, "fill_null": fill_null}
-    reads |= {"null_masks": null_masks, "errors": errors, "partitioning": partitioning}
-    blobs = open_row_groups(url, storage_options, cache, **reads, quiet=as_json)
+    blobs = open_row_groups(url, storage_options, cache, reads, quiet=as_json)
     if nulls := blobs.maker.known_nulls:
         raise DataError(f"{nulls}: {ON_THE_COMMAND_LINE}")
     manifest, blocks = blobs.manifest, blobs.blocks
