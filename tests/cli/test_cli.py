@@ -686,14 +686,14 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
         "warming: 2.0 MB of 10.0 MB (20%), 1.0 MB/s, 8.0 s to go\n"
         "warming: 4.0 MB of 10.0 MB (40%), 200.0 kB/s, 30 s to go\n"
     )
-    slow = ProgressLines("counting documents", 40, "row groups", clock=lambda: now[0])
-    now[0] = 40.0
-    slow.advance(10)
-    assert capsys.readouterr().err == "counting documents: 10 of 40 row groups (25%), 0.50/s, 60 s to go\n"
     nothing = ProgressLines("warming", 0, clock=lambda: now[0])  # row groups without rows
     now[0] = 30
     nothing.advance(0)
     assert capsys.readouterr().err == "warming: 0 bytes of 0 bytes (100%), 0 bytes/s, under 0.1 s to go\n"
+    slow = ProgressLines("counting documents", 40, "row groups", clock=lambda: now[0])
+    now[0] = 50.0
+    slow.advance(10)
+    assert capsys.readouterr().err == "counting documents: 10 of 40 row groups (25%), 0.50/s, 60 s to go\n"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.setup import recovery
 from dataload.cache.origin.source import open_source
-from dataload.catalog import manifest
+from dataload.catalog import resolve
 from dataload.cli.commands.doctor import doctor
 from dataload.doctor import cache_dir, cluster, limits, object_store, processes, registry
 from dataload.doctor.finding import Case, Finding, reason
@@ -596,7 +596,7 @@ def test_rows_that_cannot_be_measured(
         raise RuntimeError("an unexpected filesystem error")
 
     (tmp_path / "x").write_bytes(BODY)
-    monkeypatch.setattr(manifest, "manifest_of", manifest_of)
+    monkeypatch.setattr(resolve, "manifest_of", manifest_of)
     with pytest.raises(typer.Exit):
         doctor(str(tmp_path / "x"), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
     found = json.loads(capsys.readouterr().out)["checks"]

@@ -181,7 +181,9 @@ def with_shared_options(*, of_folder: bool = False) -> Callable[[Callable[..., N
         def run(*arguments: Any, **named: Any) -> None:
             cache, others = split_options(named)
             if "reads" in own:
-                others["reads"] = Reads(**{each.name: others.pop(each.name) for each in fields(Reads)})
+                others["reads"] = Reads(
+                    **{each.name: others.pop(each.name) for each in fields(Reads) if each.name in others}
+                )
             command(*arguments, cache=CacheConfig(**cache), **others)
 
         of_reads = inspect.signature(Reads, eval_str=True).parameters.values()
