@@ -27,6 +27,7 @@ from dataload.errors import ConfigError, OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
 from dataload.planning.warm import warm
 from dataload.rows.making.pipeline import make_cached
+from dataload.rows.read_options import USUAL
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.memory_budget import MemoryBudget, ReservationCancelled
 from dataload.runtime.text import at_least
@@ -371,7 +372,7 @@ def test_the_doctor_estimates_with_values_too(bucket: Any) -> None:
     values = [f"{'hello world ' * (number % 100)}" for number in range(3000)]
     bucket.put_table("texts/0.parquet", pa.table({"text": values}))
     store = _store(f"s3://{bucket.name}/texts", json.dumps(bucket.options), CacheConfig(), "hive")
-    reads, unreadable = _reads(store, (None, None, None, False, "raise"), {}, quiet=True)
+    reads, unreadable = _reads(store, (None, None), USUAL, {}, quiet=True)
     assert reads is not None, unreadable
     assert reads[1].row_bytes == pytest.approx(np.mean([len(value) + 8 for value in values]), rel=0.01)
 

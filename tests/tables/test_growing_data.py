@@ -269,7 +269,9 @@ def test_ranks_whose_refreshes_differ_are_told(folder, ranks):
     assert sorted([*rows[0], *rows[1]]) == list(range(40))
     errors = errors_of(ranks(2, read_after_a_refresh, str(folder), True))
     assert errors
-    assert all("the ranks read different rows" in error and "c.parquet" in error for error in errors)
+    for error in errors:
+        assert "the ranks read different rows" in error
+        assert "c.parquet" in error or "the one after" in error  # as the rank that lacks it says
 
 
 def test_without_a_choice_other_data_is_refused_and_the_choices_are_named(folder, options):
