@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Else each of the thousands of processes that the tests start compiles dataload again.
 unexport PYTHONDONTWRITEBYTECODE
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One process more than cores, for many tests wait.
+PARALLEL := --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup test check lowest newest workflows slow corpora chaos format options demo bench micro packers sources stores gpu peers trainers docs browser wheel constraints clean
 

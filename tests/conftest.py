@@ -38,9 +38,10 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
-    test_map test_docs test_mesh test_cli test_faulty_stores test_loader test_mixed_loader test_origin_server
-    test_background_decoder test_endings test_flat_map test_origin_engine test_cluster_tier test_local_tier_kills
-    test_growing_data test_local_tier test_cluster_training test_integrations test_forms test_filesystem
+    test_store_checkpoints test_growing_data test_map test_cluster_tier test_ending test_report test_mesh test_docs
+    test_cluster_client test_train_resume test_local_tier_kills test_cluster_training test_convert test_waits
+    test_background_decoder test_integrations test_loader test_cli test_row_store test_mixed_loader
+    test_origin_engine test_stragglers test_iceberg_histories test_stalls
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 

@@ -18,7 +18,7 @@ from dataload.cache.origin.explanation import fix_of
 from dataload.cache.origin.guarded_s3 import lacks_token
 from dataload.cache.origin.s3 import bucket_region
 from dataload.cache.origin.stores import translation_of
-from dataload.cache.origin.version import VERSION_FIELDS
+from dataload.cache.origin.version import LOCAL_FIELDS, VERSION_FIELDS
 from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginNotFound
@@ -207,6 +207,8 @@ def etag(store: Store) -> Finding:
         info = store.origin.info(first.path)
     except DataloadError as error:
         return problem(reason(error), READ_ADVICE)
+    if info.keys() >= set(LOCAL_FIELDS):
+        return ok("the inode, the time of change and the size of a file identify its version")
     field = next((name for name in VERSION_FIELDS if info.get(name)), None)
     if field is None and info.get("LastModified"):
         return warning(
