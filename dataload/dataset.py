@@ -294,8 +294,8 @@ class Dataset(MapStyle):
         of the split says where they are.
 
         Args:
-            fractions: Share of the rows for each split. Whole row groups approximate it. With fewer row groups than
-                splits, rows are drawn, which meet it exactly.
+            fractions: Share of the rows for each split. Whole row groups meet it to within 2 % of the rows; if they
+                cannot, rows are drawn, which meet it exactly, and each split fetches all row groups.
             seed: Draws the row groups, or the rows, of each split.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from numbers import Real
 from pathlib import PurePosixPath
 
@@ -18,16 +19,17 @@ from dataload.samplers.keys import derive_key
 from dataload.samplers.permutation import KeyedPermutation
 
 TOLERANCE = 1e-6  # of the sum of the fractions
+COARSE = 0.02  # by which whole row groups may miss a fraction of the rows
 
 
 def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:
-    """Return disjoint splits that cover the dataset, as close to these fractions of the rows as row groups allow.
+    """Return disjoint splits that cover the dataset, with these fractions of the rows to within `COARSE`.
 
     Row groups are sorted by a hash of (seed, name and size of the file, number), and that order is cut. So the row
     groups of a dataset that grows keep their relative order, and copies in other folders are split alike. Each split
     has at least one row group with rows, and is in file order.
 
-    With fewer row groups than splits, each split has a random choice of rows.
+    If row groups are so few or so uneven that a split would miss its fraction, each has a random choice of rows.
 
     Raises:
         ConfigError: The fractions are not positive or do not sum to 1, or there are fewer rows than splits.
@@ -52,9 +54,13 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     order = sorted(filled, key=lambda number: (keys[number], number))
     # Row groups without rows go to the last split.
     order += np.flatnonzero(lengths == 0).tolist()
-    borders = _borders(lengths[order[: len(filled)]], fractions)
-    spans = zip([0, *borders], [*borders, len(order)], strict=True)
-    return [manifest.only(order[start:stop]) for start, stop in spans]
+    rows = lengths[order]
+    borders = _borders(rows[: len(filled)], fractions)
+    spans = [slice(*span) for span in pairwise([0, *borders, len(order)])]
+    shares = [rows[span].sum() / rows.sum() for span in spans]
+    if not np.allclose(shares, fractions, rtol=0, atol=COARSE):
+        return _split_rows(manifest, fractions, seed)
+    return [manifest.only(order[span]) for span in spans]
 
 
 def _identity(group: RowGroup) -> tuple[str, int, int]:

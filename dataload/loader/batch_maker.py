@@ -213,8 +213,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         batch, skipped = self._skipping_bad_rows(rows, answer.batch, make, name, stop, request.draw)
         return replace(answer, batch=batch, skipped=skipped)
 
-    def collate(self, rows: NumberedRows) -> tuple[Any, Mapping[str, int], tuple[int, ...]]:
-        """Return the batch of these rows, its rows by source, and the numbers of the rows that were replaced.
+    def collate(self, rows: NumberedRows) -> tuple[Any, Mapping[str, int], Mapping[int, int]]:
+        """Return the batch of these rows, its rows by source, and those that were replaced, by their positions in it.
 
         A DataLoader that is no loader calls this, see `dataload.loader.trainer_batches`.
 
@@ -258,8 +258,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         name: str,
         stop: Future[None] | None = None,
         draw: Draw = None,
-    ) -> tuple[Any, tuple[int, ...]]:
-        """Return make(rows, columns), and the numbers of rows that raised and were replaced.
+    ) -> tuple[Any, dict[int, int]]:
+        """Return make(rows, columns), and the rows that raised and were replaced, by their positions.
 
         Args:
             rows: The rows.
@@ -288,15 +288,15 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
         try:
             with naming_rows(rows.numbers, name, self._dataset.locate, None if self._skip else works):
-                return make(rows, columns), ()
+                return make(rows, columns), {}
         except Exception as error:
             if not (self._skip and is_of_a_row(error)):
                 raise
             numbers = replacements(rows.numbers, self._dataset.rows_around(int(rows.numbers.max())), works)
             if numbers is None:
                 raise
-            skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())
-            self._warn(skipped, error)
+            skipped = {int(place): int(rows.numbers[place]) for place in np.flatnonzero(numbers != rows.numbers)}
+            self._warn([*skipped.values()], error)
         with naming_rows(numbers, name, self._dataset.locate):
             return make(gathered(numbers), None), skipped
 

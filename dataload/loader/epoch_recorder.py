@@ -59,7 +59,7 @@ class EpochRecorder:
             if answer is None:
                 return
             stats.wait_histogram.add(now - requested)
-            stats.count(answer.rows, answer.by_source, answer.skipped, answer.tokens, answer.padding)
+            stats.count(answer.rows, answer.by_source, [*answer.skipped.values()], answer.tokens, answer.padding)
             stats.skipped_rows += answer.left_out
             stats.waited_for(loading, answer.loading)
             yield answer

@@ -90,6 +90,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     """
 
     dataset: MapStyle
+    replaced: tuple[int, ...] = ()
+    """Positions in the batch that was handed out last of rows that stand in for rows that raised."""
 
     def __init__(
         self,
@@ -425,7 +427,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 if (request := answer.request) is not None:
                     ledger.hand_out(request.cursor, request.step, request.size, request.rows)
                 if answer.skipped:
-                    ledger.skip(answer.skipped)
+                    ledger.skip([*answer.skipped.values()])
+                self.replaced = tuple(answer.skipped)
                 yield answer.batch
                 check_process(owner)
                 if self.persistent_workers and self._latest.stats is not stats:

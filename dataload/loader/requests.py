@@ -66,7 +66,7 @@ class Answer:
             `Accounts`, or None if it was open already. Only the accounts of a worker have entries.
         loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
         making: The activities of the worker, if one made the batch.
-        skipped: The rows that raised and were replaced.
+        skipped: The rows that raised and were replaced, by their positions in the batch.
         tokens: Values of packed documents in it.
         padding: Places of padding beside them.
         request: The request that it is the first answer to; None: it is a later one.
@@ -81,7 +81,7 @@ class Answer:
     row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
     loading: Mapping[str, float] = field(default_factory=dict)
     making: Timeline | None = None
-    skipped: tuple[int, ...] = ()
+    skipped: Mapping[int, int] = field(default_factory=dict)
     tokens: int = 0
     padding: int = 0
     request: Request | None = None

@@ -64,7 +64,8 @@ class LatestLoop:
 
     def collate(self, maker: BatchMaker, rows: NumberedRows) -> Any:
         """Return a batch for a trainer's DataLoader, and count it. A batch of a worker counts when it arrives."""
-        batch, *counts = maker.collate(rows)
+        batch, by_source, skipped = maker.collate(rows)
+        counts = by_source, [*skipped.values()]
         if get_worker_info() is not None:
             return _Sent(self._key, batch, len(rows.numbers), *counts)
         return _arrived(self._key, batch, len(rows.numbers), *counts)

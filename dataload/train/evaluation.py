@@ -32,7 +32,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """Return the mean of each metric over the rows of all ranks, and their number as "rows".
 
     Every rank returns the same values. Loaders may have different lengths on different ranks. The last `loader.padding`
-    rows of a loader repeat other rows and are left out. So are the rows that the sampler of a DataLoader repeats.
+    rows of a loader repeat other rows and are left out. So are those that stand in for rows that raised
+    (`loader.replaced`), and the rows that the sampler of a DataLoader repeats.
     All modules are in eval mode during the evaluation. Afterwards, also after an exception, each module is in its
     previous mode. With a loader of `make_loader(..., mesh=mesh)` all ranks are those of the mesh. A model that is
     sharded (FSDP) needs loaders of equal lengths. If a launcher's ranks share the rows of the loader and there is no
@@ -49,7 +50,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         ConfigError: `metric_fn` returns no dict, a metric is no tensor, has another shape than [B] or is named "rows",
             metrics have different numbers of rows, there are no rows, or other ranks share the rows of the loader and
             there is no process group of them. Or a transform changes the number of rows, and a rank has rows that
-            repeat others.
+            repeat others or stand in for them.
 
     Example:
         >>> import torch
@@ -69,13 +70,13 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
             share_buffers_of(model)
         for batch in batches_on(loader, device):
             for name, value in _metrics_of(metric_fn(model, on_device(batch, device))).items():
-                own.setdefault(name, _Sum(padding)).add(value)
+                own.setdefault(name, _Sum(padding)).add(value, loader.replaced if isinstance(loader, Loader) else ())
         totals = {name: metric.total() for name, metric in own.items()}
-        gathered = gather((totals, _repeats_unknown_rows(loader, padding, totals)), mesh)
+        gathered = gather((totals, _repeats_unknown_rows(loader, padding, own.values())), mesh)
     if any(is_unknown for _, is_unknown in gathered):
         raise ConfigError(
-            "the transform or metric_fn changes the number of rows, so it is unknown which of them repeat others at "
-            "the end: keep all rows, and return metrics that count a bad row as 0"
+            "the transform or metric_fn changes the number of rows, so it is unknown which of them repeat others: keep "
+            "all rows, and return metrics that count a bad row as 0"
         )
     ranks = [totals for totals, _ in gathered]
     names = {name: None for rank in ranks for name in rank}
@@ -133,11 +134,11 @@ def _dropped(loader: Any, sampler: DistributedSampler[Any]) -> int:
     return len(sampler) % batches.batch_size if isinstance(batches, BatchSampler) and batches.drop_last else 0
 
 
-def _repeats_unknown_rows(loader: Any, padding: int, totals: Mapping[str, tuple[float, int]]) -> bool:
+def _repeats_unknown_rows(loader: Any, padding: int, sums: Iterable[_Sum]) -> bool:
     """Return whether this rank repeats rows, and its metrics have another number of values than it read rows."""
-    if not padding or not isinstance(loader, Loader):
+    if not isinstance(loader, Loader):
         return False
-    return any(count != loader.stats().rows - padding for _, count in totals.values())
+    return any((padding or each.replaced) and each.values != loader.stats().rows - padding for each in sums)
 
 
 def _device_of(parameter: Tensor) -> torch.device:
@@ -146,9 +147,13 @@ def _device_of(parameter: Tensor) -> torch.device:
 
 
 class _Sum:
-    """The sum of all values except the last `padding`.
+    """The sum of all values except the last `padding`, and those of rows that stand in for others.
 
     Values are summed in chunks of CHUNK that do not depend on batch boundaries, so the batch size changes no bit.
+
+    Attributes:
+        values: The number of values so far, as far as they are summed.
+        replaced: The numbers of those that do not count.
     """
 
     def __init__(self, padding: int) -> None:
@@ -156,15 +161,18 @@ class _Sum:
         self._held: Tensor | None = None  # the values that are in no chunk yet
         self._total: float = 0
         self._count = 0
+        self.values = 0
+        self.replaced: set[int] = set()
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, replaced: Iterable[int]) -> None:
         held = torch.cat([values] if self._held is None else [self._held, values])
+        self.replaced |= {self.values + len(held) - len(values) + position for position in replaced}
         if whole := max(0, len(held) - self._padding) // CHUNK * CHUNK:
             self._add_up(held[:whole])
         self._held = held[whole:]
 
     def total(self) -> tuple[float, int]:
-        """Return the sum and the number of values."""
+        """Return the sum and the number of values that count."""
         if self._held is not None:
             self._add_up(self._held[: len(self._held) - self._padding])
         return self._total, self._count
@@ -172,5 +180,9 @@ class _Sum:
     def _add_up(self, values: Tensor) -> None:
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         for chunk in torch.split(values, CHUNK):
-            self._total += chunk.sum(dtype=dtype).item()
-        self._count += len(values)
+            numbers = range(self.values, self.values + len(chunk))
+            counts = [number not in self.replaced for number in numbers] if self.replaced else None
+            counting = chunk if counts is None else chunk[torch.tensor(counts, device=chunk.device)]
+            self._total += counting.sum(dtype=dtype).item()
+            self._count += len(counting)
+            self.values += len(chunk)

@@ -23,7 +23,7 @@ from dataload.cache.blocks.reader import Object
 from dataload.cache.config import CacheConfig
 from dataload.catalog.footer_cache import FooterLocation
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.catalog.splits import split
+from dataload.catalog.splits import COARSE, split
 from dataload.errors import ConfigError
 
 FOOTER_AT = FooterLocation(Object("bucket", 0, "run"), 0)
@@ -49,10 +49,16 @@ def fractions_of(weights: Sequence[int]) -> list[float]:
 )
 def test_parts(files: list[list[int]], weights: list[int], seed: int) -> None:
     whole, fractions = manifest_of(files), fractions_of(weights)
-    filled = sum(rows > 0 for counts in files for rows in counts)
-    if filled < len(fractions):
+    total = sum(map(sum, files))
+    if total < len(fractions):
         return  # see below
     parts = split(whole, fractions, seed)
+    shares = [part.num_rows / total for part in parts]
+    if parts[0].selection is not None:
+        assert shares == pytest.approx(fractions, abs=len(parts) / total)
+        assert sorted(itertools.chain(*(_rows_of(part, whole) for part in parts))) == list(range(total))
+        return
+    assert shares == pytest.approx(fractions, abs=COARSE)
     together = [group for part in parts for group in part.row_groups]
     assert len(together) == len(whole.row_groups)
     assert set(together) == set(whole.row_groups)
@@ -115,11 +121,21 @@ def test_fractions_are_numbers(fractions: Any) -> None:
         split(manifest_of([[5, 5]]), fractions, 0)
 
 
-def test_a_small_part_has_a_row_group() -> None:
-    parts = split(manifest_of([[1000] * 10]), [0.998, 0.001, 0.001], 0)
-    assert [len(part.row_groups) for part in parts] == [8, 1, 1]
-    parts = split(manifest_of([[1000] * 10]), [0.001, 0.001, 0.998], 0)
-    assert [len(part.row_groups) for part in parts] == [1, 1, 8]
+@pytest.mark.parametrize(
+    ("counts", "fractions", "rows"),
+    [
+        ([1000] * 10, [0.998, 0.001, 0.001], [9980, 10, 10]),
+        ([576, 24], [0.5, 0.5], [300, 300]),  # such as `convert` writes of a small dataset
+        ([1000] * 4, [0.8, 0.2], [3200, 800]),
+    ],
+)
+def test_rows_are_chosen_where_row_groups_are_too_coarse(counts: list[int], fractions: list[float], rows: Any) -> None:
+    assert [part.num_rows for part in split(manifest_of([counts]), fractions, 0)] == rows
+
+
+def test_row_groups_that_fit_stay_whole() -> None:
+    for part in split(manifest_of([[1000] * 10]), [0.5, 0.3, 0.2], 0):
+        assert part.selection is None
 
 
 def test_it_is_the_same_for_ever() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -63,6 +64,26 @@ def evaluated(folder, batch_size, cursor=0, **options):
         found = evaluate_over(model, loader, metrics)
     assert model.training
     return found
+
+
+def refusing(batch):
+    if 7 in batch["row_id"] or 300 in batch["row_id"]:
+        raise ValueError("a bad row")
+    return batch
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"batch_size": 64}, {"shuffle": False}])
+def test_rows_that_stand_in_for_rows_that_raised_do_not_count(folder, options):
+    found = evaluated(folder, **{"batch_size": 5, "on_error": "skip", "transform": refusing, **options})
+    good = pq.read_table(folder).filter(~pc.is_in(pc.field("row_id"), pa.array([7, 300])))
+    assert found["rows"] == N - 2
+    assert found["odd"] == pc.mean(pc.bit_wise_and(good["row_id"], 1)).as_py()
+    assert found["large"] == sum(good["large"].to_pylist()) / (N - 2)
+
+
+def test_they_do_not_count_on_several_ranks(folder, ranks):
+    for found in ranks(2, evaluated, folder, 16, on_error="skip", transform=refusing):
+        assert found["rows"] == N - 2
 
 
 def evaluated_outside_of_fit(folder, batch_size):
