@@ -15,7 +15,7 @@ from dataload.catalog.common_schema import is_ragged
 from dataload.errors import DataError
 from dataload.formats.arrow_types import has_members
 from dataload.formats.base import Footer
-from dataload.formats.schema import flatten, holds_nulls, structs_of
+from dataload.formats.schema import flatten, hides_nulls, holds_nulls, structs_of
 from dataload.formats.table_columns import TableColumns
 from dataload.runtime.cached_property import cached_property
 
@@ -31,6 +31,7 @@ class FileSchema:
         flat: Its flat form; of a file of a table, with the table's columns only.
         ragged: The columns of the flat form whose values vary in length.
         without_nulls: Those whose batches can hold no nulls.
+        hiding: Those whose batches can hold no nulls inside of lists.
         renamed: As for `RowGroup`.
         content: What tells it from others: the schema in bytes and the renamed columns, as text.
     """
@@ -39,6 +40,7 @@ class FileSchema:
     flat: pa.Schema
     ragged: list[str]
     without_nulls: list[str]
+    hiding: list[str]
     renamed: tuple[tuple[str, str], ...]
     content: tuple[str, str]
 
@@ -55,7 +57,8 @@ class GroupSummary(NamedTuple):
         rows: Its rows.
         bytes: Compressed bytes of all its columns.
         sizes: Uncompressed, encoded bytes of each of the schema's `ragged` columns.
-        nulls: Nulls of each of the schema's columns `without_nulls`; None: unknown.
+        nulls: Nulls of each of the schema's columns `without_nulls`, None if unknown; then those inside the lists of
+            each of its columns `hiding`, as far as they are known.
     """
 
     rows: int
@@ -103,7 +106,7 @@ class Summarize:
                 rows,
                 footer.stored_bytes(number),
                 footer.decoded_bytes(number, schema.ragged),
-                footer.null_counts(number, schema.without_nulls),
+                [*footer.null_counts(number, schema.without_nulls), *footer.null_elements(number, schema.hiding)],
             )
             for number, rows in enumerate(footer.lengths)
         ]
@@ -123,7 +126,8 @@ class Summarize:
         called = tuple((name, renamed[each]) for name, each in holders if each in renamed)
         ragged = [field.name for field in flat if is_ragged(field)]
         dense = [field.name for field in flat if not holds_nulls(field)]
-        schema = FileSchema(own, flat, ragged, dense, called, (packed, names))
+        hiding = [field.name for field in flat if hides_nulls(field)]
+        schema = FileSchema(own, flat, ragged, dense, hiding, called, (packed, names))
         return self._schemas.setdefault((packed, names), schema)
 
     def to_bytes(self, found: Mapping[int, FileSummary]) -> bytes:
@@ -142,7 +146,8 @@ class Summarize:
         for number, of, listed, unreadable, mark in files:
             schema, groups = schemas[of], [GroupSummary(*each) for each in listed]
             for group in groups:
-                has_all = (len(group.sizes), len(group.nulls)) == (len(schema.ragged), len(schema.without_nulls))
+                counted = len(schema.without_nulls) + len(schema.hiding)
+                has_all = (len(group.sizes), len(group.nulls)) == (len(schema.ragged), counted)
                 has_counts = all(each is None or type(each) is int for each in group.nulls)
                 if not (has_all and has_counts and _has_numbers(group)):
                     raise ValueError(f"a row group of {tuple(group)}")

@@ -28,7 +28,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.decompression import decompressed
 from dataload.runtime.text import few
 
-VERSION = f"16 of pyarrow {pa.__version__}"  # Another one may read other types of the same footers.
+VERSION = f"17 of pyarrow {pa.__version__}"  # Another one may read other types of the same footers.
 UNKNOWN = -1  # nulls
 MOST_NULLS = 1 << 48  # of a row group; a footer with more is damaged
 
@@ -83,7 +83,8 @@ class Manifest:
         promoted: By column that files write differently, how: with types that were promoted to the schema's, or without
             it, as a member of a struct that other files have. It is null there.
         nulls: By column whose batches cannot hold nulls, and that has or may have some: how many each row group has by
-            its footer, folder and schema, or `UNKNOWN`, int64 [row groups].
+            its footer, folder and schema, or `UNKNOWN`, int64 [row groups]. Those inside of lists count if the footer
+            tells them from empty lists.
         pinned: The URL of the version of a table that has these rows; "": they are of no table.
     """
 

@@ -20,7 +20,7 @@ from dataload.catalog.manifest import MOST_NULLS, UNKNOWN, VERSION, Counts, Mani
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import DataError
 from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns, with_valid_text
-from dataload.formats.schema import holds_nulls, structs_of
+from dataload.formats.schema import hides_nulls, holds_nulls, structs_of
 from dataload.formats.table_columns import TableFile
 from dataload.formats.text import TextErrors
 from dataload.runtime.text import few
@@ -211,11 +211,16 @@ def _row_groups(
 def _nulls(schema: pa.Schema, groups: Sequence[RowGroup], files: Iterable[_File]) -> dict[str, Counts]:
     """Return the nulls of a manifest, by the footers of the files that have its row groups."""
     unable = {field.name for field in schema if not holds_nulls(field)}
+    known = unable | {field.name for field in schema if hides_nulls(field)}
     nulls: defaultdict[str, Counts] = defaultdict(lambda: np.zeros(len(groups), np.int64))
-    counted = ((file.schema.without_nulls, group.nulls) for file in files for group in file.summary.groups)
+    counted = (
+        ([*file.schema.without_nulls, *file.schema.hiding], group.nulls)
+        for file in files
+        for group in file.summary.groups
+    )
     for number, (group, (names, counts)) in enumerate(zip(groups, counted, strict=True)):
-        without_values = ((name, group.rows) for name, value in group.constants if value is None)
+        without_values = ((name, group.rows) for name, value in group.constants if value is None and name in unable)
         for name, count in [*zip(names, counts, strict=True), *without_values]:
-            if count != 0 and name in unable:
+            if count != 0 and name in known:
                 nulls[name][number] = UNKNOWN if count is None or not 0 <= count <= MOST_NULLS else count
     return dict(nulls)

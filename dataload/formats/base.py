@@ -119,6 +119,12 @@ class Footer(Protocol):
         The count of a column of lists has the empty lists too.
         """
 
+    def null_elements(self, number: int, columns: Collection[str]) -> list[int]:
+        """Return the nulls inside the lists of each of these columns in a row group; 0 if the file does not tell.
+
+        columns: of lists of nullable numbers.
+        """
+
     def num_values(self, number: int, column: str) -> int | None:
         """Return at least how many values the lists of a column have in a row group, by the file's metadata.
 

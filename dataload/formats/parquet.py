@@ -177,6 +177,16 @@ class ParquetFooter:
                 return None
         return total
 
+    def null_elements(self, number: int, columns: Collection[str]) -> list[int]:
+        return [self._null_elements(self._row_groups[number], self._columns.leaves[name]) for name in columns]
+
+    def _null_elements(self, chunks: Chunks, leaves: range) -> int:
+        [leaf] = leaves
+        if chunks.null_count(leaf) == 0:  # That of null and empty lists, too.
+            return 0
+        counts, level = chunks[leaf].definition_levels, self._parts.metadata.schema.column(leaf).max_definition_level
+        return counts[level - 1] if len(counts) == level + 1 else 0
+
     def num_values(self, number: int, column: str) -> int | None:
         chunks = self._chunks(number, [column])
         return chunks[0].num_values if len(chunks) == 1 else None

@@ -50,7 +50,7 @@ WITH_COLUMN_KEY = 2  # field of ColumnCryptoMetaData
 COLUMNS, WHOLE, ROWS, SORTING, TOTAL_STORED = 1, 2, 3, 4, 6  # fields of RowGroup
 SCHEMA, ROW_GROUPS, KEY_VALUES, ORDERS = 2, 4, 5, 7  # fields of FileMetaData
 REQUIRED = {COLUMNS, WHOLE, ROWS}
-PATH, CHUNK_KEY_VALUES, ENCODING_STATISTICS = 3, 8, 13  # fields of ColumnMetaData
+PATH, CHUNK_KEY_VALUES, ENCODING_STATISTICS, SIZE_STATISTICS = 3, 8, 13, 16  # fields of ColumnMetaData
 FIELDS = {"codes": 2, "values": 5, "whole": 6, "stored": 7, "data": 9, "dictionary": 11}  # of ColumnMetaData
 # Lists are wanted for their element's type alone: Arrow reads the type that it expects, whatever a list says.
 CHUNK: Wanted = {
@@ -73,7 +73,7 @@ ALL_STATISTICS: Wanted = {
         {
             1: (I32, {}),
             STATISTICS: (STRUCT, dict.fromkeys(BOUNDS, (BINARY, {}))),
-            16: (STRUCT, {TEXT_BYTES: (I64, {}), REPETITION_LEVELS: LEVELS, DEFINITION_LEVELS: LEVELS}),
+            SIZE_STATISTICS: (STRUCT, {TEXT_BYTES: (I64, {}), REPETITION_LEVELS: LEVELS, DEFINITION_LEVELS: LEVELS}),
         },
     )
 }
@@ -84,6 +84,7 @@ GROUP: Wanted = {
 }
 FIRST_FIELDS = 0x10 | I32, 0x10 | LIST, 0x10 | I64  # the heads of a footer's version, schema and number of rows
 NO_ROWS = bytes([0x10 | I64, 0, 0x10 | LIST, STRUCT])
+LEVEL_COUNTS: Wanted = {METADATA: (STRUCT, {SIZE_STATISTICS: (STRUCT, {DEFINITION_LEVELS: LEVELS})})}
 PAGE_INDEX: Wanted = {4: (I64, {}), 5: (I32, {})}  # where the OffsetIndex is, and its size
 OFFSET_INDEX: Wanted = {1: (LIST, (STRUCT, {1: (I64, {}), 2: (I32, {}), 3: (I64, {})}))}
 MOST_TEXT = 64  # bytes of a text in a usual chunk: a name, or a bound
@@ -152,6 +153,12 @@ class Chunk:
             return None
         start, size = (_integer(fields[number]) for number in PAGE_INDEX)
         return start, start + size
+
+    @property
+    def definition_levels(self) -> list[int]:
+        """How many values have each definition level; nothing if its writer did not tell."""
+        sizes = self._fields(LEVEL_COUNTS).get(METADATA, {}).get(SIZE_STATISTICS, {})
+        return list(map(_integer, sizes.get(DEFINITION_LEVELS, ())))
 
     def has_sound_statistics(self, column: pq.ColumnSchema) -> bool:
         """Return whether its statistics fit its column, so that Arrow can read them."""
@@ -331,7 +338,8 @@ def pages_of(index: bytes) -> list[Page]:
 
 
 def _fits(metadata: Mapping[int, Any], column: pq.ColumnSchema) -> bool:
-    kind, bounds, sizes = PHYSICAL_TYPES.index(column.physical_type), metadata.get(STATISTICS, {}), metadata.get(16, {})
+    kind, bounds = PHYSICAL_TYPES.index(column.physical_type), metadata.get(STATISTICS, {})
+    sizes = metadata.get(SIZE_STATISTICS, {})
     width = column.length if kind == FIXED_LENGTH else WIDTHS[kind]
     levels = (REPETITION_LEVELS, column.max_repetition_level), (DEFINITION_LEVELS, column.max_definition_level)
     return (

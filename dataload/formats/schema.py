@@ -226,6 +226,14 @@ def holds_nulls(field: pa.Field) -> bool:
     return own.ragged or not needs_mask(own) or is_list(storage(field.type))
 
 
+def hides_nulls(field: pa.Field) -> bool:
+    """Return whether the lists of a column may have nulls inside that batches cannot represent."""
+    if is_unsupported(field) or not is_list(field.type) or not field.type.field(0).nullable:
+        return False
+    own = _field(field)
+    return own.kind == "list" and not own.shape and needs_mask(own)
+
+
 def mask_name(field: Field) -> str:
     """Return the name of the column that tells which rows of a column have nulls."""
     return f"{field.name}.is_null"

@@ -24,7 +24,7 @@ from dataload.formats.arrow_arrays import (
 )
 from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
 from dataload.formats.exact_values import array_of
-from dataload.formats.schema import Field, fields_of, flatten_table, mask_name, needs_mask
+from dataload.formats.schema import Field, fields_of, flatten_table, hides_nulls, mask_name, needs_mask
 from dataload.formats.text import TextErrors, repaired
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
@@ -78,10 +78,11 @@ def decode(
 
 
 def raises_for_nulls(field: pa.Field, fill_null: Any) -> bool:
-    """Return whether `decode` raises for a null of a column."""
+    """Return whether `decode` raises for a null of a column, or inside of its lists if it `hides_nulls`."""
     schema = pa.schema([field])
+    a_null = pa.array([[None]], field.type) if hides_nulls(field) else pa.nulls(1, field.type)
     try:
-        decode(pa.table([pa.nulls(1, field.type)], schema=schema), fields_of(schema), fill_null, "", schema)
+        decode(pa.table([a_null], schema=schema), fields_of(schema), fill_null, "", schema)
     except DataError:
         return True
     return False

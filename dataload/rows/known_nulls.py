@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from dataload.catalog.manifest import Counts, Manifest
 from dataload.formats.arrow_types import fixed_shape
+from dataload.formats.schema import hides_nulls
 from dataload.rows.arrow_decode import raises_for_nulls
 from dataload.rows.read_options import ReadOptions
 from dataload.runtime.text import few
@@ -31,7 +32,9 @@ def known_nulls(manifest: Manifest, columns: Sequence[str], read_options: ReadOp
     schema = manifest.schema
     found: dict[str, Counts] = {}
     for name in () if read_options.null_masks else columns:
-        if name in manifest.nulls and raises_for_nulls(schema.field(name), read_options.fill_null):
+        if name not in manifest.nulls or hides_nulls(schema.field(name)):
+            continue
+        if raises_for_nulls(schema.field(name), read_options.fill_null):
             # Those of rows that are dropped end no loop.
             dropped = (manifest.stored_lengths - manifest.block_lengths) * _values(schema.field(name))
             found[name] = np.maximum(manifest.nulls[name] - dropped, 0)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from thrift import Struct, with_footer
 from typer.testing import CliRunner
 
 from dataload import make_dataset, make_loader, mix
@@ -99,6 +100,54 @@ def test_other_selections_of_a_cached_row_group_have_their_own_rows(folder: str,
     assert rows_of(masked.select([0, 1]))["label.is_null"] == [True, False]
 
 
+LISTS = [[1, 2], [3, None], [], None, [4], [5], [None], [6]]
+
+
+def lists() -> pa.Table:
+    struct = pa.array([{"a": each, "b": row} for row, each in enumerate(LISTS)])
+    return pa.table({"id": range(8), "list": LISTS, "s": struct, "flags": [[True, None]] * 8})
+
+
+def write_lists_to_parquet(path: Path) -> None:
+    pq.write_table(lists(), path / "a.parquet", row_group_size=4)
+
+
+def write_lists_to_feather(path: Path) -> None:
+    pa.feather.write_feather(lists(), path / "a.feather", chunksize=4)
+
+
+@pytest.mark.parametrize("write", [write_lists_to_parquet, write_lists_to_feather])
+def test_dropped_rows_may_have_nulls_inside_lists_if_footers_count_them(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data")
+    columns, cache = ["id", "list", "s"], str(tmp_path / "cache")
+    dataset = make_dataset(tmp_path / "data", columns=columns, cache_dir=cache)
+    kept = [0, 2, 3, 4, 5, 7]
+    for _ in range(2):  # the second time from the cache
+        chosen = make_dataset(tmp_path / "data", columns=columns, filters=[("id", "in", kept)], cache_dir=cache)
+        for name in ("list", "s.a"):
+            found = [chosen[number][name] for number in range(len(kept))]
+            assert [None if each is None else each.tolist() for each in found] == [LISTS[row] for row in kept]
+    for rows in ([0, 1], [6, 7], range(8)):
+        with pytest.raises(DataError, match=r"column '(list|s\.a)' has [12] nulls inside its lists: pass fill_null="):
+            rows_of(dataset.select(rows))
+    filled = make_dataset(tmp_path / "data", columns=["list"], fill_null=0, cache_dir=cache)
+    assert [each.tolist() for each in filled.select([1, 6])["list"]] == [[3, 0], [0]]
+
+
+def test_selections_share_row_groups_with_null_and_empty_lists(tmp_path: Path) -> None:
+    """They have no nulls inside of lists."""
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"list": [[1], [], None, [4]]}), tmp_path / "data/a.parquet")
+    dataset = make_dataset(tmp_path / "data", cache_dir=str(tmp_path / "cache"))
+    assert [each.tolist() for each in dataset.select([0, 1])["list"]] == [[1], []]
+    misses = dataset.blocks.stats()["misses"]
+    assert [None if each is None else each.tolist() for each in dataset.select([2, 3])["list"]] == [None, [4]]
+    assert dataset.blocks.stats()["misses"] == misses
+
+
 def test_a_null_of_a_selected_row_is_an_error_before_the_first_batch_where_footers_prove_it(tmp_path: Path) -> None:
     write_parquet(tmp_path)
     dataset = make_dataset(tmp_path, columns=["label", "vector"], cache=False)
@@ -181,8 +230,15 @@ def test_a_row_group_of_several_blobs_may_have_nulls_in_dropped_rows(tmp_path: P
 
 
 def test_lists_whose_elements_may_be_null_are_decoded_whole(tmp_path: Path) -> None:
+    """If the footer does not tell such nulls from null and empty lists, as older writers do not."""
+
+    def without_levels(footer: Struct) -> None:
+        metadata = footer[4][1][1][0][1][1][1][0][3][1]  # of the first chunk
+        del metadata[16]
+
     lists = pa.array([[1, None], [2], None], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"tokens": lists}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"tokens": lists}), path := tmp_path / "a.parquet")
+    path.write_bytes(with_footer(path.read_bytes(), without_levels))
     dataset = make_dataset(tmp_path, cache=False).select([1, 2])
     with pytest.raises(DataError, match="column 'tokens' has 1 nulls inside its lists: pass fill_null="):
         next(iter(make_loader(dataset, 2)))

@@ -112,9 +112,17 @@ class ArrowFooter:
             own, *others = (nulls[node] for node in (*self._nodes[column], *structs))
             return None if any(others) else own  # Nulls of two nodes may be of one row.
 
-        count = max((nodes.stop for nodes in self._nodes.values()), default=0)
-        is_damaged = len(nulls) < count or min(nulls, default=0) < 0
-        return [None if is_damaged else of(column) for column in columns]
+        return [of(column) if self._has_sound_nulls(number) else None for column in columns]
+
+    def null_elements(self, number: int, columns: Collection[str]) -> list[int]:
+        nulls, coded = self._batches[number].null_counts, self.coded(number, columns)
+        known = [name for name in columns if name not in coded and self._has_sound_nulls(number)]
+        return [nulls[self._nodes[name].stop - 1] if name in known else 0 for name in columns]
+
+    def _has_sound_nulls(self, number: int) -> bool:
+        """Return whether a record batch counts the nulls of each node."""
+        nulls, count = self._batches[number].null_counts, max((each.stop for each in self._nodes.values()), default=0)
+        return len(nulls) >= count and min(nulls, default=0) >= 0
 
     def num_values(self, number: int, column: str) -> int | None:  # noqa: ARG002 (as for Parquet)
         return None
