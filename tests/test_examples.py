@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from ports import free_port
 from quiet import noise
 from torch import nn
@@ -299,6 +300,23 @@ def test_a_pipeline_trains_as_the_whole_model_does(folder, tmp_path):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+def test_images(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(90):
+        path = tmp_path / "photos" / f"class-{number % 3}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 80, (70, 90, 3), np.uint8) + np.uint8(80 * (number % 3))
+        Image.fromarray(pixels).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    run_all([[sys.executable, "-m", "dataload", "convert", "photos/", "train/", "--shuffle", "0"]], tmp_path, "convert")
+    job = [sys.executable, ROOT / "examples/train_images.py", "train/", "--epochs", "3"]
+    output = run_all([job], tmp_path, "on_error", "resumed", "finished")
+    rows = re.findall(r"epoch \d: accuracy [\d.]+% of (\d+) photographs", output)
+    assert rows in (["8"] * 3, ["9"] * 3)  # The photograph that is cut short may be one of the nine.
+    assert "epoch 2: " in run_all([job], tmp_path, "on_error", "resumed", "finished")
+
+
 def test_every_recipe_on_the_page_of_trainers_is_in_a_workflow():
     page = (ROOT / "docs/guides/trainers.md").read_text()
     blocks = re.findall(r"```python\n# (tests/workflows/\w+\.py)\n(.*?)```", page, re.DOTALL)
@@ -310,14 +328,14 @@ def test_every_recipe_on_the_page_of_trainers_is_in_a_workflow():
 
 
 def test_every_example_is_short_and_on_the_page_of_trainers():
-    assert len(EXAMPLES) == 11
+    assert len(EXAMPLES) == 12
     page = (ROOT / "docs/guides/trainers.md").read_text()
     blocks = dict(re.findall(r"```python\n# examples/(\w+\.py)\n(.*?)```", page, re.DOTALL))
-    elsewhere = {"train_plain_ddp.py", "train_slurm.sh"}  # on the pages of DDP and of Slurm
+    elsewhere = {"train_plain_ddp.py", "train_slurm.sh", "train_images.py"}  # on the pages of DDP, of Slurm, of vision
     assert blocks.keys() == {path.name for path in EXAMPLES} - elsewhere
     for path in EXAMPLES:
         lines = [line.strip() for line in path.read_text().splitlines()]
-        assert len(lines) <= (80 if path.name == "train_plain_ddp.py" else 60)  # it also saves and resumes by itself
+        assert len(lines) <= (80 if path.name in elsewhere else 60)  # They also save and resume, or augment.
         shown = [line.strip() for line in blocks.get(path.name, "").splitlines() if line.strip() not in ("", "...")]
         assert len(shown) >= 3 or path.name in elsewhere
         places = [lines.index(line) for line in shown]

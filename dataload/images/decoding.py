@@ -18,6 +18,7 @@ from dataload.rows.collate import unflattened
 from dataload.runtime.exhaustion import is_exhaustion
 from dataload.runtime.text import few
 
+WAYS_OUT = ": skip such rows by on_error='skip' of make_loader, or mark them by damaged='mark'"
 Crop = Literal["center", "full"]
 Damaged = Literal["raise", "mark"]
 
@@ -116,7 +117,7 @@ def _decoded(
                 one = _resized(one, size, crop)
         except Exception as error:
             if is_damaged is None or size is None or not _is_damage(error):
-                raise RowError.of(name, row, len(images), f"cannot be decoded: {error}") from error
+                raise RowError.of(name, row, len(images), f"cannot be decoded: {error}{WAYS_OUT}") from error
             is_damaged[row] = True
             one = np.zeros((size, size, CHANNELS), np.uint8)
         if not row:

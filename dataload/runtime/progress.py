@@ -36,13 +36,18 @@ class ProgressLines:
         now = self._clock()
         if now >= self._next:
             self._next = now + NEXT_LINES
-            rate = self._done / max(1e-9, now - self._started)
-            remaining = (self._total - self._done) / max(1e-9, rate)
-            share = self._done / self._total if self._total else 1.0
-            if self._unit:
-                done = f"{self._done:,} of {self._total:,} {self._unit}"
-                speed = f"{rate:,.{0 if rate >= SLOW else 2}f}"
-            else:
-                done, speed = f"{decimal(self._done)} of {decimal(self._total)}", decimal(round(rate))
-            sys.stderr.write(f"{self._title}: {done} ({share:.0%}), {speed}/s, {duration(remaining)} to go\n")
+            sys.stderr.write(f"{self._title}: {self._text(now - self._started)}\n")
             sys.stderr.flush()
+
+    def _text(self, seconds: float) -> str:
+        if not self._done and self._total:
+            return f"0 of {self._total:,} {self._unit}" if self._unit else f"0 of {decimal(self._total)}"
+        rate = self._done / max(1e-9, seconds)
+        remaining = (self._total - self._done) / max(1e-9, rate)
+        share = self._done / self._total if self._total else 1.0
+        if self._unit:
+            done = f"{self._done:,} of {self._total:,} {self._unit}"
+            speed = f"{rate:,.{0 if rate >= SLOW else 2}f}"
+        else:
+            done, speed = f"{decimal(self._done)} of {decimal(self._total)}", decimal(round(rate))
+        return f"{done} ({share:.0%}), {speed}/s, {duration(remaining)} to go"

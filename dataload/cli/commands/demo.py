@@ -41,6 +41,7 @@ def demo(
     from dataload.demo.serving import serve_until_interrupt
 
     if serve:
+        typer.echo(f"writing {rows:,} images", err=True)
         serve_until_interrupt(rows, seed, lambda settings: _show_settings(settings, as_json=as_json))
         return
     result = run_demo(cache_dir=folder, rows=rows, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json)
