@@ -294,8 +294,8 @@ class Dataset(MapStyle):
         of the split says where they are.
 
         Args:
-            fractions: Share of the rows for each split. Whole row groups meet it to within 2 % of the rows; if they
-                cannot, rows are drawn, which meet it exactly, and each split fetches all row groups.
+            fractions: Share of the rows for each split. Whole row groups meet it to within 2 % of the rows. If they
+                cannot, those at the borders are divided row by row, and both splits fetch them.
             seed: Draws the row groups, or the rows, of each split.
 
         Raises:

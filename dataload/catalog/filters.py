@@ -38,7 +38,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 SHOWN_CHARACTERS = 300  # of a filter in a message
 OPERATORS = (*COMPARISONS, "in", "not in")
-TIME_UNITS = ("s", "ms", "us", "ns")  # of Arrow
+OF_SECONDS = ("W", "D", "h", "m")  # units of NumPy that Arrow lacks
 
 Filters: TypeAlias = Sequence[Any] | pc.Expression
 """Predicates (column, operator, value) that must all hold; a list of such lists, of which one must hold; or an Arrow
@@ -318,9 +318,11 @@ def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _in_unit_of_arrow(value: Any) -> Any:
-    """Return a time of NumPy in seconds if Arrow lacks its unit, such as days or hours; any other value as it is."""
-    if isinstance(value, (np.datetime64, np.timedelta64)) and np.datetime_data(value.dtype)[0] not in TIME_UNITS:
-        return value.astype(f"{value.dtype.kind}8[s]")
+    """Return a time of NumPy in seconds if Arrow lacks its unit and these are exact; any other value as it is."""
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        exact = ("Y", "M", *OF_SECONDS) if isinstance(value, np.datetime64) else OF_SECONDS
+        if np.datetime_data(value.dtype)[0] in exact:
+            return value.astype(f"{value.dtype.kind}8[s]")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from pathlib import PurePosixPath
@@ -29,7 +29,8 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     groups of a dataset that grows keep their relative order, and copies in other folders are split alike. Each split
     has at least one row group with rows, and is in file order.
 
-    If row groups are so few or so uneven that a split would miss its fraction, each has a random choice of rows.
+    If row groups are so few or so uneven that a split would miss its fraction, the rows of those at the borders are
+    divided at random.
 
     Raises:
         ConfigError: The fractions are not positive or do not sum to 1, or there are fewer rows than splits.
@@ -42,8 +43,6 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     groups = manifest.row_groups
     lengths = manifest.block_lengths
     filled = np.flatnonzero(lengths).tolist()
-    if len(filled) < len(fractions):
-        return _split_rows(manifest, fractions, seed)
     seen = Counter[tuple[str, int, int]]()
     keys = {}
     for number in filled:
@@ -52,6 +51,8 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
         keys[number] = derive_key("split", seed, *identity, *again)
         seen[identity] += 1
     order = sorted(filled, key=lambda number: (keys[number], number))
+    if len(filled) < len(fractions):
+        return _split_rows(manifest, fractions, order, keys)
     # Row groups without rows go to the last split.
     order += np.flatnonzero(lengths == 0).tolist()
     rows = lengths[order]
@@ -59,7 +60,7 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     spans = [slice(*span) for span in pairwise([0, *borders, len(order)])]
     shares = [rows[span].sum() / rows.sum() for span in spans]
     if not np.allclose(shares, fractions, rtol=0, atol=COARSE):
-        return _split_rows(manifest, fractions, seed)
+        return _split_rows(manifest, fractions, order[: len(filled)], keys)
     return [manifest.only(order[span]) for span in spans]
 
 
@@ -67,16 +68,30 @@ def _identity(group: RowGroup) -> tuple[str, int, int]:
     return PurePosixPath(group.file.stable_path).name, group.file.size, group.number
 
 
-def _split_rows(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:
-    """Return splits of random rows."""
+def _split_rows(
+    manifest: Manifest, fractions: Sequence[float], order: Sequence[int], keys: Mapping[int, int]
+) -> list[Manifest]:
+    """Return splits of whole row groups in this order, but for those at the borders, of which each has random rows."""
     total = manifest.num_rows
     if total < len(fractions):
         raise ConfigError(
             f"fractions={fractions} need {len(fractions)} rows, and the dataset has {total}: make fewer splits"
         )
-    borders = _borders(np.ones(total, np.int64), fractions)
-    rows = KeyedPermutation(total, derive_key("split rows", seed, total))[np.arange(total)]
-    return [subset(manifest, part) for part in np.split(rows, borders)]
+    borders = [0]
+    for number in range(1, len(fractions)):
+        border = max(round(math.fsum(fractions[:number]) * total), borders[-1] + 1)
+        borders.append(min(border, total - len(fractions) + number))
+    lengths = manifest.block_lengths
+    starts = np.cumsum(lengths) - lengths
+    splits, position = np.empty(total, np.int32), 0  # of each row
+    for group in order:
+        rows = int(lengths[group])
+        own = np.searchsorted(borders, np.arange(position, position + rows), "right") - 1
+        if own[0] != own[-1]:
+            own = own[KeyedPermutation(rows, derive_key("split rows", keys[group]))[np.arange(rows)]]
+        splits[starts[group] : starts[group] + rows] = own
+        position += rows
+    return [subset(manifest, splits == number) for number in range(len(fractions))]
 
 
 def _borders(rows: npt.NDArray[np.int64], fractions: Sequence[float]) -> list[int]:

@@ -130,6 +130,8 @@ def reading(name: str) -> Iterator[None]:
     except (DataloadError, MemoryError):  # of the store; and of this host, which is also an ArrowException
         raise
     except (pa.ArrowException, OSError) as error:  # the latter: a file is cut short, or cannot be decompressed
+        if isinstance(error, OSError) and error.errno:  # of this host
+            raise
         fix = "write it again, or leave it out"
         raise DataError(f"{redacted(name)} cannot be read: {redacted(error)}: {fix}") from error
 

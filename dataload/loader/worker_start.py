@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -18,14 +19,18 @@ T = TypeVar("T")
 
 TO_THE_GROUP = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 
+_persistent: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()  # whose workers have been started
+
 
 def started(loader: DataLoader[T]) -> Iterator[T]:
     """Return an iterator of a DataLoader. Signals are held back from its workers until each calls `begin_worker`.
 
-    Those of a fork server start with its mask, so a signal may end one before that.
+    Those of a fork server start with its mask, so a signal may end one before that. Persistent workers start once.
     """
-    if not loader.num_workers:
+    if not loader.num_workers or loader in _persistent:
         return iter(loader)
+    if loader.persistent_workers:
+        _persistent.add(loader)
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     if method == "forkserver":
         return iter(loader)

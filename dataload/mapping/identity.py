@@ -84,7 +84,7 @@ def identity(function: Callable[..., Any], version: Any = None, sources: Sources
         find_code(function, sources)
         assigned = sources.assigned(name.rpartition(".")[2])
         described = _LenientWalk(sources, assigned).describe(function, name)
-        content: Any = ["version", name.rpartition(".")[2], repr(version), described]
+        content: Any = ["version", _file_of(function), name.rpartition(".")[2], repr(version), described]
     else:
         try:
             content = _Walk(sources).describe(function, name)
@@ -337,6 +337,16 @@ class _LenientWalk(_Walk):
 def find_code(function: Callable[..., Any], sources: Sources) -> None:
     """Make `sources` find the code of a function, and of the functions and classes of the project that it refers to."""
     _LenientWalk(sources).describe(function, name_of(function))
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    """Return the name of the file that defines a function, the same if it is a program or imported; "": a notebook."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = _named(function)
+    module = sys.modules.get(named.__module__)
+    scope = getattr(named, "__globals__", None) or ({} if module is None else vars(module))
+    return pathlib.PurePath(scope.get("__file__") or "").stem
 
 
 def _installed_module(function: types.FunctionType) -> list[str]:

@@ -79,8 +79,11 @@ def decode(
 
 def raises_for_nulls(field: pa.Field, fill_null: Any) -> bool:
     """Return whether `decode` raises for a null of a column, or inside of its lists if it `hides_nulls`."""
+    a_null = pa.nulls(1, field.type)
+    if hides_nulls(field):  # in a plain list of the same values, because Arrow makes those of any type
+        field = field.with_type(pa.list_(field.type.field(0)))
+        a_null = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), pa.nulls(1, field.type.value_type), field.type)
     schema = pa.schema([field])
-    a_null = pa.array([[None]], field.type) if hides_nulls(field) else pa.nulls(1, field.type)
     try:
         decode(pa.table([a_null], schema=schema), fields_of(schema), fill_null, "", schema)
     except DataError:

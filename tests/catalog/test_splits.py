@@ -54,7 +54,7 @@ def test_parts(files: list[list[int]], weights: list[int], seed: int) -> None:
         return  # see below
     parts = split(whole, fractions, seed)
     shares = [part.num_rows / total for part in parts]
-    if parts[0].selection is not None:
+    if any(part.selection is not None for part in parts):
         assert shares == pytest.approx(fractions, abs=len(parts) / total)
         assert sorted(itertools.chain(*(_rows_of(part, whole) for part in parts))) == list(range(total))
         return
@@ -101,11 +101,12 @@ def test_with_few_row_groups_the_parts_have_random_rows(counts: list[int]) -> No
 def _rows_of(part: Manifest, whole: Manifest) -> list[int]:
     """Return the numbers in `whole` of the rows of a part."""
     starts = dict(zip(whole.row_groups, np.cumsum([0, *whole.block_lengths]).tolist(), strict=False))
-    assert part.selection is not None
+    whole_groups = [np.ones(rows, np.bool_) for rows in part.block_lengths]
+    masks = whole_groups if part.selection is None else map(part.selection.mask, range(len(part.row_groups)))
     return [
         starts[group] + row
-        for at, group in enumerate(part.row_groups)
-        for row in np.flatnonzero(part.selection.mask(at)).tolist()
+        for group, mask in zip(part.row_groups, masks, strict=True)
+        for row in np.flatnonzero(mask).tolist()
     ]
 
 
@@ -131,6 +132,19 @@ def test_fractions_are_numbers(fractions: Any) -> None:
 )
 def test_rows_are_chosen_where_row_groups_are_too_coarse(counts: list[int], fractions: list[float], rows: Any) -> None:
     assert [part.num_rows for part in split(manifest_of([counts]), fractions, 0)] == rows
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_coarse_row_groups_stay_in_their_split_when_files_come(seed: int) -> None:
+    """The new file comes somewhere in the order: at most what it pushes over the border changes its split."""
+    smaller, larger = (manifest_of([[1000]] * files) for files in (4, 5))
+    before, after = (
+        {row for part in split(whole, [0.5, 0.5], seed)[:1] for row in _rows_of(part, whole)}
+        for whole in (smaller, larger)
+    )
+    assert len(before) == 2000
+    assert len(after) == 2500
+    assert len(before & after) >= 1500
 
 
 def test_row_groups_that_fit_stay_whole() -> None:

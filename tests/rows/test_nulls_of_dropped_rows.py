@@ -137,6 +137,16 @@ def test_dropped_rows_may_have_nulls_inside_lists_if_footers_count_them(
     assert [each.tolist() for each in filled.select([1, 6])["list"]] == [[3, 0], [0]]
 
 
+@pytest.mark.parametrize("kind", [pa.bool8(), pa.int8()])
+def test_a_null_inside_a_list_of_any_type_is_a_data_error(kind: pa.DataType, tmp_path: Path) -> None:
+    values = pa.array([1, None, 0], pa.int8())
+    values = pa.ExtensionArray.from_storage(kind, values) if isinstance(kind, pa.BaseExtensionType) else values
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), values)
+    pq.write_table(pa.table({"x": lists}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="'x'"):
+        list(make_loader(tmp_path / "a.parquet", 2, cache=False))
+
+
 def test_selections_share_row_groups_with_null_and_empty_lists(tmp_path: Path) -> None:
     """They have no nulls inside of lists."""
     (tmp_path / "data").mkdir()
