@@ -243,7 +243,7 @@ class LoaderStats:
 
     def line(self) -> str:
         """Return rows, waits, advice and traffic as one line, which doesn't say of which epoch or rank they are."""
-        if not self.seconds:
+        if not any((self.seconds, self.hits, self.misses, self.skipped_rows)):
             return "no rows read"
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
         skipped = f"{self.skipped_rows:,} rows that raised are skipped; " if self.skipped_rows else ""
