@@ -27,7 +27,7 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
 
     Row groups are sorted by a hash of (seed, name and size of the file, number), and that order is cut. So the row
     groups of a dataset that grows keep their relative order, and copies in other folders are split alike. Each split
-    has at least one row group with rows, and is in file order.
+    has at least one row, and is in file order.
 
     If row groups are so few or so uneven that a split would miss its fraction, the rows of those at the borders are
     divided at random.
@@ -51,16 +51,14 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
         keys[number] = derive_key("split", seed, *identity, *again)
         seen[identity] += 1
     order = sorted(filled, key=lambda number: (keys[number], number))
-    if len(filled) < len(fractions):
+    if len(order) < len(fractions):
         return _split_rows(manifest, fractions, order, keys)
-    # Row groups without rows go to the last split.
-    order += np.flatnonzero(lengths == 0).tolist()
     rows = lengths[order]
-    borders = _borders(rows[: len(filled)], fractions)
-    spans = [slice(*span) for span in pairwise([0, *borders, len(order)])]
+    spans = [slice(*span) for span in pairwise([0, *_borders(rows, fractions), None])]
     shares = [rows[span].sum() / rows.sum() for span in spans]
     if not np.allclose(shares, fractions, rtol=0, atol=COARSE):
-        return _split_rows(manifest, fractions, order[: len(filled)], keys)
+        return _split_rows(manifest, fractions, order, keys)
+    order += np.flatnonzero(lengths == 0).tolist()  # Row groups without rows go to the last split.
     return [manifest.only(order[span]) for span in spans]
 
 
@@ -71,7 +69,7 @@ def _identity(group: RowGroup) -> tuple[str, int, int]:
 def _split_rows(
     manifest: Manifest, fractions: Sequence[float], order: Sequence[int], keys: Mapping[int, int]
 ) -> list[Manifest]:
-    """Return splits of whole row groups in this order, but for those at the borders, of which each has random rows."""
+    """Return splits of the row groups in this order, of which those at the borders are divided at random."""
     total = manifest.num_rows
     if total < len(fractions):
         raise ConfigError(

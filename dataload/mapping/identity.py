@@ -48,10 +48,15 @@ def name_of(function: Callable[..., Any]) -> str:
 
     A `functools.partial` has the name of its function, unless it has one of its own.
     """
+    named = _named(_inner(function))
+    return f"{module_of(named)}.{named.__qualname__}"
+
+
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a `functools.partial` calls, unless it has a name of its own."""
     while isinstance(function, functools.partial) and _named(function) is not function:
         function = function.func
-    named = _named(function)
-    return f"{module_of(named)}.{named.__qualname__}"
+    return function
 
 
 def _named(value: Any) -> Any:
@@ -66,8 +71,9 @@ def identity(function: Callable[..., Any], version: Any = None, sources: Sources
 
     It covers the qualified name, the source without comments and docstrings, default values, the values of closures,
     arguments of `functools.partial`, and the same for all functions, classes and constants of the project that the
-    function refers to. Installed packages count by name and version. The module of the project does not count: a
-    program that imports the function of another one reads what that one has mapped.
+    function refers to. Installed packages count by name and version. The module of the project does not count, but
+    with a version the name of its file does: a program that imports the function of another one reads what that one has
+    mapped.
 
     Args:
         function: The function.
@@ -341,9 +347,7 @@ def find_code(function: Callable[..., Any], sources: Sources) -> None:
 
 def _file_of(function: Callable[..., Any]) -> str:
     """Return the name of the file that defines a function, the same if it is a program or imported; "": a notebook."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = _named(function)
+    named = _named(_inner(function))
     module = sys.modules.get(named.__module__)
     scope = getattr(named, "__globals__", None) or ({} if module is None else vars(module))
     return pathlib.PurePath(scope.get("__file__") or "").stem

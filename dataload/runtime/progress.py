@@ -40,14 +40,12 @@ class ProgressLines:
             sys.stderr.flush()
 
     def _text(self, seconds: float) -> str:
+        show: Callable[[int], str] = "{:,}".format if self._unit else decimal
+        done = f"{show(self._done)} of {show(self._total)}{self._unit and f' {self._unit}'}"
         if not self._done and self._total:
-            return f"0 of {self._total:,} {self._unit}" if self._unit else f"0 of {decimal(self._total)}"
+            return done
         rate = self._done / max(1e-9, seconds)
         remaining = (self._total - self._done) / max(1e-9, rate)
         share = self._done / self._total if self._total else 1.0
-        if self._unit:
-            done = f"{self._done:,} of {self._total:,} {self._unit}"
-            speed = f"{rate:,.{0 if rate >= SLOW else 2}f}"
-        else:
-            done, speed = f"{decimal(self._done)} of {decimal(self._total)}", decimal(round(rate))
+        speed = f"{rate:,.2f}" if self._unit and rate < SLOW else show(round(rate))
         return f"{done} ({share:.0%}), {speed}/s, {duration(remaining)} to go"

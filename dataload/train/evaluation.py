@@ -180,9 +180,12 @@ class _Sum:
     def _add_up(self, values: Tensor) -> None:
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         for chunk in torch.split(values, CHUNK):
-            numbers = range(self.values, self.values + len(chunk))
-            counts = [number not in self.replaced for number in numbers] if self.replaced else None
-            counting = chunk if counts is None else chunk[torch.tensor(counts, device=chunk.device)]
+            if left_out := [number - self.values for number in self.replaced if 0 <= number - self.values < len(chunk)]:
+                counts = torch.ones(len(chunk), dtype=torch.bool, device=chunk.device)
+                counts[left_out] = False
+                counting = chunk[counts]
+            else:
+                counting = chunk
             self._total += counting.sum(dtype=dtype).item()
             self._count += len(counting)
             self.values += len(chunk)

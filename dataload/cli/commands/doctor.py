@@ -71,10 +71,10 @@ def doctor(
         raise ConfigError(f"--measure={measure} is for a dataset: name its URL")
     options = reads.options
     store = None if url is None else _store(url, storage_options, cache, reads.partitioning)
-    rows = reads.rows
+    chosen = reads.chosen
     nodes = num_streams or _num_streams()
     order = {"shuffle": shuffle_of(shuffle), "window": window, "num_streams": nodes}
-    found, unreadable = _reads(store, rows, options, order, quiet=as_json) if store else (None, "")
+    found, unreadable = _reads(store, chosen, options, order, quiet=as_json) if store else (None, "")
     case = Case(
         cache,
         batch_size=batch_size,
@@ -96,7 +96,7 @@ def doctor(
     if measure is not None and found:
         from dataload.planning.measure import measure as measured_speed
 
-        arguments = {"columns": rows[0], "filters": rows[1], **asdict(options), "partitioning": reads.partitioning}
+        arguments = {"columns": chosen[0], "filters": chosen[1], **asdict(options), "partitioning": reads.partitioning}
         arguments |= {"source": url, "storage_options": mapping(storage_options)}
         measured = measured_speed(case.existing, cache, batch_size, arguments)
         measure.write_text(json.dumps(asdict(measured), indent=1) + "\n")
@@ -142,13 +142,13 @@ def _store(url: str, storage_options: str | None, cache: CacheConfig, partitioni
 
 
 def _reads(
-    store: Store, rows: tuple[list[str] | None, Any], options: ReadOptions, order: dict[str, Any], *, quiet: bool
+    store: Store, chosen: tuple[list[str] | None, Any], options: ReadOptions, order: dict[str, Any], *, quiet: bool
 ) -> tuple[tuple[Order, RowGroupCache] | None, str]:
     """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
     Args:
         store: Where the dataset is.
-        rows: The loader's columns and filters.
+        chosen: The loader's columns and filters.
         options: How it reads values.
         order: The loader's shuffle, window and num_streams.
         quiet: Whether to show no progress.
@@ -168,7 +168,7 @@ def _reads(
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
             manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1), options.errors)
-        blobs = row_groups_of(manifest, store.blocks, *rows, options)
+        blobs = row_groups_of(manifest, store.blocks, *chosen, options)
         blobs.measure()
     except Exception as error:
         if manifest is not None and isinstance(error, ConfigError):  # of an argument, and not of the files

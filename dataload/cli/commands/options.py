@@ -84,7 +84,7 @@ class Reads:
     partitioning: PartitioningName = "hive"
 
     @property
-    def rows(self) -> tuple[list[str] | None, Any]:
+    def chosen(self) -> tuple[list[str] | None, Any]:
         """The columns and the filters. Raises ConfigError if one of them is not valid."""
         return names(self.columns), parsed("--filters", self.filters)
 
@@ -161,9 +161,7 @@ def mapping(text: str | None) -> dict[str, Any]:
 
 
 def with_shared_options(*, of_folder: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator of commands that replaces their argument `cache` by an option for each setting of a dataset's.
-
-    And an argument `reads` by those of `Reads`.
+    """Return a decorator of commands that replaces `cache` by an option for each setting, and `reads` by its options.
 
     Args:
         of_folder: Only the settings that say which folder it is, for commands that fetch nothing.
@@ -254,11 +252,11 @@ def open_row_groups(
     quiet: bool,
 ) -> RowGroupCache:
     """Read the footers at `url`. Return the row groups of the dataset, as a loader with these arguments reads them."""
-    options, rows = reads.options, reads.rows
+    options, chosen = reads.options, reads.chosen
     manifest, blocks, _ = open_manifest(
         url, storage_options, cache, partitioning=reads.partitioning, errors=options.errors, quiet=quiet
     )
-    return row_groups_of(manifest, blocks, *rows, options)
+    return row_groups_of(manifest, blocks, *chosen, options)
 
 
 def row_groups_of(
