@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from enum import Enum
-from time import perf_counter
 from typing import Any
 
 from dataload.cache.tier import BlobKey, Span
@@ -53,7 +52,6 @@ class RowGroupLoad:
         timeline: Timeline of the thread that loads the row group, or of the latest one.
         cancelled: Done once a loop has ended and no loop has requested the row group since.
         contents: The blobs; None if the load was cancelled before memory was reserved for it.
-        ended: When the contents were there, by `perf_counter`.
         awaited: Whether a thread waits for the contents.
         uncached_bytes: Bytes of the contents that are in memory of this process, because the cache does not keep them.
         is_hit: Whether the cache had the blobs when this process looked for them first.
@@ -74,7 +72,6 @@ class RowGroupLoad:
         self.timeline = Timeline()
         self.cancelled: Future[None] = Future()
         self.contents: Future[list[memoryview] | None] = Future()
-        self.ended = 0.0
         self.awaited = False
         self.uncached_bytes = 0
         self.is_hit = False
@@ -123,7 +120,6 @@ class RowGroupLoad:
         if isinstance(found, BaseException):
             self.enter(State.FAILED)
         self.account.add(under_way=-1)
-        self.ended = perf_counter()
         if isinstance(found, ReservationCancelled):
             self.contents.set_result(None)
         elif isinstance(found, BaseException):

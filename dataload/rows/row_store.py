@@ -49,18 +49,20 @@ class Loads:
 
     Attributes:
         opened: Each row group of the rows, and whether the gather had to open it.
-        waits: Seconds that the gather waited for row groups, by the row group that came last.
+        waits: Seconds that the gather waited, divided among the row groups by the time that a thread worked on each.
     """
 
     opened: dict[int, bool] = field(default_factory=dict)
     waits: dict[int, float] = field(default_factory=dict)
 
-    def add(self, loads: Mapping[int, RowGroupLoad], seconds: float) -> None:
-        """Note that these row groups had to be opened, after a wait for all of them."""
-        if loads:
-            self.opened.update(dict.fromkeys(loads, True))
-            latest = max(loads, key=lambda group: loads[group].ended)
-            self.waits[latest] = self.waits.get(latest, 0.0) + seconds
+    def add(self, loads: Mapping[int, RowGroupLoad], since: float) -> None:
+        """Note that these row groups had to be opened, after a wait for all of them from `since` until now."""
+        self.opened.update(dict.fromkeys(loads, True))
+        now = perf_counter()
+        busy = {group: load.timeline.busy(since, now) for group, load in loads.items()}
+        if total := sum(busy.values()):
+            for group, seconds in busy.items():
+                self.waits[group] = self.waits.get(group, 0.0) + (now - since) * seconds / total
 
 
 class RowStore(ForkAware):
@@ -212,7 +214,7 @@ class RowStore(ForkAware):
             since = perf_counter()
             results = {group: self.scheduler.contents_of(load, stop) for group, load in requested.items()}
             if loads is not None:
-                loads.add(requested, perf_counter() - since)
+                loads.add(requested, since)
             loaded = {group: contents for group, contents in results.items() if contents is not None}
             cancelled = results.keys() - loaded.keys()
 

@@ -90,6 +90,10 @@ class Timeline:
             seconds[cause] += end - start
         return seconds
 
+    def busy(self, since: float, until: float) -> float:
+        """Return the seconds in a span of time that have a cause."""
+        return sum(seconds for cause, seconds in self.seconds(since, until).items() if cause != IDLE)
+
     def spent(self) -> dict[str, float]:
         """Return the seconds of each cause until the last change."""
         return self.seconds(self._changes[0][0], self._changes[-1][0])

@@ -36,7 +36,6 @@ from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.making import pipeline
 from dataload.rows.making.pipeline import make_cached
-from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import Loads
 from dataload.runtime.priority import current_priority
 from dataload.samplers.mixture.sampler import MixtureSampler
@@ -498,7 +497,7 @@ def test_each_byte_is_fetched_once_over_all_epochs(larger: dict[str, Dataset], b
 @pytest.mark.variants
 @pytest.mark.parametrize("workers", [0, 1])
 def test_statistics_by_source(larger: dict[str, Dataset], tmp_path: Path, workers: int) -> None:
-    """Source c is cached before, so only a and b are fetched and waited for."""
+    """Source c is cached before, so only a and b are fetched."""
     list(make_loader(larger["c"], 8, world=World(0, 1)))
     options = {"transform": dict, "num_workers": workers} if workers else {}
     loader = make_loader(mix(larger, WEIGHTS, num_rows=100), 10, stats_dir=tmp_path, world=World(0, 1), **options)
@@ -507,7 +506,7 @@ def test_statistics_by_source(larger: dict[str, Dataset], tmp_path: Path, worker
     assert stats.rows_by_source == {"a": 50, "b": 30, "c": 20}
     assert stats.bytes_by_source.keys() == {"a", "b"}
     assert sum(stats.bytes_by_source.values()) == stats.bytes_origin > 0
-    assert 0 < sum(stats.waits_by_source.values()) <= stats.wait_seconds + 1e-9
+    assert sum(stats.waits_by_source.values()) <= stats.wait_seconds + 1e-9
     assert stats.waits_by_source.keys() <= {*NAMES}
     assert "; by source: a 50 rows, " in str(stats)
     assert "b 30 rows, " in str(stats)
@@ -515,37 +514,6 @@ def test_statistics_by_source(larger: dict[str, Dataset], tmp_path: Path, worker
     assert total["bytes_by_source"] == stats.bytes_by_source
     assert total["waits_by_source"] == pytest.approx(stats.waits_by_source, abs=1e-6)
     assert "<td>b</td><td>30</td><td>30.0%</td>" in html(read(tmp_path), "run")
-
-
-@pytest.mark.parametrize("last", NAMES)
-def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
-    sources: Sources, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
-    mixture = mix(sources(), WEIGHTS)
-    others, make = threading.Event(), pipeline.make
-    store = mixture.rowstore
-    first = {name: mixture._first_groups[number] for number, name in enumerate(NAMES)}
-    rows = np.array([FIRST[name] for name in NAMES])
-
-    def late(loads: Any, *rest: Any) -> None:
-        if loads[0].cache is store.row_groups.caches[NAMES.index(last)]:
-            assert others.wait(200)
-        make(loads, *rest)
-
-    monkeypatch.setattr(pipeline, "make", late)
-    monkeypatch.setattr(RowGroupCache, "small_bytes", lambda *_: 0)
-    ended, end = set(), store.scheduler._finish
-
-    def noted(load: Any, result: Any) -> None:
-        end(load, result)
-        ended.add(load.group)
-        if ended >= {first[name] for name in NAMES if name != last}:
-            others.set()
-
-    monkeypatch.setattr(store.scheduler, "_finish", noted)
-    loads = Loads()
-    assert len(store.gather(rows, loads=loads).rows) == len(NAMES)
-    assert loads.waits.keys() == {first[last]}
 
 
 LARGE = {"a": [[1000] * 30], "b": [[1000] * 20], "c": [[1000] * 10]}

@@ -18,7 +18,7 @@ import pytest
 from row_groups import make_in_background
 from timed_epoch import timed_epoch as epoch
 
-from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache import blob_file
 from dataload.loader import device_copy
@@ -94,6 +94,19 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
     if background:
         dataset.rowstore.scheduler.decoder.end()
     assert stats.waits["origin"] >= 0.1
+
+
+@pytest.mark.usefixtures("one_after_the_other")
+def test_the_waits_for_a_source_are_its_own(dataset: Any, origin: Origin, tmp_path: Path) -> None:
+    """The rows of the other source are cached before."""
+    pq.write_table(pa.table({"a": [b"x"] * ROWS, "b": np.arange(ROWS)}), tmp_path / "near.parquet")
+    near = make_dataset(tmp_path / "near.parquet", cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    assert len(epoch(make_loader(near, 4)).waits_by_source) == 0
+    loader = make_loader(mix({"far": dataset, "near": near}, [0.5, 0.5]), 4, window=2)
+    origin.behave(latency=0.1, bytes_per_second=1e7)
+    stats = epoch(loader)
+    assert stats.waits_by_source["far"] >= 0.1
+    assert stats.waits_by_source.get("near", 0.0) < stats.waits_by_source["far"]
 
 
 def test_the_limit_of_requests_is_told_from_a_slow_origin(dataset: Any, origin: Origin) -> None:
