@@ -8,7 +8,6 @@ import weakref
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from dataload.cache.division import Division, Need, divide
 from dataload.cache.local.directory import CacheFolder
@@ -16,6 +15,7 @@ from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
 
 LOOK_SECONDS = 0.5  # between two looks at the needs of other processes
+NOTE = "needs"  # the name under which a process shows its own
 
 
 class Lease:
@@ -48,8 +48,8 @@ class HostNeeds(ForkAware):
         self._folder: CacheFolder | None = None  # where the needs of this process are announced
         self._announced: tuple[Need, ...] = ()
         self._hidden = False  # whether the last announcement failed, so that the others do not see these needs
-        self._contents: dict[Path, Any] = {}
-        self._others: dict[Path, list[Need]] = {}
+        self._contents: list[bytes] = []  # what the other processes announce
+        self._others: list[list[Need]] = []
         self._divided: dict[int, Division] = {}  # by limit: tiers in one folder may have several
         self._look_at = 0.0
 
@@ -84,7 +84,7 @@ class HostNeeds(ForkAware):
                     self._look(folder)
                 divided = self._divided.get(limit)
                 if divided is None:
-                    divided = self._divided[limit] = divide(limit, [self._announced, *self._others.values()])
+                    divided = self._divided[limit] = divide(limit, [self._announced, *self._others])
                 self._look_at = time.monotonic() + LOOK_SECONDS
             if not self._changed:  # else a need has ended meanwhile
                 return divided
@@ -101,7 +101,7 @@ class HostNeeds(ForkAware):
         own = tuple(self._own.copy().values())
         if own or self._announced:
             try:
-                folder.staging.announce(b"".join(need.to_bytes() for need in own))
+                folder.staging.show(NOTE, b"".join(need.to_bytes() for need in own))
                 self._hidden = False
             except OSError:  # The disk is full, or the folder was removed.
                 self._hidden = True
@@ -109,14 +109,10 @@ class HostNeeds(ForkAware):
 
     def _look(self, folder: CacheFolder) -> None:
         """Read the needs of the other processes, if they have changed."""
-        found = folder.staging.others_announced(self._contents)
-        if found == self._contents:
-            return
-        self._others = {
-            file: self._others[file] if self._contents.get(file) is announced else _needs_in(announced.content)
-            for file, announced in found.items()
-        }
-        self._contents, self._divided = found, {}
+        contents = sorted({content for _, content in folder.staging.read(NOTE)})  # ranks of one job announce the same
+        if contents != self._contents:
+            self._contents, self._divided = contents, {}
+            self._others = [_needs_in(content) for content in contents]
 
 
 def _needs_in(content: bytes) -> list[Need]:

@@ -13,29 +13,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from dataload.cache.blob_file import FILE_NAME
-from dataload.cache.local.key_locks import attempts, is_locked, set_lock
+from dataload.cache.local.key_locks import attempts
 from dataload.runtime.forks import ForkAware, close_copies
 
 _SWEPT = "-swept"
-_ANNOUNCED, _DRAFT = "announced", "announced-draft"  # what this process needs of the cache
 _NOTE = "note-"  # begins the names of files that `show` writes
 LOOK_SECONDS = 1.0  # within which a process that looks for running ones gives a lock back
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
-
-
-class Announced(NamedTuple):
-    """A file that a process announces.
-
-    Attributes:
-        version: Changes with the content.
-        content: The content.
-    """
-
-    version: tuple[int, int]
-    content: bytes
 
 
 class StagingFolder(ForkAware):
@@ -60,57 +46,10 @@ class StagingFolder(ForkAware):
         except OSError:
             os.close(descriptor)
             raise
-        self._announced: list[int] = []  # the descriptor of the announced file, which holds its lock
-        self.close = weakref.finalize(self, _close, os.getpid(), self._path, descriptor, self._announced)
+        self.close = weakref.finalize(self, _close, os.getpid(), self._path, descriptor)
 
     def after_fork_in_child(self) -> None:
         close_copies(self._path)
-        for name in (_ANNOUNCED, _DRAFT):
-            close_copies(self._path / name)
-
-    def announce(self, content: bytes) -> None:
-        """Show some content to all processes that have the cache open, until this process announces other content.
-
-        It ends with the process: `announced` skips files whose lock is free.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        draft = self._path / _DRAFT
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            set_lock(descriptor, 0, fcntl.F_WRLCK)
-            remaining = memoryview(content)
-            while remaining:
-                remaining = remaining[os.write(descriptor, remaining) :]
-            draft.rename(self._path / _ANNOUNCED)
-        except OSError:
-            os.close(descriptor)
-            raise
-        self._announced.append(descriptor)
-        for earlier in self._announced[:-1]:
-            os.close(earlier)
-        del self._announced[:-1]
-
-    def others_announced(self, known: dict[Path, Announced]) -> dict[Path, Announced]:
-        """Return what other running processes have announced. Files that are `known` and unchanged are not read."""
-        found = {}
-        for folder in _listed(self._path.parent):
-            file = folder / _ANNOUNCED
-            if folder == self._path:
-                continue
-            with suppress(OSError):  # It has none, or its process just ends.
-                descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    if is_locked(descriptor, 0):
-                        status, old = os.fstat(descriptor), known.get(file)
-                        version = (status.st_ino, status.st_mtime_ns)
-                        if old is None or old.version != version:
-                            old = Announced(version, os.read(descriptor, status.st_size))
-                        found[file] = old
-                finally:
-                    os.close(descriptor)
-        return found
 
     def show(self, name: str, content: bytes) -> None:
         """Show some content to other processes, under a name, as long as this one runs."""
@@ -271,14 +210,12 @@ def _locked(folder: Path) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
-def _close(owner: int, path: Path, descriptor: int, announced: list[int]) -> None:
+def _close(owner: int, path: Path, descriptor: int) -> None:
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        for file in (path / _ANNOUNCED, path / _DRAFT, *path.glob(f"{_NOTE}*")):
+        for file in path.glob(f"{_NOTE}*"):
             file.unlink(missing_ok=True)
-    while announced:
-        os.close(announced.pop())
     with suppress(OSError):
         path.rmdir()  # Fails if drafts are left: the next sweep needs them to drop their rows.
     os.close(descriptor)

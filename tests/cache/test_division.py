@@ -128,33 +128,18 @@ def test_processes_count_what_two_loaders_share_to_the_same_one() -> None:
         assert divisions[0].part_of(group) == divisions[1].part_of(group) != (b"", 0)
 
 
-def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dividing, "MOST_GROUPS", 100)
+def test_a_need_reaches_other_processes_whole() -> None:
     a, b = need_of("a", 3000), need_of("b", 50)
-    found = Need.all_from(a.to_bytes() + b.to_bytes())
-    assert [len(need.groups) <= 100 for need in found] == [True, True]
-    assert found[1].total == 50 * ON_DISK
-    assert found[0].total == pytest.approx(3000 * ON_DISK, rel=0.5)
-    assert (found[0].name, found[0].window, found[0].at_once, found[0].mean) == (a.name, a.window, a.at_once, a.mean)
-    division = divide(1000 * ON_DISK, [found])
-    groups = [group_number(key("a", number).digest) for number in range(3000)]
-    assert 100 < sum(division.stays(group) for group in groups) < 2000
-    assert all(division.is_needed(group) for group in groups)
-    others = [group_number(key("c", number).digest) for number in range(3000)]
-    assert sum(division.is_needed(group) for group in others) < 30
-    assert all(division.is_needed(group) for group in b.groups.tolist())  # of a need without a sample
-    own = divide(1000 * ON_DISK, [[a, b]])
-    assert (own.stays_below, own.region, own.total) == (division.stays_below, division.region, division.total)
+    for sent, found in zip((a, b), Need.all_from(a.to_bytes() + b.to_bytes()), strict=True):
+        assert (found.name, found.window, found.at_once, found.mean) == (sent.name, sent.window, sent.at_once, sent.mean)
+        assert [*found.groups] == [*sent.groups]
+        assert [*found.sizes] == [*sent.sizes]
 
 
-def test_a_large_dataset_takes_the_room_of_data_that_no_loader_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dividing, "MOST_GROUPS", 10)
+def test_a_dataset_takes_the_room_of_data_that_no_loader_needs(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     read(tier, "a", range(40))
     lease = tier.lease(need_of("b", 45))
-    assert tier.division().sample > 1
     read(tier, "b", range(45))
     assert read(tier, "b", range(45)) == 0
     assert tier.stats().get("refused", 0) == 0
@@ -275,7 +260,7 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
         os.waitpid(child, 0)
         assert tier.division().total == 40 * ON_DISK
         assert tier.division().region == 0
-    [dead] = {file.parent for file in (tmp_path / "cache" / "tmp").rglob("announced")} - {tier.folder.staging._path}
+    [dead] = {file.parent for file in (tmp_path / "cache" / "tmp").rglob("note-*")} - {tier.folder.staging._path}
     with Child("a", tmp_path / "cache"):
         assert not dead.exists()
     fresh = LocalTier(tmp_path / "cache", 50 * ON_DISK)
