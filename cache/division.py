@@ -16,14 +16,11 @@ import numpy.typing as npt
 FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
 MAX_TRANSIENT = 16  # row groups: longer runs of missing ones are rare, and few threads load them
 NEGLIGIBLE = 0.01  # of the bytes that are fetched in each epoch
-MOST_GROUPS = 1 << 16  # of a need: a megabyte. A larger need has a sample of its groups.
-FILTER_BITS = 1 << 24  # two megabytes. The filter of a million groups takes 6 % of all others for needed ones.
 
-Bits = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
 Sizes = npt.NDArray[np.float64]
 
-_HEADER = struct.Struct("<16sQQQQd")  # name, window, at_once, sample, number of groups, mean
+_HEADER = struct.Struct("<16sQQQd")  # name, window, at_once, number of groups, mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +35,6 @@ class Need:
         window: Bytes on disk that are read at a time.
         at_once: How many groups these are.
         mean: Mean bytes of a group.
-        sample: Only the groups whose number is a multiple of it are in `groups`; 1: all.
-        filter: The filter of all groups (`_filter_of`), if `groups` has only a sample of them.
     """
 
     name: bytes
@@ -48,16 +43,12 @@ class Need:
     window: int = 0
     at_once: int = 0
     mean: float = 0.0
-    sample: int = 1
-    filter: Bits | None = None
 
     @classmethod
     def of(
         cls, name: bytes, groups: Numbers, sizes: Sizes, window: int = 0, at_once: int = 0, node_share: float = 1.0
     ) -> Self:
         """Return the need of these groups. A group may come several times, such as in two filters of one dataset.
-
-        Of more than `MOST_GROUPS` groups it has a sample, in this process too: all processes must divide alike.
 
         Args:
             name: As above.
@@ -69,21 +60,16 @@ class Need:
         """
         distinct, firsts = np.unique(groups, return_index=True)
         own = sizes[firsts]
-        mean, sample = float(own.mean()) if len(own) else 0.0, 1
-        while np.count_nonzero(distinct % np.uint64(sample) == 0) > MOST_GROUPS:
-            sample *= 2
-        kept = distinct % np.uint64(sample) == 0
-        found = _filter_of(distinct) if sample > 1 else None
         window = int(min(window, own.sum()))
-        return cls(name, distinct[kept], own[kept] * node_share, window, at_once, mean, sample, found)
+        return cls(name, distinct, own * node_share, window, at_once, float(own.mean()) if len(own) else 0.0)
 
     def __contains__(self, group: int) -> bool:
-        return _is_in(group, self.groups, self.sample, self.filter)
+        return _is_in(group, self.groups)
 
     @property
     def total(self) -> float:
         """Bytes of all groups."""
-        return float(self.sizes.sum()) * self.sample
+        return float(self.sizes.sum())
 
     def transient_share(self, limit: int, total: float) -> tuple[int, int]:
         """Return the part of the transient region for this need: its bytes, and the groups to prefetch into it.
@@ -107,9 +93,8 @@ class Need:
 
     def to_bytes(self) -> bytes:
         """Return the need as bytes."""
-        header = _HEADER.pack(self.name, self.window, self.at_once, self.sample, len(self.groups), self.mean)
-        found = b"" if self.filter is None else self.filter.tobytes()
-        return b"".join([header, self.groups.tobytes(), self.sizes.tobytes(), found])
+        header = _HEADER.pack(self.name, self.window, self.at_once, len(self.groups), self.mean)
+        return header + self.groups.tobytes() + self.sizes.tobytes()
 
     @classmethod
     def all_from(cls, content: bytes) -> list[Self]:
@@ -121,33 +106,20 @@ class Need:
         found, start = [], 0
         while start < len(content):
             try:
-                name, window, at_once, sample, count, mean = _HEADER.unpack_from(content, start)
+                name, window, at_once, count, mean = _HEADER.unpack_from(content, start)
             except struct.error as error:
                 raise ValueError(str(error)) from error
             start += _HEADER.size
             groups = np.frombuffer(content, np.uint64, count, start)
             sizes = np.frombuffer(content, np.float64, count, start + 8 * count)
             start += 16 * count
-            bits = np.frombuffer(content, np.uint8, FILTER_BITS // 8, start) if sample > 1 else None
-            start += 0 if bits is None else len(bits)
-            found.append(cls(name, groups, sizes, window, at_once, mean, max(1, sample), bits))
+            found.append(cls(name, groups, sizes, window, at_once, mean))
         return found
 
 
-def _is_in(group: int, groups: Numbers, sample: int, filtered: Bits | None) -> bool:
-    """Return whether groups include a group; if they are a sample, by the filter of all."""
-    if filtered is not None and group % sample:
-        byte, bit = divmod(group // ((1 << 64) // FILTER_BITS), 8)
-        return bool(filtered[byte] & (128 >> bit))
+def _is_in(group: int, groups: Numbers) -> bool:
     place = int(np.searchsorted(groups, np.uint64(group)))
     return place < len(groups) and int(groups[place]) == group
-
-
-def _filter_of(groups: Numbers) -> Bits:
-    """Return one bit for each value of a number's highest bits: whether one of the groups has it."""
-    bits = np.zeros(FILTER_BITS, np.bool_)
-    bits[groups // np.uint64((1 << 64) // FILTER_BITS)] = True
-    return np.packbits(bits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +131,6 @@ class Division:
         total: Bytes that all needs have together; what several needs share counts once.
         stays_below: The groups with numbers below it stay.
         groups: Numbers of all needed groups, ascending, uint64 [n].
-        sample: If a need has a sample, only multiples of this number are in `groups`.
-        filter: The filter of all needed groups then.
         parts: Each need of another name, with the bytes of its part of the region, by name: processes list needs in
             different orders.
     """
@@ -169,13 +139,11 @@ class Division:
     total: float = 0.0
     stays_below: int = 1 << 64
     groups: Numbers = field(default_factory=lambda: np.empty(0, np.uint64))
-    sample: int = 1
-    filter: Bits | None = None
     parts: tuple[tuple[Need, int], ...] = ()
 
     def is_needed(self, group: int) -> bool:
-        """Return whether a loader needs a group of blobs. If a need has a sample, some others count as needed, too."""
-        return _is_in(group, self.groups, self.sample, self.filter)
+        """Return whether a loader needs a group of blobs."""
+        return _is_in(group, self.groups)
 
     def part_of(self, group: int) -> tuple[bytes, int]:
         """Return (name, bytes) of the first part of the region whose need has a group; (b"", 0) if there is none."""
@@ -210,30 +178,20 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     needs = list(chain.from_iterable(listed))
     if not needs:
         return Division()
-    sample = max(need.sample for need in needs)
-    kept = [need.groups % np.uint64(sample) == 0 for need in needs]
-    listed_groups = np.concatenate([need.groups[which] for need, which in zip(needs, kept, strict=True)])
-    listed_sizes = np.concatenate([need.sizes[which] for need, which in zip(needs, kept, strict=True)])
-    groups, which_group = np.unique(listed_groups, return_inverse=True)
+    groups, which_group = np.unique(np.concatenate([need.groups for need in needs]), return_inverse=True)
     sizes = np.zeros(len(groups))
-    np.maximum.at(sizes, which_group, listed_sizes * sample)  # the same for all processes, whatever they know
+    listed_sizes = np.concatenate([need.sizes for need in needs])
+    np.maximum.at(sizes, which_group, listed_sizes)  # the same for all processes, whatever they know
     total = float(sizes.sum())
     parts = _parts(limit, total, listed)
     region = min(limit, parts.total())
     stays_below = 1 << 64
-    if region and any(int(which.sum()) != len(groups) for which in kept):  # A single dataset may fill the cache freely.
+    if region and any(len(need.groups) != len(groups) for need in needs):  # A single dataset may fill the cache freely.
         count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
         stays_below = int(groups[count]) if count < len(groups) else stays_below
-    filtered, named = _joined_filter(needs) if sample > 1 else None, {need.name: need for need in needs}
+    named = {need.name: need for need in needs}
     shared = tuple((named[name], part) for name, part in sorted(parts.items())) if region else ()
-    return Division(region, total, stays_below, groups, sample, filtered, shared)
-
-
-def _joined_filter(needs: Iterable[Need]) -> Bits:
-    joined = np.zeros(FILTER_BITS // 8, np.uint8)
-    for need in needs:
-        joined |= _filter_of(need.groups) if need.filter is None else need.filter
-    return joined
+    return Division(region, total, stays_below, groups, shared)
 
 
 def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Counter[bytes]:

@@ -131,7 +131,12 @@ def test_processes_count_what_two_loaders_share_to_the_same_one() -> None:
 def test_a_need_reaches_other_processes_whole() -> None:
     a, b = need_of("a", 3000), need_of("b", 50)
     for sent, found in zip((a, b), Need.all_from(a.to_bytes() + b.to_bytes()), strict=True):
-        assert (found.name, found.window, found.at_once, found.mean) == (sent.name, sent.window, sent.at_once, sent.mean)
+        assert (found.name, found.window, found.at_once, found.mean) == (
+            sent.name,
+            sent.window,
+            sent.at_once,
+            sent.mean,
+        )
         assert [*found.groups] == [*sent.groups]
         assert [*found.sizes] == [*sent.sizes]
 
