@@ -11,8 +11,7 @@ from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.fsspec_engine import Fsspec
 from dataload.cache.origin.http_engine import web_engine
 from dataload.cache.origin.identity import address_of
-from dataload.cache.origin.obstore import Obstore, Resolved, unusable
-from dataload.cache.origin.pickled import PickledFilesystem
+from dataload.cache.origin.obstore import Obstore, unusable
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.stores import translation_of
 from dataload.errors import ConfigError
@@ -124,8 +123,3 @@ def shared_engine(filesystem: Any, requested: str) -> Engine:
     """
     same = hash(filesystem) if isinstance(filesystem, DeferredS3) else id(filesystem)  # An engine keeps its filesystem.
     return _engines.get((same, requested), lambda: engine_for(filesystem, requested))
-
-
-def received_engine(filesystem: PickledFilesystem | DeferredS3, resolved: Resolved) -> Engine:
-    """Return the engine of this process for a filesystem that another process has sent with its settings."""
-    return _engines.get((hash(filesystem), "received"), lambda: Obstore(filesystem.load, LEAST_TIME, resolved=resolved))

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from dataload.cache.origin.known_s3 import KnownS3
 from dataload.cache.origin.patience import LEAST_SECONDS
 from dataload.cache.origin.s3 import S3, arguments
 from dataload.cache.origin.s3_names import S3Names
-from dataload.cache.origin.stores import BY_STORE
 from dataload.cache.origin.translation import NOWHERE, Translation
 from dataload.cache.origin.version import CHANGED, Answer, Comparison
 from dataload.errors import ObjectChanged
@@ -46,30 +44,14 @@ def unusable() -> str | None:
     return "this process was forked from one that used obstore, and lacks its threads" if inherited else None
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The resolved settings of the buckets that a process reads, for another process.
-
-    Attributes:
-        store: The class of `obstore.store`.
-        settings: Its arguments, by bucket.
-        credentials: As `Credentials` returns them; None for anonymous requests.
-    """
-
-    store: str
-    settings: dict[str, dict[str, Any]] = field(repr=False)  # An endpoint may have a password.
-    credentials: dict[str, Any] | None = field(repr=False)
-
-
 class Obstore(ForkAware):
     """The engine that fetches ranges through obstore's own threads; see `dataload.cache.origin.engine.Engine`.
 
     Args:
-        filesystem: Returns the user's filesystem. It is called for a bucket that is not resolved, and once the
+        filesystem: Returns the user's filesystem. It is called for a bucket that is not known, and once the
             credentials have expired.
         reason: Why this engine was chosen.
-        translation: Of the filesystem. That of `resolved` precedes it.
-        resolved: Settings and credentials from another process.
+        translation: Of the filesystem.
         known: Settings and credentials of all buckets in S3.
     """
 
@@ -81,21 +63,19 @@ class Obstore(ForkAware):
         filesystem: Callable[[], Any],
         reason: str,
         translation: Translation = S3,
-        resolved: Resolved | None = None,
         known: KnownS3 | None = None,
     ) -> None:
         self.reason = reason
         self._filesystem = filesystem
-        self._translation = translation = BY_STORE[resolved.store] if resolved else translation
+        self._translation = translation
         self._versions = Comparison()
         self._sends_conditions = True
         self._making = threading.Lock()
         # By number of the credentials, which obstore keeps, bucket, the time that a request may take, and its purpose.
         self._stores: dict[tuple[int, str, float, bool], Any] = {}
-        self._settings = {} if resolved is None else dict(resolved.settings)
+        self._settings: dict[str, dict[str, Any]] = {}  # by bucket
         self._known = known
-        received = None if resolved is None else resolved.credentials
-        held = _lasting(known) if known else received
+        held = _lasting(known) if known else None
         self.credentials = Credentials(filesystem, held, translation.fetched, translation.renewed)
         super().__init__()
 
@@ -103,16 +83,6 @@ class Obstore(ForkAware):
     def names(self) -> Any:
         """The filesystem that lists objects: s3fs if only its session finds the settings."""
         return self._filesystem() if self._known is None else S3Names(self._store, self._filesystem)
-
-    def resolved(self) -> Resolved | None:
-        """Return what a process needs to read the same buckets; None if it is unknown."""
-        known = self._settings.copy()  # Another thread may add a bucket.
-        if not known:
-            return None
-        is_anonymous = any(settings["skip_signature"] for settings in known.values())
-        with suppress(Exception):  # The other process asks its own session then, and raises the error.
-            return Resolved(self._translation.store, known, None if is_anonymous else self.credentials())
-        return None
 
     def after_fork_in_child(self) -> None:
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.

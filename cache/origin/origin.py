@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
-from multiprocessing.reduction import ForkingPickler
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,7 +14,7 @@ from typing import Any, Self, TypeVar
 import fsspec
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.engine import Engine, fallback, received_engine, shared_engine
+from dataload.cache.origin.engine import Engine, fallback, shared_engine
 from dataload.cache.origin.errors import UnsuitableError, WrongBodyError, is_passing, is_refusal, is_unsupported, status
 from dataload.cache.origin.explanation import explained, opening, origin_error, rejected_options
 from dataload.cache.origin.fsspec_engine import Fsspec
@@ -25,7 +23,7 @@ from dataload.cache.origin.hub import pinned
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
-from dataload.cache.origin.obstore import UPLOAD_PART_BYTES, Obstore, Resolved
+from dataload.cache.origin.obstore import UPLOAD_PART_BYTES
 from dataload.cache.origin.patience import HURRIED, Patience
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
@@ -50,7 +48,6 @@ class Origin(ForkAware):
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
         limiter: Limits the requests in flight; None: no limit.
-        resolved: Settings and credentials that the sending process has resolved.
 
     Attributes:
         took: Called with the seconds and the bytes of each request that worked.
@@ -64,12 +61,10 @@ class Origin(ForkAware):
         identity: str | None = None,
         engine: str = "auto",
         limiter: RequestLimiter | None = None,
-        resolved: Resolved | None = None,
     ) -> None:
         self.limiter = limiter
         self._filesystem = filesystem
         guarded(filesystem)
-        self._resolved = resolved
         self._inherited = self._has_answered = False
         self._identity = identity
         self._requested_engine = engine
@@ -88,7 +83,7 @@ class Origin(ForkAware):
         return f"Origin({redacted('://'.join(address_of(self._own)))!r})"
 
     def after_fork_in_child(self) -> None:
-        self.counters, self._engine, self._second, self._resolved = Counters(), None, None, None
+        self.counters, self._engine, self._second = Counters(), None, None
         self._inherited = True  # The parent's event loops run in threads that the child lacks.
 
     @property
@@ -115,8 +110,7 @@ class Origin(ForkAware):
             ConfigError: The requested engine does not support the filesystem's options.
         """
         if self._engine is None:
-            received = self._resolved and received_engine(self._filesystem, self._resolved)
-            self._engine = received or shared_engine(self._own, self._requested_engine)
+            self._engine = shared_engine(self._own, self._requested_engine)
         return self._engine
 
     @property
@@ -436,24 +430,6 @@ class Upload:
 
     def close(self) -> None:
         """Do nothing: the end of the block completes the object."""
-
-
-def dump_resolved(value: Any) -> memoryview:
-    """Pickle a value, and each origin in it with what its engine has resolved: its receiver needs no s3fs to read.
-
-    The bytes hold credentials of the session: send them to a process of this program only.
-    """
-
-    def reduce(origin: Origin) -> tuple[Any, ...]:
-        make, arguments, state = origin.__reduce__()
-        resolved = origin._engine.resolved() if isinstance(origin._engine, Obstore) else None  # noqa: SLF001
-        return make, (*arguments, resolved), state
-
-    found = io.BytesIO()
-    pickler = ForkingPickler(found)
-    pickler.dispatch_table[Origin] = reduce
-    pickler.dump(value)
-    return found.getbuffer()
 
 
 def introduce() -> None:

@@ -22,12 +22,6 @@ class PickledFilesystem:
         self._content = content
         self._filesystem: Any = None
 
-    def __hash__(self) -> int:
-        return hash(self._content)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PickledFilesystem) and self._content == other._content
-
     def __reduce__(self) -> tuple[Any, ...]:
         return PickledFilesystem, (self._content, self.local_file)
 

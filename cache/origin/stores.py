@@ -15,7 +15,6 @@ BY_PROTOCOL = {
     **dict.fromkeys(("gs", "gcs"), GOOGLE),
     **dict.fromkeys(("abfs", "abfss", "az"), AZURE),
 }
-BY_STORE = {each.store: each for each in (S3, GOOGLE, AZURE)}
 
 
 def translation_of(filesystem: Any) -> Translation | None:

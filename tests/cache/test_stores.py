@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from dataload import fit, make_dataset, make_loader
 from dataload.cache.config import CacheConfig
 from dataload.cache.origin import azure, reports
 from dataload.cache.origin.engine import engine_for
-from dataload.cache.origin.origin import Origin, dump_resolved
+from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
 from dataload.cli.app import app
 from dataload.errors import ConfigError, ObjectChanged, OriginNotFound
@@ -162,18 +161,6 @@ def test_a_run_resumes_from_its_checkpoint(store: Any, tmp_path: Path) -> None:
     folder = url_of(store, "runs/one")
     train(1, 12, folder)
     assert torch.equal(train(1, None, folder), expected)
-
-
-def test_a_copy_in_another_process_reads_without_the_package(store: Any) -> None:
-    """It gets settings and credentials."""
-    origin = Origin(store.filesystem())
-    path = f"{PLACE}/train/0.parquet"
-    version = version_of(origin.info(path))
-    origin.read(path, 0, 10, version)
-    received: Origin = pickle.loads(dump_resolved(origin))
-    assert bytes(received.read(path, 0, 4, version)) == b"PAR1"
-    assert received.engine.name == "obstore"
-    assert received._filesystem._filesystem is None, "it is not unpickled"
 
 
 UNTRANSLATABLE: dict[str, list[tuple[dict[str, Any], str]]] = {

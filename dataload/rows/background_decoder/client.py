@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic, perf_counter
 from typing import Any
 
-from dataload.cache.origin.origin import dump_resolved
 from dataload.errors import ConfigError, DataError, ObjectChanged, OriginNotFound
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
@@ -303,7 +302,7 @@ class _Process:
 
     def _listen(self, row_groups: RowGroups) -> None:
         try:
-            self.child.connection.send_bytes(dump_resolved(row_groups))
+            self.child.connection.send(row_groups)
             self.child.connection.recv()
             self.ready.set()
             while True:
