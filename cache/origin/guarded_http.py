@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 from dataload.errors import OriginError
 from dataload.runtime.redact import redacted
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_REDIRECTS = 10
-ENCRYPTS = ("http", 80, "https", 443)
+PORTS = {"http": 80, "https": 443}
 HARMLESS = frozenset(
     {"accept", "accept-encoding", "if-match", "if-unmodified-since", "range"}
 )  # headers, in lower case
@@ -55,14 +56,12 @@ class _Redirecting:
             if not allow_redirects or location is None or answer.status not in REDIRECTS:
                 return answer
             answer.release()
-            before, url = answer.url, answer.url.join(URL(location))
+            target, is_same_server = redirected(str(answer.url), location)
+            url = URL(target)
             options.pop("params", None)
-            if (before.scheme, url.scheme) == ("https", "http"):
-                fix = "name a URL that stays with https"
-                raise OriginError(f"{redacted(before)} redirects to {redacted(url)}, without encryption: {fix}")
-            if not _is_same_server(before, url):
+            if not is_same_server:
                 is_own = False
-                headers = {name: text for name, text in options.get("headers", {}).items() if name.lower() in HARMLESS}
+                headers = harmless(options.get("headers", {}))
                 options = {name: value for name, value in options.items() if name in HARMLESS_OPTIONS}
                 options["headers"] = headers
         raise OriginError(f"{redacted(url)} is redirected more than {MOST_REDIRECTS} times: name the final URL")
@@ -81,10 +80,25 @@ class _Redirecting:
             session.detach()
 
 
-def _is_same_server(before: Any, url: Any) -> bool:
-    """Return whether a URL has the server of the one before, perhaps with encryption now."""
-    encrypts = before.host == url.host and (before.scheme, before.port, url.scheme, url.port) == ENCRYPTS
-    return bool(encrypts or before.origin() == url.origin())
+def redirected(url: str, location: str) -> tuple[str, bool]:
+    """Return where a redirect leads, and whether to the same server, perhaps with encryption now.
+
+    Raises:
+        OriginError: It leads to a server without encryption.
+    """
+    target = urljoin(url, location)
+    before, after = urlsplit(url), urlsplit(target)
+    if (before.scheme, after.scheme) == ("https", "http") or after.scheme not in PORTS:
+        fix = "name a URL that stays with https"
+        raise OriginError(f"{redacted(url)} redirects to {redacted(target)}, without encryption: {fix}")
+    servers = [(each.scheme, each.hostname, each.port or PORTS[each.scheme]) for each in (before, after)]
+    encrypts = servers == [("http", before.hostname, 80), ("https", before.hostname, 443)]
+    return target, encrypts or servers[0] == servers[1]
+
+
+def harmless(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return those headers that any server may see."""
+    return {name: text for name, text in headers.items() if name.lower() in HARMLESS}
 
 
 class _Response:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from dataload.cache.origin.errors import HttpError, WrongBodyError
-from dataload.cache.origin.guarded_http import HARMLESS, MOST_REDIRECTS, REDIRECTS
+from dataload.cache.origin.guarded_http import MOST_REDIRECTS, REDIRECTS, harmless, redirected
 from dataload.cache.origin.translation import STALL_SECONDS
 from dataload.errors import OriginError
 from dataload.runtime.redact import redacted
@@ -119,7 +119,8 @@ class Connections:
                         self.keep(place, connection)
                     else:
                         connection.close()
-                    url, sent = _redirected(url, location, sent)
+                    url, is_same_server = redirected(url, location)
+                    sent = sent if is_same_server else harmless(sent)
                     continue
                 whole = _is_whole(url, answer, start, stop)
             except BaseException:
@@ -210,21 +211,6 @@ def _is_whole(url: str, answer: http.client.HTTPResponse, start: int, stop: int)
     if not sent and answer.length not in (None, stop - start):
         raise WrongBodyError(f"{answer.length} bytes came instead of {requested}")
     return False
-
-
-def _redirected(url: str, location: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return where a redirect leads, and the headers to send there. Raise OriginError if that is not encrypted."""
-    target = urljoin(url, location)
-    before, after = urlsplit(url), urlsplit(target)
-    if (before.scheme, after.scheme) == ("https", "http") or after.scheme not in ("http", "https"):
-        fix = "name a URL that stays with https"
-        raise OriginError(f"{redacted(url)} redirects to {redacted(target)}, without encryption: {fix}")
-    ports = {"http": 80, "https": 443}
-    hosts = [(each.scheme, each.hostname, each.port or ports[each.scheme]) for each in (before, after)]
-    encrypts = hosts == [("http", before.hostname, 80), ("https", before.hostname, 443)]
-    if hosts[0] == hosts[1] or encrypts:
-        return target, headers
-    return target, {name: text for name, text in headers.items() if name.lower() in HARMLESS}
 
 
 def ignores_ranges(path: str, start: int, stop: int) -> OriginError:
