@@ -43,8 +43,8 @@ class Engine(Protocol):
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
 
-    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
-        """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
+    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
+        """Fetch the bytes [start, stop) of a version of an object, without retries, as a stream of bytes-like parts.
 
         It gives up after about so many seconds, if the client can: a body may trickle.
 
@@ -53,10 +53,6 @@ class Engine(Protocol):
             ObjectChanged: The object has another version now.
             Exception: Any error of the store's client.
         """
-        ...
-
-    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
-        """Fetch the same bytes as a stream of bytes-like parts, to save a copy."""
         ...
 
     def put(self, path: str, data: bytes, *, only_new: bool) -> bool:

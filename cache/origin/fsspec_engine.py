@@ -71,9 +71,10 @@ class Fsspec:
     def names(self) -> Any:
         return LocalNames() if type(self._filesystem) is LocalFileSystem else self._filesystem
 
-    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
+    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
         with self.lock:
-            return self._get(path, start, stop, version, seconds)
+            found = self._get(path, start, stop, version, seconds)
+        yield found
 
     def _get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
         filesystem = self._filesystem
@@ -122,9 +123,6 @@ class Fsspec:
         data = sync(filesystem.loop, _within, seconds, _body, response["Body"], path, cut)
         _check_range(sent, requested)
         return data
-
-    def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
-        yield self.get(path, start, stop, version, seconds)
 
     def put(self, path: str, data: bytes, *, only_new: bool) -> bool:
         mode = "create" if only_new else "overwrite"

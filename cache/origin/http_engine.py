@@ -46,14 +46,6 @@ class Http(Fsspec):
         self._connections = Connections()
         self._sends_conditions = True
 
-    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
-        found = bytearray(stop - start)
-        done = 0
-        for part in self.parts(path, start, stop, version, seconds):
-            found[done : done + len(part)] = part
-            done += len(part)
-        return memoryview(found)[:done]
-
     def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
         yield from self._response(path, start, stop, version, seconds).parts()
 

@@ -88,9 +88,6 @@ class Obstore(ForkAware):
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
-    def get(self, path: str, start: int, stop: int, version: str, seconds: float) -> Any:
-        return self._response(path, start, stop, version, seconds).bytes()
-
     def parts(self, path: str, start: int, stop: int, version: str, seconds: float) -> Iterator[Any]:
         return iter(self._response(path, start, stop, version, seconds).stream(min_chunk_size=PART_BYTES))
 

@@ -192,14 +192,9 @@ class Origin(ForkAware):
             ObjectChanged: The object has another version now, if the store can tell.
             OriginError: All retries failed.
         """
-
-        def whole(engine: Engine, seconds: float) -> memoryview:
-            [found] = self._counted([engine.get(path, start, stop, version, seconds)])
-            _check(len(found), stop - start)
-            return found
-
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}", version=version), doing("origin"):
-            return self._fetched(whole, stop - start)
+        found = memoryview(bytearray(stop - start))
+        self.read_into(found, path, start, version)
+        return found.toreadonly()
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""

@@ -560,17 +560,17 @@ def test_one_block_that_fails_ends_the_read_of_many(
 def test_no_more_requests_are_under_way_than_agreed(slow_store: Server, tmp_path: Path) -> None:
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), block_bytes=4096, engine="fsspec")
     origin, busy, most = fs.blocks.origin, [], []
-    get = origin.engine.get
+    parts = origin.engine.parts
 
     def counting(*asked: Any) -> Any:
         busy.append(asked)
         most.append(len(busy))
         try:
-            return get(*asked)
+            yield from parts(*asked)
         finally:
             busy.pop()
 
-    origin.engine.get = counting
+    origin.engine.parts = counting
     fs.prefetch([f"{BUCKET}/{number}.bin" for number in range(8)], wait=True)
     assert 2 <= max(most) <= IN_FLIGHT
 
@@ -776,7 +776,7 @@ def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
     fail_at_once(monkeypatch)
     bucket.put("x", DATA)
     origin = open_fs(tmp_path, bucket.options).blocks.origin
-    monkeypatch.setattr(origin.engine, "get", lambda *_: b"x" * came)
+    monkeypatch.setattr(origin.engine, "parts", lambda *_: [b"x" * came])
     with pytest.raises(OriginError, match=f"{came} bytes came instead of 10"):
         origin.read(bucket.url("x"), 0, 10, "any")
 

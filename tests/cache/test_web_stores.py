@@ -253,7 +253,7 @@ def test_a_body_over_http_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPa
     with serving(Trickling) as url:
         engine = engine_for(fsspec.filesystem("http", skip_instance_cache=True), "auto")
         with pytest.raises(TimeoutError):
-            engine.get(f"{url}/x", 0, 100, '"one"', 0.2)
+            list(engine.parts(f"{url}/x", 0, 100, '"one"', 0.2))
         ended.set()
 
 
