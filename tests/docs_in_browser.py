@@ -13,7 +13,10 @@ from pathlib import Path
 from browser import WIDTHS, Screen, chromium
 from http_servers import serving
 
-TERMS = ("resume", "S3", "NVMe", "DDP", "stall")
+TERMS = (
+    *("resume", "S3", "NVMe", "DDP", "stall", "checkpoint", "shuffle", "cache_bytes", "num_workers", "torchrun"),
+    *("packing", "tokenizer", "Delta", "Iceberg", "Slurm", "preemption", "JPEG", "Azure", "convert", "ObjectChanged"),
+)
 
 
 def main() -> None:

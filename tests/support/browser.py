@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-WIDTHS = (1280, 390)  # pixels of a laptop's screen and of a phone's
+WIDTHS = (1400, 420)  # pixels of a laptop's window and of a phone's screen
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
