@@ -12,16 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.recfunctions import repack_fields
 
 from dataload.cache.blocks.reader import Object
 from dataload.catalog.footer_cache import Metadata
@@ -34,11 +34,9 @@ from dataload.formats.hive_partitions import Keys
 from dataload.formats.schema import Field
 from dataload.formats.table_columns import TableColumns, TableFile
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import Array, Ragged, lengths_of
 from dataload.rows.row_block import Records
 from dataload.runtime.decompression import decompressed
 from dataload.runtime.text import counted
-from dataload.samplers.keys import mix
 
 if TYPE_CHECKING:
     from dataload.catalog.manifest import Manifest
@@ -48,8 +46,8 @@ UInt64 = npt.NDArray[np.uint64]
 
 VERSION = 5
 BYTES_AT_ONCE = 8 << 20  # of rows that are compared
-LANES = 2  # hashes of 64 bits for a row: other rows have equal ones less often than a disk returns wrong bytes
-MASK = (1 << 64) - 1
+HASH_BYTES = 16  # of a row: other rows have equal hashes less often than a disk returns wrong bytes
+NULL = b"\xff" * 8  # in place of the length of a value
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +126,13 @@ def _found(
 ) -> bytes:
     log.info("comparing %s of files that the table has no more with %d new ones", counted(len(gone), "row"), len(added))
     old = _with_columns(former, gone, newer, table, called)
-    keys = [secrets.randbits(64) for _ in range(LANES)]  # so that nobody can make other rows of equal hashes
+    key = secrets.token_bytes(HASH_BYTES)  # so that nobody can make other rows of equal hashes
     fields = newer.rowstore.layout.fields  # Those of the old rows are the same.
     try:
-        hashes = _hashes(old, np.arange(len(old)), fields, keys)
+        hashes = _hashes(old, np.arange(len(old)), fields, key)
     except DataError as error:
         raise _OtherTypes(str(error)) from error
-    found = np.sort(added[_equal(hashes, _hashes(newer, added, fields, keys))])
+    found = np.sort(added[_equal(hashes, _hashes(newer, added, fields, key))])
     return zlib.compress(np.diff(found, prepend=0).astype("<i8").tobytes(), 1)
 
 
@@ -162,7 +160,7 @@ def _with_columns(
 
 
 def _equal(old: UInt64, new: UInt64) -> Int64:
-    """Return which new hashes equal old ones, the first ones of as many: int64 [k]. Both are uint64 [lanes, rows]."""
+    """Return which new hashes equal old ones, the first ones of as many: int64 [k]. Both are uint64 [2, rows]."""
     hashes = np.concatenate((old, new), axis=1)
     order = np.lexsort(hashes)  # stable: of equal ones, the old ones come first
     begins = np.ones(len(order), np.bool_)
@@ -174,74 +172,33 @@ def _equal(old: UInt64, new: UInt64) -> Int64:
     return found
 
 
-def _hashes(dataset: Dataset, rows: Int64, columns: Sequence[Field], keys: Sequence[int]) -> UInt64:
-    """Return hashes of the values of rows: uint64 [keys, rows].
-
-    Args:
-        dataset: The dataset.
-        rows: The rows.
-        columns: The columns.
-        keys: The key of each hash.
-    """
+def _hashes(dataset: Dataset, rows: Int64, columns: Sequence[Field], key: bytes) -> UInt64:
+    """Return a hash of the values of each row: uint64 [2, rows]."""
     count = max(1, BYTES_AT_ONCE // dataset.rowstore.row_bytes)
-    hashes = np.zeros((len(keys), len(rows)), np.uint64)
+    hashes = bytearray()
     for first in range(0, len(rows), count):
-        part = hashes[:, first : first + count]
         records = dataset.rowstore.gather(rows[first : first + count])
-        for field in columns:
-            for hashed, own, key in zip(part, _of_column(records, field, keys), keys, strict=True):
-                hashed[:] = mix(key, hashed + own)
-    return hashes
+        for values in zip(*_values(records, columns), strict=True):
+            digest = hashlib.blake2b(key=key, digest_size=HASH_BYTES)
+            for value in values:
+                digest.update(NULL if value is None else len(value).to_bytes(8, "little"))
+                digest.update(value or b"")
+            hashes += digest.digest()
+    return np.frombuffer(hashes, np.uint64).reshape(-1, 2).T
 
 
-def _of_column(records: Records, field: Field, keys: Sequence[int]) -> UInt64:
-    """Return hashes of the values of a column: uint64 [keys, rows]."""
-    if field.is_bytes:
-        found, codes = np.empty((len(keys), len(records)), np.uint64), records.rows[field.name]
-        for number, blob in enumerate(records.blobs):
-            here, (lengths, valid) = records.which == number, lengths_of(blob.spans(field))
-            found[:, here] = _of_bytes(blob.heap(field), lengths, valid, keys)[:, codes[here]]
-        return found
-    if field.kind != "nested":
-        lists = records.ragged(field) if field.ragged else Ragged(records.dense(field), np.arange(len(records) + 1))
-        values = lists.values
-        words = values.astype(np.float64 if values.dtype.kind == "f" else np.int64).view(np.uint64).ravel()
-        each = math.prod(values.shape[1:])
-        return _of_words(words, each * lists.offsets, np.diff(lists.offsets), lists.valid, keys)
-    column = to_batch(records, columns=[field.name])[field.name]
-    texts = [repr(_plain(value)).encode(errors="surrogateescape") for value in column]
-    return _of_bytes(b"".join(texts), np.array([*map(len, texts)]), None, keys)
-
-
-def _of_bytes(content: Any, lengths: Int64, valid: Array | None, keys: Sequence[int]) -> UInt64:
-    """Return hashes of consecutive byte strings of these lengths: uint64 [keys, strings]."""
-    buffer = np.concatenate((np.frombuffer(content, np.uint8), np.zeros(8, np.uint8)))
-    at_byte: UInt64 = np.ndarray(len(content) + 1, "<u8", buffer, strides=(1,))  # the 8 bytes from each byte on
-    counts = -(-lengths // 8)
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    words = at_byte[8 * np.arange(starts[-1]) + np.repeat(np.cumsum(lengths) - lengths - 8 * starts[:-1], counts)]
-    cut = lengths % 8 > 0
-    words[starts[1:][cut] - 1] &= (np.uint64(1) << (8 * (lengths[cut] % 8)).astype(np.uint64)) - np.uint64(1)
-    return _of_words(words, starts, lengths, valid, keys)
-
-
-def _of_words(words: UInt64, starts: Int64, lengths: Int64, valid: Array | None, keys: Sequence[int]) -> UInt64:
-    """Return hashes of lists of words: uint64 [keys, lists].
-
-    Args:
-        words: All words.
-        starts: Where each list begins in them, then their number: int64 [lists + 1].
-        lengths: What tells lists of equal words apart: int64 [lists].
-        valid: Which lists are not null; None: all.
-        keys: The key of each hash.
-    """
-    places = (np.arange(len(words)) - np.repeat(starts[:-1], np.diff(starts))).astype(np.uint64)
-    found = np.empty((len(keys), len(lengths)), np.uint64)
-    said = lengths if valid is None else np.where(valid, lengths, -1)
-    for hashes, key in zip(found, keys, strict=True):
-        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(mix(key, words ^ mix(~key & MASK, places)))))
-        hashes[:] = mix(key, sums[starts[1:]] - sums[starts[:-1]] + mix(key, said.astype(np.uint64)))
-    return found
+def _values(records: Records, columns: Sequence[Field]) -> Iterator[Iterable[bytes | memoryview | None]]:
+    """Yield the values of rows as bytes, by column; those of all dense columns together."""
+    dense = records.rows[[field.name for field in columns if not field.ragged]]
+    content = memoryview(repack_fields(dense).tobytes())
+    size = len(content) // max(1, len(records))
+    yield (content[size * row : size * (row + 1)] for row in range(len(records)))
+    for field in columns:
+        if field.kind == "nested":
+            column = to_batch(records, columns=[field.name])[field.name]
+            yield (repr(_plain(value)).encode(errors="surrogateescape") for value in column)
+        elif field.ragged:
+            yield records.views(field)
 
 
 def _plain(value: Any) -> Any:

@@ -348,9 +348,9 @@ class Records:
         return order, [(blob, slice(start, stop)) for blob, (start, stop) in parts if start < stop]
 
     def views(self, field: Field) -> list[memoryview | None]:
-        """Return the values of a ragged column as views of their bytes; None for a null. Nothing is copied."""
+        """Return the values of a column of strings, bytes or lists as views of their bytes; None for a null."""
         spans = self.spans(field)
-        views = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, 1)]
+        views = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, field.element_bytes)]
         return with_nulls(views, spans)
 
     def strings(self, field: Field) -> list[str | None] | pa.LargeStringArray:
