@@ -161,7 +161,7 @@ class TrainingLoop:
         self.history, self.step, processes, inventories = load(path, self._parts, Progress.read)
         learn(inventories)
         ranks = first_of_each(processes)
-        self.steps.usual_weight = ranks[0].get("usual weight", 0.0)
+        self.steps.usual_weight = ranks[0]["usual weight"]
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
         self._resume_loader(path, [rank["loader"] for rank in ranks])
         if len(ranks) == self.world.world_size:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dataload.train.checkpoint.state import check_rng_state
 
-PROCESS = {"generators": dict, "so far": dict, "loader": object}
-NEWER = {"usual weight": Real}  # Older checkpoints lack these.
+PROCESS = {"generators": dict, "so far": dict, "loader": object, "usual weight": Real}
 GENERATORS = {"torch": Tensor, "cuda": Tensor | None, "python": tuple, "numpy": dict, "more": list}
 SO_FAR = ("sums", "rows", "counts")
 
@@ -31,7 +30,7 @@ class Progress(NamedTuple):
     history: list[dict[str, Any]]
     step: int
     processes: list[tuple[int, dict[str, Any]]]
-    inventories: dict[str, str] = {}  # noqa: RUF012 (nobody changes it; older checkpoints lack it)
+    inventories: dict[str, str]
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Progress:
@@ -41,8 +40,8 @@ class Progress(NamedTuple):
             ValueError: It is no progress. The message names the part.
             TypeError, RuntimeError: A generator cannot have its state.
         """
-        _check(content, {"history": list, "step": int, "processes": list}, "the checkpoint")
-        progress = cls(*(content[name] for name in cls._fields if name in content))
+        _check(content, {"history": list, "step": int, "processes": list, "inventories": dict}, "the checkpoint")
+        progress = cls(*(content[name] for name in cls._fields))
         _check(progress.inventories, dict.fromkeys(progress.inventories, str), "inventories")
         for number, record in enumerate(progress.history):
             _check(record, {"epoch": int}, f"history[{number}]")
@@ -55,7 +54,6 @@ class Progress(NamedTuple):
             if not (isinstance(process, tuple) and len(process) == 2 and type(process[0]) is int):
                 raise ValueError(f"{name} is no pair of a rank and its state")
             _check(process[1], PROCESS, name)
-            _check(process[1], {key: kind for key, kind in NEWER.items() if key in process[1]}, name)
             _check(process[1]["generators"], GENERATORS, f"{name}: generators")
             check_rng_state(process[1]["generators"])
             if metrics := process[1]["so far"]:
