@@ -113,7 +113,6 @@ class OfOthers:
     """
 
     is_mapped = True
-    known_nulls = None
     value_sizes = None  # The sample of `map` has measured all.
     _source: RowGroupCache
 
@@ -122,6 +121,10 @@ class OfOthers:
 
     def discard_sources(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
         """Keep the blocks of files, which another map may need."""
+
+    @property
+    def known_nulls(self) -> str | None:
+        return self._source.maker.known_nulls
 
     def reservation(self, number: int) -> int:
         return self._source.maker.reservation(number)

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from contextlib import closing
 
 from dataload.formats.schema import Layout
-from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of, shown
-from dataload.mapping.stage import Stage, given_and_kept
+from dataload.mapping.running import ChunkError, blob_of, column_of, in_flight, records_of, shown
+from dataload.mapping.stage import Stage
 from dataload.rows.columns import Column, length_of
 from dataload.rows.row_block import Blob, Records
 from dataload.runtime.child_process import ChildProcesses, ProcessDied, serve
@@ -31,8 +31,7 @@ class ProcessRunner:
     def __init__(self, stage: Stage, given: Layout, layout: Layout) -> None:
         assert stage.processes is not None
         self._given, self._layout = given, layout
-        told = stage.columns, stage.is_flat, stage.schema, stage.makes
-        hello = pickle.dumps((stage.function, *told, given.fields, layout.fields))
+        hello = pickle.dumps((stage.only(stage.manifest.only([])), given.fields, layout.fields))
         self.processes = ChildProcesses(stage.processes, f"{__name__}:run", hello)
 
     def each(self, chunks: Iterable[Records], ahead: int) -> Generator[dict[str, Column], None, None]:
@@ -43,7 +42,7 @@ class ProcessRunner:
         """
         try:
             with closing(in_flight(chunks, self._submit, ahead)) as answers:
-                for _, answer in answers:
+                for answer in answers:
                     yield self._received(memoryview(answer))
         except ProcessDied as error:
             raise ChunkError(None, str(error)) from error
@@ -68,14 +67,13 @@ def run(descriptor: int) -> None:
 
 def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
     try:
-        function, columns, is_flat, schema, made, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
+        stage, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 (the modules of the function may raise anything, also SystemExit)
         failure = _failed(ChunkError(None, f"a process cannot load the function: {type(error).__name__}: {error}"))
         return lambda _: failure
-    parts = given_and_kept(given, columns, is_flat=is_flat)
-    runner = Runner(function.call, *parts, schema, is_flat=is_flat, errors=made.errors)
+    runner, made = stage.runner(given), stage.makes
     layout, mapped = Layout(given), Layout(fields)
 
     def answer(request: bytes) -> bytes | bytearray:

@@ -6,7 +6,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import closing
 from typing import Any, TypeVar
 
 import numpy as np
@@ -102,7 +101,7 @@ class Runner:
     def each(
         self, chunks: Iterable[Records], made: Made, threads: DaemonExecutor, ahead: int
     ) -> Generator[dict[str, Column], None, None]:
-        """Yield the mapped rows of each chunk, in order. See `columns`.
+        """Return the mapped rows of each chunk, in order. See `columns`.
 
         Args:
             chunks: The chunks.
@@ -110,10 +109,7 @@ class Runner:
             threads: They call the function.
             ahead: Calls that are under way, besides the one whose result comes next.
         """
-        results = in_flight(chunks, lambda records: threads.submit(self.columns, records, made), ahead)
-        with closing(results):
-            for _, columns in results:
-                yield columns
+        return in_flight(chunks, lambda records: threads.submit(self.columns, records, made), ahead)
 
     def sample(self, records: Records, *, of_working: bool = False) -> Iterator[tuple[dict[str, Returned], int]]:
         """Yield the columns that the function makes of some rows, and their number.
@@ -245,20 +241,19 @@ def column_of_texts(texts: Sequence[str | None]) -> Column:
 
 def in_flight(
     chunks: Iterable[Records], submit: Callable[[Records], Future[T]], ahead: int
-) -> Generator[tuple[int, T], None, None]:
-    """Yield the rows and the result of each chunk, in order. `ahead` calls, and another one, are under way.
+) -> Generator[T, None, None]:
+    """Yield the result of each chunk, in order. `ahead` calls, and another one, are under way.
 
     If a call raises, or the generator is closed, the queued calls are cancelled and the running ones are waited for.
     """
-    rows, calls = deque[int](), deque[Future[T]]()
+    calls = deque[Future[T]]()
     try:
         for records in chunks:
-            rows.append(len(records))
             calls.append(submit(records))
             if len(calls) > ahead:
-                yield rows.popleft(), awaited(calls.popleft())
+                yield awaited(calls.popleft())
         while calls:
-            yield rows.popleft(), awaited(calls.popleft())
+            yield awaited(calls.popleft())
     except BaseException as error:
         running = [call for call in calls if not call.cancel()]
         if not isinstance(error, KeyboardInterrupt):
