@@ -15,6 +15,7 @@ from dataload.catalog.recipe import ranges
 from dataload.errors import RowError
 from dataload.rows.columns import Array
 from dataload.rows.row_errors import is_of_a_row
+from dataload.runtime.bisection import bisected
 
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
 SEARCH_SECONDS = 10.0  # for the row that raised, before its exception goes on
@@ -56,17 +57,19 @@ def _position_in(error: Exception, numbers: Array) -> int | None:
 
 
 def _first_bad(numbers: Array, works: Callable[[Array], bool]) -> int | None:
-    """Return the position of the first row that raises by itself; None if no row does, or the search takes too long.
+    """Return the position of the first row that raises by itself; None if no row does.
 
-    It takes log2(n) calls, which together have about as many rows as the batch.
+    Raises:
+        TimeoutError: The search takes too long.
     """
-    start, stop, deadline = 0, len(numbers), monotonic() + SEARCH_SECONDS
-    while stop - start > 1:
-        middle = (start + stop) // 2
-        start, stop = (middle, stop) if works(numbers[start:middle]) else (start, middle)
+    deadline = monotonic() + SEARCH_SECONDS
+
+    def fails(span: slice) -> bool:
         if monotonic() > deadline:
-            return None
-    return start if len(numbers) == 1 or not works(numbers[start:stop]) else None
+            raise TimeoutError
+        return not works(numbers[span])
+
+    return bisected(len(numbers), fails)
 
 
 def _note(numbers: Array, name: str, position: int | None, locate: Callable[[int], Location]) -> str:

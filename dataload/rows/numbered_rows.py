@@ -135,7 +135,7 @@ class NumberedRows(list[dict[str, Any]]):
             return with_strings(next(self.batches([len(self.numbers)], empty)))
         except DataError as error:
             row = bisected(len(self.numbers), self._fails)
-            if not self._fails(slice(row, row + 1)):
+            if row is None:
                 raise ConfigError(str(error)) from error
             location = self._locate(int(self.numbers[row]))
             raise RowError(f"{location.text}: {error}", str(error)) from error
