@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import numpy as np
@@ -38,7 +37,6 @@ from dataload.map_style import MapStyle, as_array
 from dataload.mapping.map_maker import MapMaker
 from dataload.mapping.places import stored_of
 from dataload.mapping.stage import Stage, fingerprint_of, order_key_of, up_to_flat
-from dataload.rows.known_nulls import known_nulls
 from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.read_options import USUAL, ReadOptions
@@ -118,7 +116,7 @@ class Dataset(MapStyle):
 
     def _row_store(self) -> RowStore:
         selection = self.stored_selection
-        selected = None if selection is None else partial(SelectedRows, selection)
+        selected = None if selection is None else SelectedRows(selection)
         return self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
 
     def store_of(
@@ -126,7 +124,7 @@ class Dataset(MapStyle):
         datasets: Sequence[Dataset],  # noqa: ARG002 (of sequences)
         row_groups: RowGroups,
         capacity: int,
-        selected: Callable[[int], Selected] | None,
+        selected: Selected | None,
         *,
         by_use: bool = False,
     ) -> RowStore:
@@ -186,7 +184,8 @@ class Dataset(MapStyle):
     @property
     def known_nulls(self) -> str | None:
         """Which columns are known to have nulls that end a loop; None: none. See `known_nulls.known_nulls`."""
-        return known_nulls(self._decoded, self._columns, self.read_options)
+        [own] = self.rowstore.row_groups.caches
+        return own.maker.known_nulls
 
     @property
     def known_failure(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,6 @@ from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, fields_of
 from dataload.mapping.counting import UNKNOWN, LengthMaker, counted_once, each_counted
 from dataload.mapping.stage import Stage
-from dataload.rows.known_nulls import known_nulls
 from dataload.rows.packing import OF_BATCHES, POSITIONS, SEGMENTS, Packing, sequences_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import Draw, RowStore
@@ -163,10 +163,7 @@ class PackedDataset(Dataset):
     @property
     def known_nulls(self) -> str | None:
         """Which columns are known to have nulls that end a loop. See `Dataset.known_nulls`."""
-        documents = self._documents
-        if self.stages:  # which may read all columns
-            return documents.known_nulls
-        return known_nulls(documents._decoded, self.packing.columns, self.read_options)  # noqa: SLF001
+        return self.cached_row_groups().maker.known_nulls
 
     @cached_property
     def block_lengths(self) -> npt.NDArray[np.int64]:
@@ -199,7 +196,7 @@ class PackedDataset(Dataset):
         """Return the sequences of several datasets that are packed as this one. See `Dataset.store_of`."""
         documents = np.concatenate([each.manifest.block_lengths for each in datasets])
         sequences = np.concatenate([each.block_lengths for each in datasets])
-        locate = _Documents([each._documents for each in datasets])  # noqa: SLF001 (of this class)
+        locate = partial(_located_in, [each._documents for each in datasets])  # noqa: SLF001 (of this class)
         return SequenceStore(self.packing, documents, sequences, locate, *how, **more)
 
     @property
@@ -286,18 +283,13 @@ class PackedDataset(Dataset):
         return f"Dataset({source_text(urls)}: {what}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
 
-class _Documents:
-    """Locates documents of several datasets, numbered one dataset after the other."""
-
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self._datasets = datasets
-
-    def __call__(self, number: int) -> Location:
-        for dataset in self._datasets:
-            if number < len(dataset):
-                return dataset.locate(number)
-            number -= len(dataset)
-        raise IndexError(number)
+def _located_in(datasets: Sequence[Dataset], number: int) -> Location:
+    """Return the location of a document of several datasets, numbered one dataset after the other."""
+    for dataset in datasets:
+        if number < len(dataset):
+            return dataset.locate(number)
+        number -= len(dataset)
+    raise IndexError(number)
 
 
 def packing_of(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 
 
-class Left(NamedTuple):
-    """The rows of a dataset that the epoch has not had.
+class Left(Protocol):
+    """The rows of a dataset that the epoch has not had."""
 
-    Attributes:
-        lengths: Such rows of each row group: int64 [M].
-        rows: Returns their numbers in the dataset, by their numbers among such rows: int64 [k] both.
-        among: Yields which rows of each row group of the dataset some of them are, given which of such rows.
-    """
+    @property
+    def lengths(self) -> Int64:
+        """Such rows of each row group: int64 [M]."""
 
-    lengths: Int64
-    rows: Callable[[Int64], Int64]
-    among: Callable[[Iterator[Mask]], Iterator[Mask]]
+    def rows(self, numbers: Int64) -> Int64:
+        """Return their numbers in the dataset, by their numbers among such rows: int64 [k] both."""
+
+    def among(self, masks: Iterator[Mask]) -> Iterator[Mask]:
+        """Yield which rows of each row group of the dataset some of them are, given which of such rows."""
 
 
 class LeftOrder(Order):

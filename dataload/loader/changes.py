@@ -17,7 +17,6 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import combinations, islice, product
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -26,7 +25,7 @@ import numpy.typing as npt
 from dataload.catalog import inventory_store
 from dataload.catalog.inventory import Inventory, KnownRows
 from dataload.catalog.selected_rows import SelectedRows
-from dataload.catalog.selection import Mask, Selection
+from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.lineage import added_rows, at_version, lacking, mapped_as, with_rows
 from dataload.mixture import Mixture
@@ -37,7 +36,7 @@ from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.mixture.weights import Schedule, plain, weights_of
 from dataload.samplers.order import Order
 from dataload.samplers.position import CHOICE, EARLIER, TABLES, Position, listed, require
-from dataload.samplers.rest import Continued, Left, LeftOrder
+from dataload.samplers.rest import Continued, LeftOrder
 
 if TYPE_CHECKING:
     from dataload.dataset import Dataset
@@ -53,7 +52,6 @@ MOST_URL_CHARACTERS: Final = 400  # of the tables of a state; their numbers stan
 MOST_TABLE_CHARACTERS: Final = 1600  # of the versions of tables in a state, which has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
 REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch with set_epoch"
-MOST_WAYS: Final = 256  # in which calls of `exclude` may be newer than a state
 
 _weights_of = lru_cache(8)(weights_of)  # of thousands of sources, in the state after each batch
 
@@ -312,21 +310,15 @@ def _reopened(segment: Mapping[str, Any], dataset: MapStyle) -> list[Dataset]:
 
 
 def _newer_calls(calls: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield how many calls of `exclude` of each source may be newer than a state: as many of each, or of few sources.
+    """Yield how many calls of `exclude` of each source may be newer than a state: as many of each, or of one source.
 
     calls: how many each source has.
     """
     for newer in range(max(calls) + 1):
         yield tuple(min(newer, each) for each in calls)
-    callers = [source for source, each in enumerate(calls) if each]
-    ways = (
-        dict(zip(chosen, newer, strict=True))
-        for count in range(1, len(callers) + 1)
-        for chosen in combinations(callers, count)
-        for newer in product(*(range(1, calls[each] + 1) for each in chosen))
-    )
-    for way in islice(ways, MOST_WAYS):
-        yield tuple(way.get(source, 0) for source in range(len(calls)))
+    for source, own in enumerate(calls):
+        for newer in range(1, own + 1):
+            yield tuple(newer if each == source else 0 for each in range(len(calls)))
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:
@@ -418,10 +410,7 @@ def rest_of(order: Any, left: Sequence[Selection], taken: int, *, by_rows: bool)
         by_rows: Whether a mixture weighs by rows.
     """
     window = max(1, *(each.window for each in order.orders))
-    parts = []
-    for each in left:
-        rows = _Rows(each, 2 * window)
-        parts.append(Left(each.counts, rows, rows.among))
+    parts = [SelectedRows(each, 2 * window) for each in left]
     if not isinstance(order, MixtureOrder):
         return cast("PositionOrder", Continued(order, LeftOrder.of(order, parts[0]), taken, parts))
     options = dict(order.options)
@@ -435,7 +424,7 @@ def rest_of(order: Any, left: Sequence[Selection], taken: int, *, by_rows: bool)
 
 def left_of(order: PositionOrder) -> list[Selection]:
     """Return which rows of each dataset the rest of an epoch has whose data has changed; nothing for a whole epoch."""
-    return [cast("_Rows", each.rows).selection for each in order.parts] if isinstance(order, Continued) else []
+    return [cast("SelectedRows", each).selection for each in order.parts] if isinstance(order, Continued) else []
 
 
 def _others(had: Sequence[KnownRows], found: Sequence[Inventory]) -> list[Selection]:
@@ -490,24 +479,3 @@ def _url(segment: Mapping[str, Any], dataset: MapStyle, source: int) -> str:
     if urls is None or (url := urls[source]) is None:
         raise _unknown(segment)
     return url
-
-
-class _Rows:
-    """Returns the numbers of selected rows in a dataset, by their numbers in the selection."""
-
-    def __init__(self, selection: Selection, groups: int) -> None:
-        self.selection, self._groups = selection, groups
-        self._table: SelectedRows | None = None
-
-    def __reduce__(self) -> Any:
-        return _Rows, (self.selection, self._groups)
-
-    def __call__(self, numbers: Int64) -> Int64:
-        if self._table is None:
-            self._table = SelectedRows(self.selection, self._groups)
-        rows: Int64 = self._table.rows(numbers)
-        return rows
-
-    def among(self, masks: Iterator[Mask]) -> Iterator[Mask]:
-        """Yield which rows of each row group of the dataset these are, given which of its selected rows."""
-        return (self.selection.within(group, mask) for group, mask in enumerate(masks))

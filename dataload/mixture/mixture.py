@@ -276,7 +276,7 @@ class Mixture(MapStyle):
         if any(selection is not None for selection in selections):
             first_rows = np.cumsum([0, *(each.manifest.num_rows for each in self._datasets)])  # documents, if packed
             first_stored = np.cumsum([0, *(int(cache.plan.row_starts[-1]) for cache in caches)])
-            selected = partial(MixedSelectedRows, selections, first_rows, first_stored)
+            selected = MixedSelectedRows(selections, first_rows, first_stored)
         capacity = 2 * sum(each.window for each in self._datasets)
         return self._datasets[0].store_of(self._datasets, RowGroups(caches), capacity, selected, by_use=True)
 

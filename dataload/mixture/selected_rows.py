@@ -17,13 +17,10 @@ class MixedSelectedRows:
         selections: The selected rows of each dataset; None: all rows.
         first_rows: Number of the first row of each dataset, then the number of all rows: int64 [S + 1].
         first_stored: The same, where all rows of all row groups count.
-        groups: Row groups that are open at a time; see `keep`.
     """
 
-    def __init__(
-        self, selections: Sequence[Selection | None], first_rows: Array, first_stored: Array, groups: int
-    ) -> None:
-        self._selected = [None if selection is None else SelectedRows(selection, groups) for selection in selections]
+    def __init__(self, selections: Sequence[Selection | None], first_rows: Array, first_stored: Array) -> None:
+        self._selected = [None if selection is None else SelectedRows(selection) for selection in selections]
         self._first_rows, self._first_stored = first_rows, first_stored
         self._sources = IntervalIndex(first_rows)
 

@@ -1,4 +1,4 @@
-"""The load of a row group in a process: planned, fetching, decoding, cached, mapped; or failed."""
+"""The load of a row group in a process: planned, fetching, decoding, cached; or failed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,11 @@ class State(Enum):
     FETCHING = "fetching"  # Its memory is reserved, and its byte ranges are requested.
     DECODING = "decoding"  # Its blobs are decoded, packed and written to the cache. A streamed one is still fetched.
     CACHED = "cached"  # Its blobs are ready to be mapped.
-    MAPPED = "mapped"  # It is open: gathers copy rows from it. `OpenRowGroups` releases it.
     FAILED = "failed"  # Its load raised an error, or was cancelled.
 
 
-_NEXT = {
-    State.PLANNED: {State.FETCHING, State.CACHED, State.FAILED},  # CACHED: found, or made by another process
-    State.FETCHING: {State.DECODING, State.PLANNED, State.FAILED},  # PLANNED: the bytes are damaged
-    State.DECODING: {State.CACHED, State.PLANNED, State.FAILED},
-    State.CACHED: {State.MAPPED, State.FAILED},
-    State.MAPPED: set[State](),
-    State.FAILED: set[State](),
-}
-
-
 class RowGroupLoad:
-    """One load of a row group, from its request until it is mapped or has failed. A later request begins another.
+    """One load of a row group, from its request until it is open or has failed. A later request begins another.
 
     Args:
         group: The row group's number among all that the process loads.
@@ -91,24 +80,14 @@ class RowGroupLoad:
         with charged_to(self.account):
             return self.cache.find_all(self.keys, self.span)
 
-    def enter(self, state: State) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: No row group goes from the present state to that one.
-        """
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"a row group cannot go from {self.state.value} to {state.value}")
-        self.state = state
-
     def hit(self) -> None:
         """Note that the cache has the blobs already."""
-        self.enter(State.CACHED)
+        self.state = State.CACHED
         self.is_hit = True
 
     def mark_cached(self, blobs: list[memoryview]) -> None:
         """Note the blobs that this process or another one has made."""
-        self.enter(State.CACHED)
+        self.state = State.CACHED
         self.cache.note_kept(self.number, blobs)
 
     def begin(self) -> bool:
@@ -118,7 +97,7 @@ class RowGroupLoad:
     def finish(self, found: list[memoryview] | BaseException) -> None:
         """End the load with the blobs, or with the reason why there are none."""
         if isinstance(found, BaseException):
-            self.enter(State.FAILED)
+            self.state = State.FAILED
         self.account.add(under_way=-1)
         if isinstance(found, ReservationCancelled):
             self.contents.set_result(None)

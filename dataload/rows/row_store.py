@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
-from dataload.rows.row_group_load import RowGroupLoad, State
+from dataload.rows.row_group_load import RowGroupLoad
 from dataload.rows.row_groups import RowGroups
 from dataload.rows.scheduler import RowGroupScheduler
 from dataload.runtime.fatal_frames import print_fatal_frames, reading
@@ -34,7 +34,7 @@ PREFETCHED_PART = 16  # of the maps, for the blobs of prefetched row groups, and
 
 
 class Selected(Protocol):
-    """The rows of a dataset that has some rows of its row groups, such as `SelectedRows`."""
+    """The rows of a dataset that has some rows of its row groups, such as `SelectedRows`. It can be pickled."""
 
     def keep(self, groups: int) -> None:
         """Keep the rows of this many row groups in memory."""
@@ -72,8 +72,7 @@ class RowStore(ForkAware):
         row_groups: The row groups.
         capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
             row groups are requested and finished in the order of need.
-        selected: Returns the rows that the dataset has of its row groups, given how many of these are open, picklable;
-            None: it has all rows.
+        selected: The rows that the dataset has of its row groups; None: all.
         by_use: Close the row group that a loader used least recently first. In a mixture, a source with a small weight
             uses its row groups for longer than the others.
 
@@ -92,7 +91,7 @@ class RowStore(ForkAware):
         self,
         row_groups: RowGroups,
         capacity: int,
-        selected: Callable[[int], Selected] | None = None,
+        selected: Selected | None = None,
         *,
         by_use: bool = False,
     ) -> None:
@@ -107,7 +106,9 @@ class RowStore(ForkAware):
         tier = row_groups.caches[0].tier
         damage = f"the cache {tier.location}: its disk failed, or a file in it was cut short"
         self._place = damage if tier.on_disk else ""
-        self._make_selected = selected
+        self._selected = selected
+        if selected is not None:
+            selected.keep(capacity)
         self._by_use = by_use
         self.after_fork_in_child()
         super().__init__()
@@ -116,12 +117,11 @@ class RowStore(ForkAware):
         """Reset the lock, the scheduler and the open row groups."""
         self._mutex = threading.Lock()
         self._open: OpenRowGroups | None = None
-        self._selected = None if self._make_selected is None else self._make_selected(self.capacity)
         self.scheduler = RowGroupScheduler(self.row_groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(RowStore, by_use=self._by_use)
-        return make, (self.row_groups, self.capacity, self._make_selected), {"_working_set": self._working_set}
+        return make, (self.row_groups, self.capacity, self._selected), {"_working_set": self._working_set}
 
     def serve(self, loader: object, working_set: int, ahead: int, transient_ahead: int = 0) -> tuple[int, int]:
         """Set the capacity for a loader, as long as it lives. With several loaders, the largest needs apply.
@@ -270,9 +270,9 @@ class RowStore(ForkAware):
                     self._open.use([group])
 
     def states(self) -> dict[str, int]:
-        """Return the number of row groups in each state of `State`, except those that failed."""
+        """Return the number of row groups in each state of `State`, except those that failed; and of those mapped."""
         opened = self._open
-        return {**self.scheduler.states(), State.MAPPED.value: 0 if opened is None else len(opened)}
+        return {**self.scheduler.states(), "mapped": 0 if opened is None else len(opened)}
 
     def _request(self, group: int, **how: bool) -> RowGroupLoad:
         return self.scheduler.request(group, self.capacity + self.transient_ahead, **how)

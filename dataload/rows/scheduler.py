@@ -157,8 +157,6 @@ class RowGroupScheduler:
     def opened(self, load: RowGroupLoad) -> None:
         """Note that the row group of a load is open. Its blobs belong to the open row groups now."""
         self._loads.pop(load.group, None)
-        if load.state is State.CACHED:  # Another gather may have opened it before.
-            load.enter(State.MAPPED)
 
     def cancel(self) -> None:
         """Cancel the loads that have not reserved memory yet. Loops that still need them request them again."""
@@ -242,7 +240,7 @@ class RowGroupScheduler:
             elif place is Place.DECODER and others:
                 leave(load)  # A thread waits for each.
             elif place is Place.DECODER and (made := self._made_by_decoder(load)) is not None:
-                load.enter(State.CACHED)
+                load.state = State.CACHED
                 report(load, made)
             else:
                 here.append(load)

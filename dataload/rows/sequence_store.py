@@ -51,7 +51,7 @@ class SequenceStore(RowStore):
         locate: Callable[[int], Location],
         row_groups: RowGroups,
         capacity: int,
-        selected: Callable[[int], Selected] | None = None,
+        selected: Selected | None = None,
         *,
         by_use: bool = False,
     ) -> None:

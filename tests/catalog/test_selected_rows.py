@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -51,3 +53,23 @@ def test_threads_share_it() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(agrees, range(200)))
+
+
+def test_a_copy_has_the_same_rows() -> None:
+    table = SelectedRows(Selection.of(MASKS), 3)
+    numbers = np.arange(0, len(ROWS), 7)
+    table.rows(numbers)
+    copy = pickle.loads(pickle.dumps(table))
+    np.testing.assert_array_equal(copy.rows(numbers), ROWS[numbers])
+    assert copy.most_bytes == table.most_bytes
+
+
+def test_a_forked_child_reads_on() -> None:
+    table = SelectedRows(Selection.of(MASKS))
+    numbers = np.arange(0, len(ROWS), 7)
+    table.rows(numbers[:100])
+    child = os.fork()
+    if child == 0:
+        os._exit(int(not np.array_equal(table.rows(numbers), ROWS[numbers])))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    np.testing.assert_array_equal(table.rows(numbers), ROWS[numbers])

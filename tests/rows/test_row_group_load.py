@@ -1,9 +1,8 @@
-"""A row group goes from planned to released by the steps that exist, and its owner can say where each one is."""
+"""A load ends with its program, and its owner can say where each row group is."""
 
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, Future
-from itertools import pairwise, product
 from typing import Any, cast
 
 import numpy as np
@@ -13,37 +12,12 @@ import pytest
 
 from dataload import CacheConfig, make_dataset
 from dataload.errors import DataError
-from dataload.rows.row_group_load import RowGroupLoad, State, timed
+from dataload.rows.row_group_load import RowGroupLoad, timed
 from dataload.telemetry.wait_timeline import doing
-
-PATHS = [
-    [State.PLANNED, State.FETCHING, State.DECODING, State.CACHED, State.MAPPED],  # made here
-    [State.PLANNED, State.CACHED, State.MAPPED],  # found in the cache
-    [State.PLANNED, State.FAILED],  # cancelled
-    [State.PLANNED, State.CACHED, State.FAILED],  # The rest of its list could not be loaded.
-    [State.PLANNED, State.FETCHING, State.FAILED],  # The origin failed.
-    [State.PLANNED, State.FETCHING, State.DECODING, State.FAILED],  # It cannot be decoded.
-    [State.PLANNED, State.FETCHING, State.PLANNED],  # Its bytes are damaged: it is fetched again.
-    [State.PLANNED, State.FETCHING, State.DECODING, State.PLANNED],
-]
-STEPS = {step for path in PATHS for step in pairwise(path)}
 
 
 def a_load() -> RowGroupLoad:
     return RowGroupLoad(0, cast(Any, None), 0)
-
-
-@pytest.mark.parametrize(("before", "after"), list(product(State, State)))
-def test_steps(before: State, after: State) -> None:
-    load = a_load()
-    load.state = before
-    if (before, after) in STEPS:
-        load.enter(after)
-        assert load.state is after
-    else:
-        with pytest.raises(RuntimeError, match=f"cannot go from {before.value} to {after.value}"):
-            load.enter(after)
-        assert load.state is before
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -75,37 +49,12 @@ def dataset(tmp_path: Any) -> Any:
     return make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[State]:
-    """The states that row groups enter."""
-    states: list[State] = []
-    enter = RowGroupLoad.enter
-
-    def note(load: RowGroupLoad, state: State) -> None:
-        states.append(state)
-        enter(load, state)
-
-    monkeypatch.setattr(RowGroupLoad, "enter", note)
-    return states
-
-
-def test_a_row_group_is_made_once_and_found_later(dataset: Any, noted: list[State]) -> None:
-    store = dataset.rowstore
-    store.gather(np.array([5]))
-    assert noted == [State.FETCHING, State.DECODING, State.CACHED, State.MAPPED]
-    noted.clear()
-    store.after_fork_in_child()  # Nothing is open.
-    store.gather(np.array([5]))
-    assert noted == [State.CACHED, State.MAPPED]
-
-
-def test_a_row_group_that_cannot_be_decoded_is_released(tmp_path: Any, noted: list[State]) -> None:
+def test_a_row_group_that_cannot_be_decoded_is_released(tmp_path: Any) -> None:
     pq.write_table(pa.table({"a": [1, None]}), tmp_path / "x.parquet")
     store = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore
     with pytest.raises(DataError):
         store.gather(np.array([0]))
-    assert noted == [State.FETCHING, State.DECODING, State.FAILED]
-    assert store.states()["mapped"] == 0
+    assert not any(store.states().values())
 
 
 def test_the_owner_counts_the_row_groups_of_each_state(dataset: Any) -> None:

@@ -216,7 +216,7 @@ class _Job:
 
     def open(self) -> None:
         """Start to fetch the row group, unless its columns can be made of cached blobs of others."""
-        self.load.enter(State.FETCHING)
+        self.load.state = State.FETCHING
         with self.catching():
             columns = self.columns = self.cache.maker.from_cache(self.number)
             if columns is not None:
@@ -234,8 +234,7 @@ class _Job:
             return False
         self._is_second_try, self.outcome, self.columns, self.table = True, None, None, None
         self.stack.close()
-        self.load.enter(State.PLANNED)
-        self.load.enter(State.FETCHING)
+        self.load.state = State.FETCHING
         with self.catching():
             blocks, maker = self.cache.blocks, self.cache.maker
             # Other row groups would be made of the same bytes.
@@ -337,7 +336,7 @@ def _publish_streamed(job: _Job) -> None:
     with job.catching():
         if job.opened is not None:
             wait_for_origin(job.opened.fetches)  # A failed one needs no memory and no decoder.
-        job.load.enter(State.DECODING)
+        job.load.state = State.DECODING
         decoding = memory.decoding.reserve(cache.decoding_bytes(job.number))
         if cache.is_decoded_inline(job.number):
             # A function of the user may wait, and other threads call it meanwhile.
@@ -422,7 +421,7 @@ def _publish_together(jobs: Sequence[_Job], settle: Callable[[_Job], None]) -> N
     with computing(), doing("decode"):
         unmade = [job for job in jobs if job.outcome is None]
         for job in unmade:
-            job.load.enter(State.DECODING)
+            job.load.state = State.DECODING
         together = _decoded_together(unmade)
     packed: list[_Packed] = []
     for job in jobs:
