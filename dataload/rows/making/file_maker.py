@@ -102,18 +102,11 @@ class FileMaker:
         most = self.memory.held.total
         with self.footer(group).open_row_group(group.file, group.number, stored, blocks, most) as reader:
 
-            def tables(rows: int) -> Iterator[pa.Table]:
-                reader.wait()
-                return reader.tables(rows)
-
-            def table() -> pa.Table:
-                [whole] = tables(group.rows)
-                return whole
-
             def columns() -> Iterator[Columns]:
-                return self._decoded(tables(int(self.plan.blob_rows[number])), number)
+                reader.wait()
+                return self._decoded(reader.tables(int(self.plan.blob_rows[number])), number)
 
-            yield Opened(reader.fetches, columns, table)
+            yield Opened(reader.fetches, columns)
 
     def from_cache(self, number: int) -> Generator[Columns, None, None] | None:
         """Take the columns from cached blobs of all columns. See `Maker`."""
@@ -139,7 +132,7 @@ class FileMaker:
         group = self.manifest.row_groups[number]
         stored, held = self.plan.stored(group), self.need.held
         if not stored:
-            yield self.decoded_table(pa.table({}), number, group.rows), group.rows
+            yield self._decoded_table(pa.table({}), number, group.rows), group.rows
             return
 
         def tables(blocks: Blocks) -> Iterator[pa.Table]:
@@ -152,7 +145,7 @@ class FileMaker:
 
         read, first = self.blocks.bypassing().undamaged, 0
         for table in read(begun, group.file, lambda: itertools.chain(*self.sources(number))):
-            yield self.decoded_table(table, number, len(table), first), len(table)
+            yield self._decoded_table(table, number, len(table), first), len(table)
             first += len(table)
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
@@ -211,10 +204,10 @@ class FileMaker:
         """Yield the decoded columns of each blob of a row group."""
         first = 0
         for table, rows in zip(tables, self.plan.lengths(number), strict=True):
-            yield self.decoded_table(table, number, rows, first)
+            yield self._decoded_table(table, number, rows, first)
             first += rows
 
-    def decoded_table(self, table: pa.Table, number: int, rows: int, first: int = 0, where: str = "") -> Columns:
+    def _decoded_table(self, table: pa.Table, number: int, rows: int, first: int = 0) -> Columns:
         """Return the decoded columns of some rows of a row group, with its constants.
 
         Args:
@@ -222,10 +215,9 @@ class FileMaker:
             number: The row group.
             rows: Number of rows.
             first: The first of them in the row group.
-            where: Names the rows in errors; "": the row group.
         """
         group, needed = self.manifest.row_groups[number], self.plan.needed(number)
         whole = with_constants(table, group.constants, rows, self._schema)
         needed = None if needed is None else needed[first : first + rows]
-        place, fields, options = where or group.name, self.plan.layout.fields, self._read_options
-        return decode(whole, fields, options.fill_null, place, self._schema, needed, options.errors)
+        fields, options = self.plan.layout.fields, self._read_options
+        return decode(whole, fields, options.fill_null, group.name, self._schema, needed, options.errors)

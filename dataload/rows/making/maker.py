@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import pyarrow as pa
-
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.manifest import Manifest
@@ -29,12 +27,10 @@ class Opened:
     Attributes:
         fetches: The requests for the bytes that are held in memory.
         columns: Waits for them. Yields the columns of one blob after the other.
-        table: Waits for them. Returns all rows as they are stored; None: they are not stored in a file.
     """
 
     fetches: Sequence[Future[None]]
     columns: Callable[[], Iterator[Columns]]
-    table: Callable[[], pa.Table] | None = None
 
 
 class Maker(Protocol):

@@ -3,7 +3,7 @@
     hold memory → lock → look up → fetch → decode → pack → publish
 
 The row groups of a list are small ones of one cache: they share a reservation of memory, their requests are under way
-together, tiny ones are decoded as one table, and their blobs are published in one transaction of the index. A large row
+together, and their blobs are published in one transaction of the index. A large row
 group, and one of a cache that cannot publish several blobs at a time, is a list of one. Its blobs stream: each is
 decoded and published before the next one.
 """
@@ -19,18 +19,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import pyarrow as pa
-
 from dataload.cache.blocks.reader import Blocks, cancel_if_failed, wait_for_origin
 from dataload.cache.buffer_pool import blob_buffers
 from dataload.cache.single_flight import fetch_once, make_once
 from dataload.cache.tier import fill_in_memory
-from dataload.errors import DamagedError, DataError, DataloadError
-from dataload.formats.base import TINY_BYTES
+from dataload.errors import DamagedError, DataloadError
 from dataload.rows import row_block
-from dataload.rows.columns import rows_of
 from dataload.rows.making.compute_lock import computing
-from dataload.rows.making.file_maker import FileMaker
 from dataload.rows.making.load_queue import Leave, Report, Result, Stalled
 from dataload.rows.making.maker import Columns, Opened
 from dataload.rows.row_group_cache import RowGroupCache
@@ -191,7 +186,6 @@ class _Job:
         opened: Its requests; None once its columns are there without any.
         columns: Its columns, where they do not come from `opened`.
         stack: Holds it open. Errors in a block of it become those of the file's format, such as DamagedError.
-        table: Its rows as they are stored, once they were read to be decoded together with others.
         outcome: Its blobs, or why it cannot be made. None: not yet.
     """
 
@@ -201,7 +195,6 @@ class _Job:
         self.lock, self.stack = lock, ExitStack()
         self.opened: Opened | None = None
         self.columns: Iterator[Columns] | None = None
-        self.table: pa.Table | None = None
         self.outcome: Result | None = None
         self._is_second_try = False
 
@@ -232,7 +225,7 @@ class _Job:
         """Fetch damaged bytes again, past the cache, once. Return whether they were damaged."""
         if not isinstance(self.outcome, DamagedError) or self._is_second_try:
             return False
-        self._is_second_try, self.outcome, self.columns, self.table = True, None, None, None
+        self._is_second_try, self.outcome, self.columns = True, None, None
         self.stack.close()
         self.load.state = State.FETCHING
         with self.catching():
@@ -249,22 +242,11 @@ class _Job:
         assert self.opened is not None
         return self.opened.columns()
 
-    def read(self) -> None:
-        """Read the rows as they are stored, and release the fetched bytes."""
-        assert self.opened is not None
-        assert self.opened.table is not None
-        with self.stack:
-            self.table = self.opened.table()
-
     def decoded_whole(self) -> Columns:
-        """Return the columns of the only blob, once the row group is fetched."""
-        if self.table is None:
-            with self.stack:
-                [columns] = self.decoded()
-            return columns
-        maker, table, self.table = self.cache.maker, self.table, None
-        assert isinstance(maker, FileMaker)
-        return maker.decoded_table(table, self.number, self.group.rows)
+        """Return the columns of the only blob, once the row group is fetched. Release the fetched bytes."""
+        with self.stack:
+            [columns] = self.decoded()
+        return columns
 
     def published(self, made: list[memoryview]) -> None:
         """Note the blobs, and discard the cached blocks that they were made of."""
@@ -418,16 +400,12 @@ class _Packed:
 
 def _publish_together(jobs: Sequence[_Job], settle: Callable[[_Job], None]) -> None:
     """Decode, pack and publish row groups of one blob each."""
-    with computing(), doing("decode"):
-        unmade = [job for job in jobs if job.outcome is None]
-        for job in unmade:
-            job.load.state = State.DECODING
-        together = _decoded_together(unmade)
     packed: list[_Packed] = []
     for job in jobs:
         if job.outcome is None:
+            job.load.state = State.DECODING
             with job.catching(), computing(), doing("decode"):
-                packed.append(_Packed(job, together.get(job) or job.decoded_whole()))
+                packed.append(_Packed(job, job.decoded_whole()))
         if job.outcome is not None:
             settle(job)
         elif sum(each.size for each in packed) >= PUBLISHED_BYTES:
@@ -449,48 +427,3 @@ def _put(packed: Sequence[_Packed], settle: Callable[[_Job], None]) -> None:
                     each.job.published([blob])
     for each in packed:
         settle(each.job)
-
-
-def _decoded_together(jobs: Sequence[_Job]) -> dict[_Job, Columns]:
-    """Return the columns of those row groups that are decoded as one table, which takes less time if they are tiny.
-
-    Their blobs are the same as if each was decoded alone.
-    """
-    tiny = [
-        job
-        for job in jobs
-        if job.opened is not None
-        and job.opened.table is not None
-        and job.cache.plan.bytes_of(job.number) <= TINY_BYTES
-        and not job.cache.plan.zeroes_nulls(job.number)
-    ]
-    if len(tiny) < 2 or not _is_joinable(tiny):
-        return {}
-    for job in tiny:
-        with job.catching():
-            job.read()
-    read = [(job, job.table) for job in tiny if job.table is not None]
-    if not read or any(job.group.rows != len(table) for job, table in read):
-        return {}
-    first = read[0][0]
-    maker = first.cache.maker
-    assert isinstance(maker, FileMaker)
-    try:
-        table = pa.concat_tables([table for _, table in read])
-        columns = maker.decoded_table(table, first.number, len(table), where="small row groups")
-    except (DataError, pa.ArrowException):  # One has nulls, or their schemas differ: decode each alone.
-        return {}
-    starts = list(itertools.accumulate((job.group.rows for job, _ in read), initial=0))
-    return {
-        job: {name: rows_of(column, start, stop) for name, column in columns.items()}
-        for (job, _), (start, stop) in zip(read, itertools.pairwise(starts), strict=True)
-    }
-
-
-def _is_joinable(jobs: Sequence[_Job]) -> bool:
-    """Return whether decoding row groups as one table gives the same blobs as decoding each alone."""
-    return (
-        # Files have dictionaries of text of their own.
-        all(field.kind in ("dense", "mask", "list") for field in jobs[0].cache.plan.layout.fields)
-        and len({(job.cache.plan.digest, job.group.constants) for job in jobs}) == 1
-    )
