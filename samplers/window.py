@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -46,16 +46,8 @@ class Window:
         """Return the indices in the shuffled window of rows, given those before the shuffle: int64 [k] both."""
         return self._shuffled.inverse[numbers]
 
-    def first_uses(self, number: int) -> Iterable[tuple[int, int]]:
-        """Return (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""
-        few = LOOKUPS * len(self.first_rows) <= MOST_LOOKUPS
-        return self._from(number) if number or not few else self._first_uses
-
-    @cached_property
-    def _first_uses(self) -> list[tuple[int, int]]:
-        return list(self._from(0))  # The loop over an epoch reads them, and before it the lookahead of the last epoch.
-
-    def _from(self, number: int) -> Iterator[tuple[int, int]]:
+    def first_uses(self, number: int) -> Iterator[tuple[int, int]]:
+        """Yield (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""
         sizes = np.diff(self._starts)
         unseen = np.ones(len(sizes), np.bool_)
         step = LOOKUPS * len(sizes)
