@@ -63,9 +63,6 @@ class Need:
         window = int(min(window, own.sum()))
         return cls(name, distinct, own * node_share, window, at_once, float(own.mean()) if len(own) else 0.0)
 
-    def __contains__(self, group: int) -> bool:
-        return _is_in(group, self.groups)
-
     @property
     def total(self) -> float:
         """Bytes of all groups."""
@@ -117,11 +114,6 @@ class Need:
         return found
 
 
-def _is_in(group: int, groups: Numbers) -> bool:
-    place = int(np.searchsorted(groups, np.uint64(group)))
-    return place < len(groups) and int(groups[place]) == group
-
-
 @dataclass(frozen=True, eq=False)
 class Division:
     """How the needs of a host share a cache. `divide` makes one.
@@ -131,23 +123,17 @@ class Division:
         total: Bytes that all needs have together; what several needs share counts once.
         stays_below: The groups with numbers below it stay.
         groups: Numbers of all needed groups, ascending, uint64 [n].
-        parts: Each need of another name, with the bytes of its part of the region, by name: processes list needs in
-            different orders.
     """
 
     region: int = 0
     total: float = 0.0
     stays_below: int = 1 << 64
     groups: Numbers = field(default_factory=lambda: np.empty(0, np.uint64))
-    parts: tuple[tuple[Need, int], ...] = ()
 
     def is_needed(self, group: int) -> bool:
         """Return whether a loader needs a group of blobs."""
-        return _is_in(group, self.groups)
-
-    def part_of(self, group: int) -> tuple[bytes, int]:
-        """Return (name, bytes) of the first part of the region whose need has a group; (b"", 0) if there is none."""
-        return next(((need.name, part) for need, part in self.parts if group in need), (b"", 0))
+        place = int(np.searchsorted(self.groups, np.uint64(group)))
+        return place < len(self.groups) and int(self.groups[place]) == group
 
     def stays(self, group: int) -> bool:
         """Return whether a group of blobs is among those that stay."""
@@ -183,23 +169,20 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     listed_sizes = np.concatenate([need.sizes for need in needs])
     np.maximum.at(sizes, which_group, listed_sizes)  # the same for all processes, whatever they know
     total = float(sizes.sum())
-    parts = _parts(limit, total, listed)
-    region = min(limit, parts.total())
+    region = min(limit, _region(limit, total, listed))
     stays_below = 1 << 64
     if region and any(len(need.groups) != len(groups) for need in needs):  # A single dataset may fill the cache freely.
         count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
         stays_below = int(groups[count]) if count < len(groups) else stays_below
-    named = {need.name: need for need in needs}
-    shared = tuple((named[name], part) for name, part in sorted(parts.items())) if region else ()
-    return Division(region, total, stays_below, groups, shared)
+    return Division(region, total, stays_below, groups)
 
 
-def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Counter[bytes]:
-    """Return the bytes of the transient region by need. Ranks that read an epoch together share their part of it."""
-    parts: Counter[bytes] = Counter()
+def _region(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> int:
+    """Return the bytes of the transient region. Ranks that read an epoch together share a part of it."""
+    parts = Counter[bytes]()  # by need
     for needs in processes:
-        own: Counter[bytes] = Counter()
+        own = Counter[bytes]()
         for need in needs:
             own[need.name] += need.transient_share(limit, total)[0]
         parts |= own  # the larger count
-    return parts
+    return parts.total()

@@ -205,7 +205,7 @@ class CacheFolder:
             row: The blob to admit.
             draft: The file that the caller writes the blob to. It leads a later sweep to the row after a kill.
             limit: Most bytes on disk.
-            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest of its need.
+            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest of those.
             pin: Evict only blobs that no running process has used since it started, and those above their share.
         """
         index, allow_transient = self.index, False

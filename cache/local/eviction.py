@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,8 +73,7 @@ class Eviction:
     """
 
     def __init__(self, index: Index) -> None:
-        self._index = index
-        self._surplus, self._transient = _Surplus(index), _TransientRows(index)
+        self._index, self._surplus = index, _Surplus(index)
 
     def choices(self, row: Row, limit: int, division: Division, before: int) -> Iterator[Choice]:
         """Yield what may be evicted for a row, best first. The first choice whose victims are large enough counts.
@@ -101,8 +100,7 @@ class Eviction:
             yield Choice(self._surplus.victims(division, to_fit), to_fit, pinned=False)
             yield Choice(index.pinned(), to_fit, pinned=False)
         else:
-            passing = self._transient.victims(division, row)
-            yield Choice(chain(passing, index.pinned(before)), to_fit, pinned=False)
+            yield Choice(chain(index.transient(), index.pinned(before)), to_fit, pinned=False)
 
 
 class _Surplus:
@@ -162,82 +160,3 @@ def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
         elif kind is Kind.BLOCK and division.region:  # Without a region, row groups are made of blocks.
             ranked[2].append(row)
     return deque(chain(*ranked))
-
-
-class _TransientRows:
-    """The rows of transient blobs, in the order of their eviction for a new blob.
-
-    The next victim is the oldest row of the need that exceeds its part most. So a fast loader evicts its own rows.
-    Rows of no need are evicted before younger rows. Without a region, the oldest come first.
-
-    Notes:
-        For each division, the index is read once, and again after as many victims as it had rows. In between, only the
-        rows admitted since are read. So the cost of an admission does not grow with the rows. Any thread may call it.
-
-    Args:
-        index: The index of the cache.
-    """
-
-    def __init__(self, index: Index) -> None:
-        self._index, self._mutex = index, threading.Lock()
-        self._queues: weakref.WeakKeyDictionary[Division, _Queues] = weakref.WeakKeyDictionary()
-
-    def victims(self, division: Division, new: Row) -> Iterator[Row]:
-        """Yield the rows to evict for a new one. A row goes to one thread, until the index is read again."""
-        if not division.region:
-            yield from self._index.transient()
-            return
-        need = division.part_of(new.group)[0]
-        with self._mutex:
-            queues = self._queues.get(division)
-            if queues is None or queues.rescan_after <= 0:
-                queues = self._queues[division] = _Queues(division, self._index.transient())
-            else:
-                queues.add(self._index.transient(queues.seen_until + 1))
-        while True:
-            with self._mutex:
-                row = queues.pop(need, new.size)
-            if row is None:
-                return
-            if self._index.holds(row):  # else another process evicted it
-                yield row
-
-
-class _Queues:
-    """The transient rows of each need of a division, oldest first.
-
-    Attributes:
-        seen_until: Stamp of the youngest row that was added.
-        rescan_after: Victims until the whole index is read again, for rows that were popped but not evicted.
-    """
-
-    def __init__(self, division: Division, rows: Iterable[Row]) -> None:
-        self._division, self._parts = division, {need.name: part for need, part in division.parts}
-        self._rows: defaultdict[bytes, deque[Row]] = defaultdict(deque)
-        self._used: Counter[bytes] = Counter()
-        self.seen_until = self.rescan_after = 0
-        self.add(rows)
-        self.rescan_after = sum(map(len, self._rows.values()))
-
-    def add(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            name, _ = self._division.part_of(row.group)
-            self._rows[name].append(row)
-            self._used[name] += row.size
-            self.seen_until = row.stamp
-
-    def pop(self, need: bytes, size: int) -> Row | None:
-        """Remove and return the next victim for a row of `size` bytes of a need, or None if no row is left."""
-        left = [name for name, rows in self._rows.items() if rows]
-        if not left:
-            return None
-        fullest = max(left, key=lambda name: self._fullness(name, size if name == need else 0))
-        victim = min({fullest, b""} & {*left}, key=lambda name: self._rows[name][0].used_at)
-        row = self._rows[victim].popleft()
-        self._used[victim] -= row.size
-        self.rescan_after -= 1
-        return row
-
-    def _fullness(self, name: bytes, more: int) -> float:
-        part = self._parts.get(name, 0)
-        return (self._used[name] + more) / part if part else 0.0

@@ -124,14 +124,9 @@ class Index(LmdbFile):
         """Yield the pinned rows, or those last used before a time (ns), least recently used first."""
         return itertools.takewhile(lambda row: row.used_at < before, self._scan(_PINNED))
 
-    def transient(self, since: int = 0) -> Iterator[Row]:
-        """Yield the transient rows admitted since a time (ns), oldest first."""
-        return itertools.takewhile(lambda row: not row.pinned, self._scan(since))
-
-    def holds(self, row: Row) -> bool:
-        """Return whether a row is still the same."""
-        with self._transaction() as txn:
-            return self._row(txn, row.digest) == row
+    def transient(self) -> Iterator[Row]:
+        """Yield the transient rows, in the order of their admission."""
+        return itertools.takewhile(lambda row: not row.pinned, self._scan(0))
 
     def used_bytes(self) -> int:
         """Return the bytes of all rows."""

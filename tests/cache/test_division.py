@@ -121,13 +121,6 @@ def test_the_region_is_for_all_loaders_but_once_for_the_ranks_of_one() -> None:
     assert region([a, a, a, b, b, b]) == 10
 
 
-def test_processes_count_what_two_loaders_share_to_the_same_one() -> None:
-    a, overlapping = need_of("a"), need_of("a", 30, name="filter")
-    divisions = [divide(20 * ON_DISK, order) for order in ([[a], [overlapping]], [[overlapping], [a]])]
-    for group in overlapping.groups.tolist():
-        assert divisions[0].part_of(group) == divisions[1].part_of(group) != (b"", 0)
-
-
 def test_a_need_reaches_other_processes_whole() -> None:
     a, b = need_of("a", 3000), need_of("b", 50)
     for sent, found in zip((a, b), Need.all_from(a.to_bytes() + b.to_bytes()), strict=True):
@@ -188,25 +181,6 @@ def test_two_datasets_that_do_not_fit_together_keep_their_shares(tmp_path: Path)
         assert should <= staying[name]
     assert sum(filled[2:]) / 2 <= 1.02 * (80 - 48) + 1
     assert tier.stats().get("refused", 0) == 0
-
-
-def test_a_loader_that_reads_fast_evicts_its_own(tmp_path: Path) -> None:
-    """The other one's row groups stay in its part of the region until it reads on."""
-    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
-    leases = [tier.lease(need_of(name, window=2)) for name in "ab"]
-    for name in "ab" * 2:
-        read(tier, name, range(40))
-    passing = {name: [n for n in range(40) if tier.is_transient([key(name, n)])] for name in "ab"}
-    slow = passing["b"][:2]
-    read(tier, "b", slow)
-    before = kept(tier, "b")
-    assert {*slow} <= before
-    assert read(tier, "a", passing["a"]) >= 10
-    assert kept(tier, "b") == before
-    read(tier, "b", passing["b"])
-    assert not {*slow} & kept(tier, "b")
-    assert tier.folder.index.used_bytes() <= tier.limit
-    del leases
 
 
 def test_what_no_loader_needs_passes_in_its_turn(tmp_path: Path) -> None:
