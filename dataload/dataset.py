@@ -50,6 +50,7 @@ from dataload.samplers.window_size import default_window
 
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
+    from dataload.mapping.probe import Probe
     from dataload.mapping.running import Function
     from dataload.rows.packing import Packing
 
@@ -432,8 +433,8 @@ class Dataset(MapStyle):
             rows are mapped that the dataset has now. If few are needed, call `filter` or `select` first.
         """
         readable = self if self.known_failure is None else self.skipping()
-        stage = readable._stage_of(function, columns, version, processes)  # noqa: SLF001 (of the same class)
-        return self.mapped(stage)
+        probe = readable._probe(columns)  # noqa: SLF001 (of the same class)
+        return self.mapped(probe.stage(function, version, processes))
 
     def mapped(self, stage: Stage) -> Dataset:
         """Return the dataset of the rows that a map makes, of these rows or of other ones of the same columns."""
@@ -476,7 +477,7 @@ class Dataset(MapStyle):
         """
         from dataload.flat import FlatDataset
 
-        return FlatDataset(self, self._stage_of(function, columns, version, processes, is_flat=True))
+        return FlatDataset(self, self._probe(columns, is_flat=True).stage(function, version, processes))
 
     @with_plain_arguments
     def pack(
@@ -540,24 +541,12 @@ class Dataset(MapStyle):
         packing = packing_of(self, length, column, also, split=split, pad=pad, cu_seqlens=cu_seqlens, lengths=lengths)
         return PackedDataset(self, packing)
 
-    def _stage_of(self, function: Function, *arguments: Any, is_flat: bool = False) -> Stage:
-        """Return a map of these rows. arguments: the others of `map`."""
-        from dataload.mapping.probe import stage_of
+    def _probe(self, columns: Sequence[str] | None, *, is_flat: bool = False) -> Probe:
+        """Return what finds out which map of these rows a function is."""
+        from dataload.mapping.probe import Probe
 
-        columns, version, processes = arguments
-        (own,) = self.rowstore.row_groups.caches
-        return stage_of(
-            function,
-            own,
-            self.manifest,
-            self.schema,
-            self.blocks,
-            columns=columns,
-            version=version,
-            processes=processes,
-            read_options=self.read_options,
-            is_flat=is_flat,
-        )
+        [own] = self.rowstore.row_groups.caches
+        return Probe(own, self.manifest, self.schema, self.blocks, columns, self.read_options, is_flat)
 
     @property
     def uncounted(self) -> Dataset | None:

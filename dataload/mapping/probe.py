@@ -28,6 +28,7 @@ from dataload.mapping.values import Returned
 from dataload.rows.read_options import ReadOptions
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.size_sampling import spread
+from dataload.runtime.cached_property import cached_property
 
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
@@ -36,67 +37,6 @@ log = logging.getLogger(__name__)
 
 VERSION = 6
 SAMPLE_ROWS = 32  # of each sampled row group
-
-
-def stage_of(
-    function: Function,
-    source: RowGroupCache,
-    manifest: Manifest,
-    schema: pa.Schema,
-    blocks: Blocks,
-    *,
-    columns: Sequence[str] | None,
-    version: Any,
-    processes: int | None,
-    read_options: ReadOptions,
-    is_flat: bool,
-) -> Stage:
-    """Return the map of a dataset. A sample of its rows tells the columns.
-
-    Args:
-        function: The function.
-        source: The row groups that are mapped.
-        manifest: The dataset.
-        schema: Its columns.
-        blocks: The cache.
-        columns: As for `Dataset.map`.
-        version: As for `Dataset.map`.
-        processes: As for `Dataset.map`.
-        read_options: How the values of the columns that the function makes are read.
-        is_flat: Whether the function may make more or fewer rows than it gets.
-
-    Raises:
-        ConfigError: An argument cannot work, or the dataset has no row.
-        DataError: The function raised, or it returned what no column can hold.
-        OriginError: The origin failed.
-    """
-    if processes is not None and (not isinstance(processes, int) or isinstance(processes, bool) or processes < 1):
-        raise ConfigError(f"processes={processes!r} must be a number of at least 1, or None for threads")
-    if columns is not None and (isinstance(columns, str) or not columns):
-        raise ConfigError(f"columns={columns!r} must be a list of at least one name")
-    chosen = None if columns is None else tuple(Manifest(schema, (), "").select(columns))
-    if not manifest.num_rows:
-        raise ConfigError("map needs at least one row, and the dataset has none")
-    sampler = _Sampler(source, manifest, schema, blocks, chosen, read_options, is_flat)
-    user = UserFunction.of(function, version)
-    first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
-    masks = " masks" * read_options.null_masks
-    what = f"map {VERSION} {key_of(user, chosen, is_flat=is_flat)} {source.plan.digest}{masks}"
-    failed = None
-    try:
-        sample = Metadata(blocks, first, what, _Sample.of).get_or_make_once(lambda: sampler.sampled(user))
-    except _FailedError as error:  # The row may work the next time, so it is not cached.
-        sample, failed = _Sample.of(memoryview(error.sample)), str(error)
-    _warn_of_nulls(sample, schema)
-    user.sources.forget()
-    if processes is not None:
-        try:  # Now, the error costs no time. The calls in the sample may have made what it names.
-            pickle.dumps(user)
-        except ConfigError as error:
-            raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
-    counts = Counts(sample.ratio) if is_flat else None
-    told = sample.schema, sample.row_bytes, sample.made, sample.masks, read_options.fill_null, failed
-    return Stage(user, chosen, processes, manifest, *told, errors=read_options.errors, counts=counts)
 
 
 def _warn_of_nulls(sample: _Sample, source: pa.Schema) -> None:
@@ -126,7 +66,7 @@ class _Sample(NamedTuple):
 
     @classmethod
     def of(cls, data: memoryview) -> Self:
-        """Return the sample that `_sampled` returned as JSON."""
+        """Return the sample that `Probe.sampled` returned as JSON."""
         found = json.loads(bytes(data))
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
         return cls(schema, found["row_bytes"], tuple(found["made"]), tuple(found["masks"]), found["ratio"])
@@ -137,7 +77,7 @@ class _FailedError(Exception):
 
     Args:
         text: What failed.
-        sample: What `_sampled` returns.
+        sample: What `Probe.sampled` returns.
     """
 
     def __init__(self, text: str, sample: bytes) -> None:
@@ -146,8 +86,8 @@ class _FailedError(Exception):
 
 
 @dataclass(frozen=True)
-class _Sampler:
-    """Calls a function with a sample of rows. See `stage_of`.
+class Probe:
+    """Finds out what a function makes, by a sample of a dataset's rows.
 
     Args:
         source: The row groups that are mapped.
@@ -167,10 +107,52 @@ class _Sampler:
     read_options: ReadOptions
     is_flat: bool
 
+    def stage(self, function: Function, version: Any, processes: int | None) -> Stage:
+        """Return the map of the dataset. The arguments are those of `Dataset.map`.
+
+        Raises:
+            ConfigError: An argument cannot work, or the dataset has no row.
+            DataError: The function raised, or it returned what no column can hold.
+            OriginError: The origin failed.
+        """
+        if processes is not None and (not isinstance(processes, int) or isinstance(processes, bool) or processes < 1):
+            raise ConfigError(f"processes={processes!r} must be a number of at least 1, or None for threads")
+        chosen = self._chosen
+        if not self.manifest.num_rows:
+            raise ConfigError("map needs at least one row, and the dataset has none")
+        user = UserFunction.of(function, version)
+        first = Object(self.manifest.row_groups[0].file.path, 0, self.manifest.fingerprint)
+        masks = " masks" * self.read_options.null_masks
+        what = f"map {VERSION} {key_of(user, chosen, is_flat=self.is_flat)} {self.source.plan.digest}{masks}"
+        failed = None
+        try:
+            sample = Metadata(self.blocks, first, what, _Sample.of).get_or_make_once(lambda: self.sampled(user))
+        except _FailedError as error:  # The row may work the next time, so it is not cached.
+            sample, failed = _Sample.of(memoryview(error.sample)), str(error)
+        _warn_of_nulls(sample, self.schema)
+        user.sources.forget()
+        if processes is not None:
+            try:  # Now, the error costs no time. The calls in the sample may have made what it names.
+                pickle.dumps(user)
+            except ConfigError as error:
+                raise ConfigError(f"{error}, or leave processes= out") from error.__cause__
+        counts = Counts(sample.ratio) if self.is_flat else None
+        fill_null, errors = self.read_options.fill_null, self.read_options.errors
+        told = sample.schema, sample.row_bytes, sample.made, sample.masks, fill_null, failed
+        return Stage(user, chosen, processes, self.manifest, *told, errors=errors, counts=counts)
+
+    @cached_property
+    def _chosen(self) -> tuple[str, ...] | None:
+        if self.columns is None:
+            return None
+        if isinstance(self.columns, str) or not self.columns:
+            raise ConfigError(f"columns={self.columns!r} must be a list of at least one name")
+        return tuple(Manifest(self.schema, (), "").select(self.columns))
+
     def sampled(self, user: UserFunction) -> bytes:
         """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
         layout = self.source.plan.layout
-        given, kept = given_and_kept(layout.fields, self.columns, is_flat=self.is_flat)
+        given, kept = given_and_kept(layout.fields, self._chosen, is_flat=self.is_flat)
         runner = Runner(user.call, given, kept, self.schema, is_flat=self.is_flat, errors=self.read_options.errors)
         title = f"{'flat_map' if self.is_flat else 'map'} {user.name}"
         samples: list[tuple[dict[str, Returned], int]] = []  # of at least one row each
