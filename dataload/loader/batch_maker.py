@@ -166,7 +166,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             request: The request.
             around: The surroundings of the user's code.
             stop: As in `RowStore.gather`.
-            empty: As in `to_batch`. Not used for batches that are passed to the user's code.
+            empty: As in `columns_of`. Not used for batches that are passed to the user's code.
         """
         loads, memory, start = Loads(), empty if self.only_gathers else None, 0
         rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, loads, request.draw), request.rows)

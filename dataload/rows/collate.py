@@ -67,15 +67,7 @@ class Padded(NamedTuple):
         return padded
 
 
-def to_batch(
-    records: Records,
-    *,
-    ragged: str = "list",
-    pad_to_multiple: int | None = None,
-    group: Mapping[str, Sequence[str]] | None = None,
-    empty: Empty | None = None,
-    columns: Collection[str] | None = None,
-) -> Batch:
+def to_batch(records: Records, *, empty: Empty | None = None, **how: Any) -> Batch:
     """Return the rows as a batch: a dict of columns.
 
     Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], lists of
@@ -84,12 +76,8 @@ def to_batch(
 
     Args:
         records: The rows.
-        ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
-        pad_to_multiple: Return lists of numbers as Tensor[B, n], padded with zeros up to a multiple of this number,
-            and their lengths as "<column>.length"; None: as above.
-        group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
-        empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
-        columns: Names of the columns to return; None: all. The others are not converted.
+        empty: As in `columns_of`.
+        **how: Other arguments of `columns_of`.
 
     Raises:
         ConfigError: A group has the name of a column, or its columns are not numbers of one dtype.
@@ -100,9 +88,7 @@ def to_batch(
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
         gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
-    padding = {"pad_to_multiple": pad_to_multiple}
-    whole = columns_of(records, ragged=ragged, **padding, group=group, empty=empty, columns=columns)
-    return with_strings(next(cut(whole, [len(records)], empty)))
+    return with_strings(next(cut(columns_of(records, empty=empty, **how), [len(records)], empty)))
 
 
 def columns_of(
@@ -114,7 +100,17 @@ def columns_of(
     empty: Empty | None = None,
     columns: Collection[str] | None = None,
 ) -> Batch:
-    """Return what `to_batch` returns, but with Arrow arrays, which `cut` and, for strings, `with_strings` convert."""
+    """Return what `to_batch` returns, but with Arrow arrays, which `cut` and, for strings, `with_strings` convert.
+
+    Args:
+        records: The rows.
+        ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
+        pad_to_multiple: Return lists of numbers as Tensor[B, n], padded with zeros up to a multiple of this number,
+            and their lengths as "<column>.length"; None: as above.
+        group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
+        empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
+        columns: Names of the columns to return; None: all. The others are not converted.
+    """
     groups = group or {}
     for field in (field for field in records.layout.ragged if field.kind == "error"):
         check_mapped(records, field)

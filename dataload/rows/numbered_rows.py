@@ -58,7 +58,7 @@ class NumberedRows(list[dict[str, Any]]):
         locate: Returns the location of a row of the dataset, given its number.
         computed: Columns of batches that are computed from the numbers.
         lengths: Returns the lengths of rows, given their numbers, int64 [B] both. No padded list may be longer.
-        **shape: Arguments of `to_batch`.
+        **shape: Arguments of `columns_of`.
 
     Attributes:
         numbers: As above.
@@ -182,7 +182,7 @@ class NumberedRows(list[dict[str, Any]]):
                 )
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
-        """Return the same rows with other computed columns and other arguments of `to_batch`."""
+        """Return the same rows with other computed columns and other arguments of `columns_of`."""
         return NumberedRows(self._records, self.numbers, self._locate, computed=computed, **shape)
 
     def tokens(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -81,9 +81,9 @@ class Sequences:
         """Return the columns, each a Tensor [n, length], as `columns_of` does.
 
         Args:
-            ragged: As in `to_batch`.
-            group: As in `to_batch`.
-            empty: As in `to_batch`.
+            ragged: As in `columns_of`.
+            group: As in `columns_of`.
+            empty: As in `columns_of`.
 
         Raises:
             ConfigError: `group` is not empty.
