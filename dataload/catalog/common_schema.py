@@ -8,10 +8,9 @@ from dataclasses import replace
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
-from dataload.errors import DataError
 from dataload.formats.arrow_types import canonical, children, is_bytes, is_text, storage, varying_shape
 from dataload.formats.null_types import filled, has_null_type
-from dataload.formats.schema import fields_of, structs_of
+from dataload.formats.schema import field_or_none, is_ragged, structs_of
 from dataload.runtime.text import counted
 
 _Column = tuple[Object, pa.Field]  # and a file that has it
@@ -131,14 +130,6 @@ def lacking(partial: Mapping[str, str]) -> str:
     return f"{file} lacks column {name!r}, which other files have{others}; {fix}"
 
 
-def is_ragged(field: pa.Field) -> bool:
-    """Return whether the values of a column vary in length."""
-    try:
-        return fields_of(pa.schema([field]))[0].ragged
-    except DataError:
-        return True  # No batch can hold the column, so its size does not matter.
-
-
 def _conflict(name: str, there: tuple[Object, str], here: tuple[Object, str]) -> str:
     return f"{there[0].name} and {here[0].name} differ in column {name!r}: {there[1]} there, {here[1]} here"
 
@@ -161,8 +152,5 @@ def is_like(here: pa.Field, there: pa.Field) -> bool:
         is_bytes(storage(field.type)) for field in (here, there)
     ):
         return False
-    try:
-        mine, others = (replace(*fields_of(pa.schema([field])), type=None) for field in (here, there))
-    except DataError:  # No batch can hold the column.
-        return False
-    return mine == others
+    mine, others = field_or_none(here), field_or_none(there)
+    return mine is not None and others is not None and replace(mine, type=None) == replace(others, type=None)

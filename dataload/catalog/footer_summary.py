@@ -11,11 +11,10 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
-from dataload.catalog.common_schema import is_ragged
 from dataload.errors import DataError
 from dataload.formats.arrow_types import has_members
 from dataload.formats.base import Footer
-from dataload.formats.schema import flatten, hides_nulls, holds_nulls, structs_of
+from dataload.formats.schema import flatten, hides_nulls, holds_nulls, is_ragged, structs_of
 from dataload.formats.table_columns import TableColumns
 from dataload.runtime.cached_property import cached_property
 

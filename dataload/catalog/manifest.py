@@ -17,12 +17,12 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Object
-from dataload.catalog.common_schema import is_ragged, lacking
+from dataload.catalog.common_schema import lacking
 from dataload.catalog.footer_cache import FooterLocation
 from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError, DataError
 from dataload.formats.hive_partitions import Constants
-from dataload.formats.schema import structs_of
+from dataload.formats.schema import is_ragged, structs_of
 from dataload.formats.table_columns import TableColumns, TableFile
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.decompression import decompressed

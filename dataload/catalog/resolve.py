@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import as_in_table, common_schema, is_ragged, missing
+from dataload.catalog.common_schema import as_in_table, common_schema, missing
 from dataload.catalog.footer_cache import FooterLocation, Kept, Metadata, read_footers
 from dataload.catalog.footer_summary import FileSchema, FileSummary, Summarize
 from dataload.catalog.manifest import MOST_NULLS, UNKNOWN, VERSION, Counts, Manifest, RowGroup, table_of
 from dataload.catalog.sources import Source, list_objects
 from dataload.errors import DataError
 from dataload.formats.hive_partitions import NO_KEYS, Constants, Keys, Partitioning, partition_columns, with_valid_text
-from dataload.formats.schema import hides_nulls, holds_nulls, structs_of
+from dataload.formats.schema import hides_nulls, holds_nulls, is_ragged, structs_of
 from dataload.formats.table_columns import TableFile
 from dataload.formats.text import TextErrors
 from dataload.runtime.text import few

@@ -200,38 +200,32 @@ def structs_of(name: str) -> list[str]:
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
-def is_flat(field: pa.Field) -> bool:
-    """Return whether batches can hold a column, and not as nested Python values."""
+def field_or_none(field: pa.Field) -> Field | None:
+    """Return a column as batches hold it; None: no batch can."""
     try:
-        return _field(field).kind != "nested"
+        return _field(field)
     except DataError:
-        return False
+        return None
 
 
-def is_unsupported(field: pa.Field) -> bool:
-    """Return whether no batch can hold a column."""
-    try:
-        _field(field)
-    except DataError:
-        return True
-    return False
+def is_ragged(field: pa.Field) -> bool:
+    """Return whether the values of a column vary in length. Of one that no batch can hold, the size does not matter."""
+    own = field_or_none(field)
+    return own is None or own.ragged
 
 
 def holds_nulls(field: pa.Field) -> bool:
     """Return whether batches can represent each null of a column, or its nulls cannot be told from empty lists."""
-    try:
-        own = _field(field)
-    except DataError:
-        return True
-    return own.ragged or not needs_mask(own) or is_list(storage(field.type))
+    own = field_or_none(field)
+    return own is None or own.ragged or not needs_mask(own) or is_list(storage(field.type))
 
 
 def hides_nulls(field: pa.Field) -> bool:
     """Return whether the lists of a column may have nulls inside that batches cannot represent."""
-    if is_unsupported(field) or not is_list(field.type) or not field.type.field(0).nullable:
+    own = field_or_none(field)
+    if own is None or own.kind != "list" or own.shape or not needs_mask(own):
         return False
-    own = _field(field)
-    return own.kind == "list" and not own.shape and needs_mask(own)
+    return is_list(field.type) and bool(field.type.field(0).nullable)
 
 
 def mask_name(field: Field) -> str:

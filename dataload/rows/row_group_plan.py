@@ -15,7 +15,7 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.selection import Mask
 from dataload.errors import ConfigError, DataError
 from dataload.formats.hive_partitions import Constants
-from dataload.formats.schema import CODE, SPAN, Field, Layout, fields_of, is_flat, is_unsupported
+from dataload.formats.schema import CODE, SPAN, Field, Layout, field_or_none, fields_of
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode, raises_for_nulls
 from dataload.rows.columns import Array
@@ -213,7 +213,7 @@ def _fields(manifest: Manifest, schema: pa.Schema, *, null_masks: bool) -> tuple
     try:
         return fields_of(schema, null_masks=null_masks)
     except DataError as error:
-        unsupported = next((field.name for field in schema if is_unsupported(field)), None)
+        unsupported = next((field.name for field in schema if field_or_none(field) is None), None)
         files = (group.file.name for group in manifest.row_groups if unsupported not in dict(group.constants))
         raise DataError(f"{next(files, 'a file without rows')}: {error}") from error
 
@@ -229,7 +229,8 @@ def _check_filled(manifest: Manifest, fill_null: Mapping[str, Any], columns: Seq
     for name in fill_null:
         if name not in names:
             raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
-        if not is_flat(field := manifest.schema.field(name)):
+        field = manifest.schema.field(name)
+        if (own := field_or_none(field)) is None or own.kind == "nested":
             raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
     # A replacement of the wrong type would otherwise fail at the first null, which may be far into an epoch.
     schema = pa.schema([manifest.schema.field(name) for name, value in fill_null.items() if value is not None])
