@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from dataload.formats.arrow_types import (
     canonical,
     children,
-    has_elements,
     has_members,
     has_part,
     is_bytes,
@@ -118,11 +117,10 @@ def plain(array: pa.Array) -> pa.Array:
         return array
     if (inner := _inner(array, plain)) is not None:
         return inner
-    if types.is_struct(kind):
-        return _plain_struct(array)
-    if has_elements(kind):
-        return _plain_list(array)
-    return array
+    if is_list_view(kind):
+        array = _with_offsets(array)
+    parts = [] if types.is_union(kind) else children(array.type)
+    return with_parts(array, plain) if any(plain_type(part.type) != part.type for part in parts) else array
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -195,25 +193,17 @@ def _with_long_offsets(array: pa.Array) -> pa.Array:
     return array.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else array
 
 
-def _plain_struct(array: pa.Array) -> pa.Array:
-    members = [plain(array.field(number)) for number in range(array.type.num_fields)]
-    fields = [field.with_type(member.type) for field, member in zip(array.type, members, strict=True)]
-    if fields == children(array.type):
-        return array
-    return pa.StructArray.from_arrays(members, fields=fields, mask=array.is_null())
-
-
-def _plain_list(array: pa.Array) -> pa.Array:
-    if is_list_view(array.type):
-        array = _with_offsets(array)
+def with_parts(array: pa.Array, change: Callable[[pa.Array], pa.Array]) -> pa.Array:
+    """Return structs, lists or maps with their members or elements changed, which may get other types."""
     kind = array.type
-    field = kind.field(0).with_type(plain_type(kind.field(0).type))
-    if field == kind.field(0):
-        return array
+    if pa.types.is_struct(kind):
+        members = [change(array.field(number)) for number in range(kind.num_fields)]
+        fields = [field.with_type(member.type) for field, member in zip(kind, members, strict=True)]
+        return pa.StructArray.from_arrays(members, fields=fields, mask=array.is_null())
     array = pa.concat_arrays([array, array[:0]])  # without the values of rows that are cut off
-    values = plain(array.values)
-    own = array.buffers()[: kind.num_buffers]
-    return pa.Array.from_buffers(with_members(kind, [field]), len(array), own, offset=array.offset, children=[values])
+    values, own = change(array.values), array.buffers()[: kind.num_buffers]
+    kind = with_members(kind, [kind.field(0).with_type(values.type)])
+    return pa.Array.from_buffers(kind, len(array), own, offset=array.offset, children=[values])
 
 
 def _with_offsets(views: pa.Array) -> pa.Array:

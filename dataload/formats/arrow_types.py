@@ -83,7 +83,8 @@ def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
     if types.is_struct(kind):
         return pa.struct(fields)
     if types.is_map(kind):
-        return pa.map_(*fields[0].type)
+        key, item = fields[0].type
+        return pa.map_(key.with_nullable(False), item)
     if types.is_fixed_size_list(kind):
         return pa.list_(fields[0], kind.list_size)
     views = {True: pa.large_list_view, False: pa.list_view}

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.arrow_types import has_members, is_list
+from dataload.formats.arrow_types import children, has_members, is_list, with_members
 from dataload.formats.base import as_data_error
 from dataload.formats.hive_partitions import Constants
 from dataload.formats.parquet_thrift import DAMAGE, Element, schema_of, text_of
@@ -240,13 +240,8 @@ def with_fields(kind: pa.DataType, changed: Callable[[pa.Field], pa.Field]) -> p
     def of(each: pa.Field) -> pa.Field:
         return changed(each).with_type(with_fields(each.type, changed))
 
-    if pa.types.is_struct(kind):
-        return pa.struct([of(each) for each in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(of(kind.key_field).with_nullable(False), of(kind.item_field))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(of(kind.value_field))
-    return pa.list_(of(kind.value_field)) if pa.types.is_list(kind) else kind
+    parts = children(kind)
+    return with_members(kind, [of(each) for each in parts]) if parts else kind
 
 
 def _plain(each: pa.Field) -> pa.Field:
@@ -264,6 +259,5 @@ def _names_of(each: pa.Field) -> list[str]:
 
 
 def _content(each: pa.Field) -> list[Any]:
-    kind = each.type
-    inner = [kind.field(number) for number in range(kind.num_fields)] if kind.num_fields else []
-    return [each.name, str(kind), _id_of(each), _names_of(each), *map(_content, inner)]
+    inner = map(_content, children(each.type))
+    return [each.name, str(each.type), _id_of(each), _names_of(each), *inner]

@@ -7,6 +7,7 @@ from typing import Literal, cast, get_args
 import pyarrow as pa
 
 from dataload.errors import ConfigError
+from dataload.formats.arrow_arrays import with_parts
 from dataload.formats.arrow_types import has_elements, is_text
 
 TextErrors = Literal["raise", "replace"]
@@ -31,14 +32,8 @@ def repaired(array: pa.Array) -> pa.Array:
         return array if _is_valid(array) else _decoded(array)
     if isinstance(kind, pa.BaseExtensionType):
         return kind.wrap_array(repaired(array.storage))
-    if pa.types.is_struct(kind) and kind.num_fields:
-        members = [repaired(array.field(number)) for number in range(kind.num_fields)]
-        return pa.StructArray.from_arrays(members, fields=list(kind), mask=array.is_null())
-    if has_elements(kind):
-        array = pa.concat_arrays([array, array[:0]])  # without the values of rows that are cut off
-        own = array.buffers()[: kind.num_buffers]
-        return pa.Array.from_buffers(kind, len(array), own, offset=array.offset, children=[repaired(array.values)])
-    return array
+    is_nested = has_elements(kind) or (pa.types.is_struct(kind) and kind.num_fields)
+    return with_parts(array, repaired) if is_nested else array
 
 
 def _is_valid(array: pa.Array) -> bool:
