@@ -111,7 +111,7 @@ def recorded(
 
     wait = LoopWait(stall_warning, describe)
     with (
-        Samples(folder, sampler.rank, stats, sampler.num_replicas, process) as samples,
+        Samples(folder, stats, process) as samples,
         closing(served),
         watched(wait),
     ):

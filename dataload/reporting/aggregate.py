@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.runtime.cached_property import cached_property
-from dataload.telemetry.loader_stats import QUANTILES, LoaderStats, added
+from dataload.telemetry.loader_stats import LoaderStats, added
 from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.stragglers import LATE, excess
 
@@ -140,12 +140,6 @@ def over_ranks(stats: Sequence[LoaderStats]) -> LoaderStats:
     return total
 
 
-def wait_quantiles(stats: LoaderStats) -> dict[str, float | None]:
-    """Return the quantiles of the waits for a batch, in seconds; None: unknown, as in files of older releases."""
-    known = any(stats.wait_histogram.counts)
-    return {name: getattr(stats, name) if known else None for name in QUANTILES}
-
-
 def epochs(passes: Sequence[Pass]) -> list[Epoch]:
     """Return the epochs in the order in which they began. `passes` must be in that order, too."""
     found: list[Epoch] = []
@@ -165,8 +159,7 @@ def _after(before: Epoch, epoch: Epoch) -> Epoch:
     """Return an epoch with what came between the one before and it."""
     # A process that had a part in the epoch before had begun its first loop by then.
     started = max(record.started for record in epoch.ranks.values())
-    restarted = started > before.until if started else epoch.restarts > 0
-    return replace(epoch, pause=max(0.0, epoch.began - before.until), restarted=restarted)
+    return replace(epoch, pause=max(0.0, epoch.began - before.until), restarted=started > before.until)
 
 
 def throughput(passes: Sequence[Pass]) -> tuple[Floats, dict[int, Floats]]:

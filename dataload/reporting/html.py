@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from dataload.reporting.aggregate import Epoch, epochs, wait_quantiles, whole
+from dataload.reporting.aggregate import Epoch, epochs, whole
 from dataload.runtime.text import counted, duration, few, precise
-from dataload.telemetry.loader_stats import TIERS, LoaderStats
+from dataload.telemetry.loader_stats import QUANTILES, TIERS, LoaderStats
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
@@ -155,11 +155,10 @@ def _extent(passes: Sequence[Pass], found: Sequence[Epoch]) -> str:
 
 
 def _waits(stats: LoaderStats) -> str:
-    """Return the quantiles of the waits for a batch; "" if they are unknown."""
-    quantiles = wait_quantiles(stats)
-    if None in quantiles.values():
+    """Return the quantiles of the waits for a batch; "" without batches."""
+    if not stats.batches:
         return ""
-    p50, p95, p99, longest = map(precise, quantiles.values())
+    p50, p95, p99, longest = (precise(getattr(stats, name)) for name in QUANTILES)
     return f"Waits for a batch: half up to {p50}, 95 % up to {p95}, 99 % up to {p99}, the longest {longest}"
 
 
@@ -192,7 +191,7 @@ def _overview(found: Sequence[Epoch]) -> str:
                 f"{total.stall_fraction:.1%}",
                 max(total.waits, key=total.waits.__getitem__) if any(total.waits.values()) else "",
             ),
-            *map(precise, wait_quantiles(total).values()),
+            *(precise(getattr(total, name)) for name in QUANTILES),
             *(_hits(total), decimal(int(total.bytes_origin)), few(late, MOST_NAMED)),
         ]
         rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
@@ -249,10 +248,10 @@ def _sources(epoch: Epoch) -> str:
 
 
 def _row(record: Pass, causes: Sequence[str], *, late: bool) -> str:
-    stats, quantiles = record.stats, wait_quantiles(record.stats)
+    stats = record.stats
     cells = [
         *(f"{record.rank}", record.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
-        *(f"{stats.stall_fraction:.1%}", precise(quantiles["wait_p99"]), precise(quantiles["wait_max"])),
+        *(f"{stats.stall_fraction:.1%}", precise(stats.wait_p99), precise(stats.wait_max)),
         *(f"{stats.waits[cause]:,.1f}" for cause in causes),
         _hits(stats),
         *(decimal(int(getattr(stats, f"bytes_{tier}"))) for tier in TIERS),

@@ -11,9 +11,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from dataload.reporting.aggregate import Epoch, over_ranks, wait_quantiles
+from dataload.reporting.aggregate import Epoch, over_ranks
 from dataload.runtime.text import counted, duration, precise
-from dataload.telemetry.loader_stats import MIN_STALL, TIERS, LoaderStats
+from dataload.telemetry.loader_stats import MIN_STALL, QUANTILES, TIERS, LoaderStats
 from dataload.telemetry.stats_log import FINENESS, Pass
 
 SILENT = 30.0  # seconds without a line, from which on a rank is called silent; later in an epoch, lines come less often
@@ -76,11 +76,10 @@ def _of_rank(record: Pass, now: float) -> Figures:
 
 
 def _of_stats(stats: LoaderStats) -> Figures:
-    names = "rows", "batches", "total_batches", "stall_fraction", "hits", "misses"
+    names = ("rows", "batches", "total_batches", "stall_fraction", "hits", "misses", "hit_rate", *QUANTILES)
     waits = {cause: seconds / stats.seconds if stats.seconds else 0.0 for cause, seconds in stats.waits.items()}
     bytes_of = {f"bytes_{tier}": getattr(stats, f"bytes_{tier}") for tier in TIERS}
-    found = {name: getattr(stats, name) for name in names} | wait_quantiles(stats)
-    return {**found, "hit_rate": stats.hit_rate, "waits": waits, **bytes_of}
+    return {**{name: getattr(stats, name) for name in names}, "waits": waits, **bytes_of}
 
 
 def _advice(record: Pass) -> str:

@@ -29,10 +29,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def precise(seconds: float | None) -> str:
-    """Format a time of any length in three digits: "3.16 µs", "40 ms", "1.5 s", "3 min"; a dash if it is unknown."""
-    if seconds is None:
-        return "\N{EN DASH}"
+def precise(seconds: float) -> str:
+    """Format a time of any length in three digits: "3.16 µs", "40 ms", "1.5 s", "3 min"."""
     if seconds >= 90:
         return duration(seconds)
     for unit, name in ((1, "s"), (1e-3, "ms")):

@@ -29,8 +29,8 @@ from dataload.telemetry.wait_timeline import CAUSES
 EVERY = 1.0
 FINENESS = 1000
 CLOCKS = 2.0  # most seconds of skew between hosts' clocks
-NEWER = ("tokens", "padding_tokens", "sync_seconds")  # numbers that old lines lack
-COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "skipped_rows", *NEWER)  # of each peer, not of all together
+# Of each peer, not of all together
+COUNTERS = ("rows", "batches", "seconds", "wait_seconds", "sync_seconds", "skipped_rows", "tokens", "padding_tokens")
 MOST_HOST = 253  # characters of its name
 TAILS = 1 << 16, 1 << 20, 1 << 24  # bytes at the end of a file that hold its last lines
 MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
@@ -50,9 +50,7 @@ class Samples:
 
     Args:
         folder: Folder of the file `rank-<rank>.jsonl`, or `rank-<rank>-process-<process>.jsonl`. None writes nothing.
-        rank: The data-parallel rank.
         stats: Statistics of the epoch, read when a sample is due.
-        world_size: Number of data-parallel ranks; 0 if unknown.
         process: Number of this process if several processes may have the same rank; None if each rank is one process.
 
     Notes:
@@ -60,18 +58,16 @@ class Samples:
         a warning is logged and the epoch continues without a log. A forked child writes nothing.
     """
 
-    def __init__(
-        self, folder: Path | None, rank: int, stats: LoaderStats, world_size: int = 0, process: int | None = None
-    ) -> None:
-        name = f"rank-{rank}.jsonl" if process is None else f"rank-{rank}-process-{process}.jsonl"
+    def __init__(self, folder: Path | None, stats: LoaderStats, process: int | None = None) -> None:
+        name = f"rank-{stats.rank}.jsonl" if process is None else f"rank-{stats.rank}-process-{process}.jsonl"
         self._path = None if folder is None else folder / name
-        self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         # `_key` knows the lines of a pass by their first value, and by "began" and what follows it.
-        self._origin |= {"process": rank if process is None else process, "started": _started(os.getpid())}
+        self._origin = {"host": socket.gethostname(), "began": time(), "started": _started(os.getpid())}
+        self._origin["process"] = stats.rank if process is None else process
         self._owner = os.getpid()
         self._stats = stats
         self._next_due = EVERY
-        self._written = asdict(LoaderStats(stats.epoch)) if folder else {}
+        self._written: dict[str, Any] = {}
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -121,7 +117,7 @@ class Pass:
         process: Number of the process.
         host: Name of the process's host.
         began: Start of the pass, in seconds since 1970.
-        started: Start of the process's first pass, in seconds since 1970; 0 if unknown.
+        started: Start of the process's first pass, in seconds since 1970.
         ended: Whether the pass reached the end of the epoch.
         stats: Statistics of the whole pass.
         samples: Progress of the pass, in order of time.
@@ -291,30 +287,26 @@ def _intact(lines: Iterable[bytes]) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process`, `started`, `total_batches`, `settings`, the histogram,
-    figures by source and those of `NEWER`.
+    """Parse a line.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
     names = {field.name for field in fields(LoaderStats)} - {*NO_NUMBERS, *PLACE, *BY_SOURCE}
-    counts = {name: _number(line.get(name, 0) if name in NEWER else line[name]) for name in names}
-    row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
-    waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
-    by_source: dict[str, Any] = {
-        name: {_text(source): _number(value) for source, value in dict(line.get(name, {})).items()}
-        for name in BY_SOURCE
-    }
-    host = _text(line["host"])[:MOST_HOST]
-    numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
-    rank, world_size, process = (_number(index(number)) for number in numbers)
-    began, started, ended = _number(line["began"]), _number(line.get("started", 0)), bool(line["ended"])
-    place = {"rank": rank, "world_size": world_size, "total_batches": _number(index(line.get("total_batches", 0)))}
-    settings = [*map(str, line.get("settings", ()))]
-    histogram = WaitHistogram.from_json(line["wait_histogram"]) if "wait_histogram" in line else WaitHistogram()
-    lists: dict[str, Any] = {"skipped_row_ids": row_ids, "waits": waits, "wait_histogram": histogram}
-    stats = LoaderStats(**counts, **lists, **place, **by_source, settings=settings)
-    return Pass(rank, world_size, process, host, began, started, ended, stats, [])
+    figures: dict[str, Any] = {name: _number(line[name]) for name in names}
+    for name in BY_SOURCE:
+        figures[name] = {_text(source): _number(value) for source, value in dict(line[name]).items()}
+    stats = LoaderStats(
+        **figures,
+        skipped_row_ids=[_number(index(row)) for row in line["skipped_row_ids"]],
+        waits={cause: _number(line["waits"][cause]) for cause in CAUSES},
+        wait_histogram=WaitHistogram.from_json(line["wait_histogram"]),
+        **{name: _number(index(line[name])) for name in ("rank", "world_size", "total_batches")},
+        settings=[*map(str, line["settings"])],
+    )
+    process, host = _number(index(line["process"])), _text(line["host"])[:MOST_HOST]
+    began, started, ended = _number(line["began"]), _number(line["started"]), bool(line["ended"])
+    return Pass(stats.rank, stats.world_size, process, host, began, started, ended, stats, [])
 
 
 def _text(value: Any) -> str:

@@ -61,8 +61,8 @@ def test_replaced_rows_of_all_ranks_are_counted_and_some_are_listed():
 
 
 def test_a_sample_a_second_and_one_at_the_end(tmp_path):
-    stats = LoaderStats(3)
-    with Samples(tmp_path, 5, stats) as samples:
+    stats = LoaderStats(3, rank=5)
+    with Samples(tmp_path, stats) as samples:
         for seconds in (0.4, 0.9, 1.1, 1.5, 2.0, 2.2, 2.3):
             stats.seconds, stats.batches = seconds, stats.batches + 1
             samples.take(last=seconds == 2.3)
@@ -97,7 +97,7 @@ def test_a_loop_that_is_left_adds_nothing_to_its_last_batch(loader_of, tmp_path)
 
 def test_a_long_epoch_is_sampled_less_often(tmp_path):
     stats = LoaderStats()
-    with Samples(tmp_path, 0, stats) as samples:
+    with Samples(tmp_path, stats) as samples:
         for hundreds in range(1000):
             stats.seconds, stats.batches = 100.0 * FINENESS + 10 * hundreds, stats.batches + 1
             samples.take(last=False)
@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_read_is_passed_over(tmp_path, caplog):
 def test_passes_that_begin_almost_at_once_are_two(tmp_path, monkeypatch):
     for epoch, began in ((0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)):
         monkeypatch.setattr(stats_log, "time", lambda began=began: began)
-        with Samples(tmp_path, 0, LoaderStats(epoch, batches=1, seconds=1e-6)):
+        with Samples(tmp_path, LoaderStats(epoch, batches=1, seconds=1e-6)):
             pass
     assert [(one.stats.epoch, one.began) for one in read(tmp_path)] == [(0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)]
     assert read_peers(tmp_path, samples=False) == without_samples(tmp_path)
@@ -244,17 +244,10 @@ def test_ranks_that_wrote_nothing_are_missed(loader_of, tmp_path):
 
 
 def test_of_many_missing_ranks_some_are_named(tmp_path):
-    with Samples(tmp_path, 1, LoaderStats(seconds=1.0), world_size=10**17):
+    with Samples(tmp_path, LoaderStats(seconds=1.0, rank=1, world_size=10**17)):
         pass
     [said] = summary(read(tmp_path))["notes"]
     assert said.startswith(f"ranks 0, 2, 3, 4, 5 and {10**17 - 6} more wrote nothing here: ")
-
-
-def test_lines_of_before_say_nothing_of_other_ranks(tmp_path):
-    write_pass(tmp_path, 1, 0, BEGAN, [{"rows": 10}])
-    path = tmp_path / "rank-1.jsonl"
-    path.write_text(json.dumps({name: said for name, said in lines_of(path)[0].items() if name != "world_size"}))
-    assert summary(read(tmp_path))["notes"] == []
 
 
 def test_a_long_time_between_two_runs_is_asked_about(dataload, tmp_path):
@@ -364,7 +357,7 @@ def test_more_ranks_may_go_on_where_fewer_ended(tmp_path):
 def test_more_ranks_may_go_on_at_once(tmp_path):
     for began, ranks in ((BEGAN, 1), (BEGAN + 4, 2)):
         for rank in reversed(range(ranks)):
-            with Samples(tmp_path, rank, LoaderStats(0, seconds=3.0), world_size=ranks) as samples:
+            with Samples(tmp_path, LoaderStats(0, seconds=3.0, rank=rank, world_size=ranks)) as samples:
                 samples._origin["began"] = began + (1 - rank) / 10
     assert begun(tmp_path) == [(0, 0, [0]), (0, 1, [0, 1])]
 
@@ -386,9 +379,9 @@ def test_a_rank_may_begin_again_at_once(tmp_path):
 def test_counters_do_not_fall_when_another_peer_has_waited_longest(tmp_path):
     """Prometheus would take that for a restart."""
     for process, rows, waited in ((0, 100, {"origin": 1.0}), (1, 90, {"origin": 1.5, "disk": 0.5})):
-        stats = LoaderStats(0, rows=rows, seconds=10.0)
+        stats = LoaderStats(0, rows=rows, seconds=10.0, world_size=1)
         stats.waited(waited, str)
-        with Samples(tmp_path, 0, stats, 1, process) as samples:
+        with Samples(tmp_path, stats, process) as samples:
             samples._origin["began"] = BEGAN
     [slowest], [largest] = read(tmp_path), merged(read_peers(tmp_path), steady=True)
     assert (slowest.stats.rows, slowest.stats.waits["origin"]) == (90, 1.5)
@@ -404,7 +397,7 @@ def test_ranks_that_begin_late_are_of_the_same_epoch(tmp_path):
 def test_clocks_may_be_a_second_apart(tmp_path):
     for epoch in range(4):
         for rank in range(2):
-            with Samples(tmp_path, rank, LoaderStats(epoch, seconds=0.1)) as samples:
+            with Samples(tmp_path, LoaderStats(epoch, seconds=0.1, rank=rank)) as samples:
                 samples._origin["began"] = BEGAN + epoch / 10 + rank
     assert begun(tmp_path) == [(epoch, 0, [0, 1]) for epoch in range(4)]
 
@@ -420,7 +413,7 @@ def test_the_advice_for_a_straggler_is_for_its_settings(tmp_path):
     for rank, seconds in enumerate((0.1, 0.1, 5.0)):
         stats = LoaderStats(0, seconds=10.0, rank=rank, world_size=3, settings=["num_threads"])
         stats.waited({"transform": seconds}, str)
-        with Samples(tmp_path, rank, stats, world_size=3) as samples:
+        with Samples(tmp_path, stats) as samples:
             samples.take(last=True)
     [epoch] = epochs(read(tmp_path))
     [late] = epoch.late()

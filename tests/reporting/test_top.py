@@ -21,10 +21,9 @@ from rich.console import Console
 from runs import BEGAN, write_pass
 
 from dataload import make_loader
-from dataload.reporting import html
 from dataload.reporting.live import figures, view
 from dataload.telemetry import stats_log
-from dataload.telemetry.stats_log import TAILS, read, read_latest
+from dataload.telemetry.stats_log import TAILS, read_latest
 
 TOP = [sys.executable, "-m", "dataload", "top"]
 NOW = BEGAN + 61.0
@@ -66,21 +65,6 @@ def test_figures_say_what_each_rank_does_now(tmp_path):
     assert found["advice"].startswith("mostly on origin: the origin is the limit")
     assert found["bytes_origin"] == 140 * 10_000_000
     assert json.loads(json.dumps(found)) == found
-
-
-def test_waits_that_older_files_do_not_have_are_not_shown_as_zero(tmp_path):
-    write_three(tmp_path)
-    for file in tmp_path.iterdir():
-        lines = [json.loads(line) for line in file.read_text().splitlines() if line]
-        file.write_text(
-            "\n".join(json.dumps({**line, "wait_histogram": {"counts": {}, "longest": 0}}) for line in lines)
-        )
-    assert figures(read_latest(tmp_path), NOW)["wait_p99"] is None
-    assert "for a batch p50 \N{EN DASH}, p95 \N{EN DASH}, p99 \N{EN DASH}" in " ".join(shown(tmp_path).split())
-    page = html.html(read(tmp_path), "run")
-    assert "<td>\N{EN DASH}</td>" in page
-    assert "<td>0 s</td>" not in page
-    assert not any("95 % up to" in line for line in html.lines(read(tmp_path)))
 
 
 def test_the_rate_is_that_of_the_last_lines(tmp_path):

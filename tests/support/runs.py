@@ -23,8 +23,8 @@ def write_pass(folder, rank, epoch, began, samples, ended=True, started=BEGAN):
         ended: Whether the rank writes its final line.
         started: Start of the process's first pass as a POSIX time.
     """
-    stats = LoaderStats(epoch)
-    one = stats_log.Samples(folder, rank, stats)
+    stats = LoaderStats(epoch, rank=rank)
+    one = stats_log.Samples(folder, stats)
     one._origin |= {"began": began, "started": started}
     with one:
         for number, sample in enumerate(samples, 1):

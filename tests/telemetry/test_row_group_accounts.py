@@ -218,7 +218,7 @@ def test_the_log_has_the_counts_settled_after_a_loop_left_at_its_last_batch(tmp_
     ledger = Accounts()
     stats, served = served_by(ledger)
     account = ledger.begin(3)
-    with pytest.raises(GeneratorExit), Samples(tmp_path, 0, stats) as samples, closing(served):
+    with pytest.raises(GeneratorExit), Samples(tmp_path, stats) as samples, closing(served):
         stats.seconds = 1.0
         served.use({3: {}})
         samples.take(last=True)
