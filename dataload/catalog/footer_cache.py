@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, islice, pairwise
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from dataload.runtime.executor import DaemonExecutor, shared_executor
 from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
+    from dataload.catalog.footer_summary import FileSummary, Summarize
     from dataload.catalog.manifest import RowGroup
 
 FOOTERS_IN_FLIGHT = 128
@@ -56,47 +56,31 @@ class FooterLocation:
     number: int
 
 
-class Kept(NamedTuple, Generic[T]):
-    """How to cache what was found in the footers of a run, so that they need not be parsed again.
-
-    Attributes:
-        what: Tells it from what others have found in the same footers.
-        to_bytes: Returns what was found in some of them as bytes, by the numbers of the footers in the run.
-        from_bytes: Returns what `to_bytes` was given. Raises an exception for other bytes.
-    """
-
-    what: str
-    to_bytes: Callable[[Mapping[int, T]], bytes]
-    from_bytes: Callable[[bytes], dict[int, T]]
-
-
 def read_footers(
     objects: Iterable[Object],
     blocks: Blocks,
-    look: Callable[[Footer, Object], T],
-    progress: Callable[[Object], object] = lambda _: None,
-    known: Mapping[Object, FooterLocation] = MappingProxyType({}),
-    kept: Kept[T] | None = None,
-) -> list[tuple[T, FooterLocation]]:
-    """Return the result of `look` for each object's footer, and where the footer is cached.
+    summarize: Summarize,
+    progress: Callable[[Object], object],
+    known: Mapping[Object, FooterLocation],
+) -> list[tuple[FileSummary, FooterLocation]]:
+    """Return the summary of each object's footer, and where the footer is cached.
 
     Args:
         objects: Files, best in order of path: neighbours share a blob.
         blocks: Reads the files through the cache.
-        look: Called with each footer and its file, from any thread. Not all footers are in memory at a time.
+        summarize: Summarizes each footer. Not all footers are in memory at a time.
         progress: Called with each object whose footer has been read, from any thread.
         known: Where footers may be cached already.
-        kept: How to cache what `look` returns; None: it is not cached.
 
     Raises:
         DataError: A file is neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
-        Exception: `look` raised it.
 
-    Notes: each host fetches the footers once.
+    Notes: each host fetches the footers once. Summaries are cached by run, so that the footers need not be parsed
+    again.
     """
     objects = list(objects)
-    runs = _Runs(blocks, look, progress, kept)
+    runs = _Runs(blocks, summarize, progress)
     places = defaultdict[Object, dict[int, Object]](dict)
     for obj in objects if known else ():
         if (location := known.get(obj)) is not None:
@@ -121,53 +105,48 @@ def read_footers(
         abandoned.reset(before)
 
 
-class _Runs(Generic[T]):
-    """What is found in the footers of runs of files, see `read_footers`. Thread-safe."""
+class _Runs:
+    """The summaries of the footers of runs of files, see `read_footers`. Thread-safe."""
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        look: Callable[[Footer, Object], T],
-        progress: Callable[[Object], object],
-        kept: Kept[T] | None,
-    ) -> None:
-        self._blocks, self._look, self._progress, self._kept = blocks, look, progress, kept
+    def __init__(self, blocks: Blocks, summarize: Summarize, progress: Callable[[Object], object]) -> None:
+        self._blocks, self._summarize, self._progress = blocks, summarize, progress
         self._fetches = shared_executor(FOOTERS_IN_FLIGHT, "dataload-footers")  # with other datasets that are opened
         self._run_of = runs_of(blocks)
         self.ended = threading.Event()
 
-    def read(self, run: list[Object]) -> list[tuple[T, FooterLocation]]:
-        """Return what is found in each footer of a run, and where it is cached. Those that are not are fetched."""
+    def read(self, run: list[Object]) -> list[tuple[FileSummary, FooterLocation]]:
+        """Return the summary of each footer of a run, and where that is cached. Those that are not are fetched."""
         name = _name(run)
-        found = self._cached(name)
+        found = self._summaries(name).get() or {}
         if any(number not in found for number in range(len(run))):
             found = self._fetched(name, run)
-            self._cache(name, found)
+            self._keep(name, found)
         for obj in run:
             self._progress(obj)
         return [(found[number], FooterLocation(name, number)) for number in range(len(run))]
 
-    def known(self, run: Object, members: Mapping[int, Object]) -> dict[int, T]:
-        """Return what is found in some footers of a run, by their numbers; nothing if this host has not cached them."""
-        found = self._cached(run)
+    def known(self, run: Object, members: Mapping[int, Object]) -> dict[int, FileSummary]:
+        """Return the summaries of some footers of a run, by their numbers; none if this host has not cached them."""
+        found = self._summaries(run).get() or {}
         if members.keys() - found.keys():
             try:
                 blob = self._run_of(run)
             except KeyError:
                 return {}
-            found = self._looked(blob, members)
-            self._cache(run, found)
+            found = self._parsed(blob, members)
+            self._keep(run, found)
         for obj in members.values():
             self._progress(obj)
         return found
 
-    def _fetched(self, name: Object, run: list[Object]) -> dict[int, T]:
-        key, found = run_key(name, self._blocks), dict[int, T]()
+    def _fetched(self, name: Object, run: list[Object]) -> dict[int, FileSummary]:
+        key = run_key(name, self._blocks)
+        found: dict[int, FileSummary] = {}
 
-        def fetch(obj: Object) -> tuple[bytes, T]:
+        def fetch(obj: Object) -> tuple[bytes, FileSummary]:
             if self.ended.is_set():  # Another run could not be read.
                 raise CancelledError
-            return _fetched_footer(obj, self._blocks, lambda footer: self._look(footer, obj))
+            return _fetched_footer(obj, self._blocks, lambda footer: self._summarize(footer, obj))
 
         def fill(allocate: Allocate) -> None:
             files, size = iter(run), LOCAL_AT_ONCE if self._blocks.origin.is_local else 1
@@ -177,20 +156,16 @@ class _Runs(Generic[T]):
             _join(key, [data for data, _ in fetched], allocate)
 
         blob = self._blocks.tier.get_or_fill(key, fill)
-        return found or self._looked(blob, dict(enumerate(run)))
+        return found or self._parsed(blob, dict(enumerate(run)))
 
-    def _looked(self, blob: memoryview, members: Mapping[int, Object]) -> dict[int, T]:
-        return {number: self._look(parse_footer(_cut(blob, number), obj), obj) for number, obj in members.items()}
+    def _parsed(self, blob: memoryview, members: Mapping[int, Object]) -> dict[int, FileSummary]:
+        return {number: self._summarize(parse_footer(_cut(blob, number), obj), obj) for number, obj in members.items()}
 
-    def _cached(self, run: Object) -> dict[int, T]:
-        return {} if self._kept is None else self._blob(run, self._kept).get() or {}
+    def _summaries(self, run: Object) -> Metadata[dict[int, FileSummary]]:
+        return Metadata(self._blocks, run, self._summarize.name, lambda data: self._summarize.from_bytes(bytes(data)))
 
-    def _cache(self, run: Object, found: Mapping[int, T]) -> None:
-        if (kept := self._kept) is not None:
-            self._blob(run, kept).put(lambda: kept.to_bytes(found))
-
-    def _blob(self, run: Object, kept: Kept[T]) -> Metadata[dict[int, T]]:
-        return Metadata(self._blocks, run, kept.what, lambda data: kept.from_bytes(bytes(data)))
+    def _keep(self, run: Object, found: Mapping[int, FileSummary]) -> None:
+        self._summaries(run).put(lambda: self._summarize.to_bytes(found))
 
 
 class FooterReader:

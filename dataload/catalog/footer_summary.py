@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
+from dataload.catalog.manifest import VERSION
 from dataload.errors import DataError
 from dataload.formats.arrow_types import has_members
 from dataload.formats.base import Footer
@@ -87,9 +88,13 @@ class Summarize:
 
     Args:
         table: The columns of the table that has the files, if there is one.
+
+    Attributes:
+        name: That of the blobs with summaries.
     """
 
     def __init__(self, table: TableColumns | None) -> None:
+        self.name = f"summary {VERSION} {'' if table is None else table.digest}"
         self._known = None if table is None else set(table.flat.names)
         self._latest: tuple[Mapping[str, str], FileSchema] | None = None
         self._schemas: dict[tuple[str, str], FileSchema] = {}  # by `content`

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.common_schema import as_in_table, common_schema, missing
-from dataload.catalog.footer_cache import FooterLocation, Kept, Metadata, read_footers
+from dataload.catalog.footer_cache import FooterLocation, Metadata, read_footers
 from dataload.catalog.footer_summary import FileSchema, FileSummary, Summarize
 from dataload.catalog.manifest import MOST_NULLS, UNKNOWN, VERSION, Counts, Manifest, RowGroup, table_of
 from dataload.catalog.sources import Source, list_objects
@@ -97,12 +97,6 @@ def manifest_of(
     return found.get_or_make_once(lambda: _read_footers(*args).to_bytes(paths))
 
 
-def summary_name(objects: Iterable[Object]) -> str:
-    """Return the name of the blobs with what is known of the footers of these files."""
-    table = table_of(objects)
-    return f"summary {VERSION} {'' if table is None else table.digest}"
-
-
 class _File(NamedTuple):
     """A file, and what its footer says.
 
@@ -131,9 +125,7 @@ def _read_footers(
     known: Callable[[], Mapping[Object, FooterLocation]],
 ) -> Manifest:
     table = table_of(objects)
-    look = Summarize(table)
-    kept = Kept(summary_name(objects), look.to_bytes, look.from_bytes)
-    footers = read_footers(objects, blocks, look, progress, known(), kept)
+    footers = read_footers(objects, blocks, Summarize(table), progress, known())
     files = [_File(obj, keys, *found) for (obj, keys), found in zip(objects.items(), footers, strict=True)]
     # pandas writes a frame without rows with other types, or without columns.
     files = [file for file in files if any(group.rows for group in file.summary.groups)] or files

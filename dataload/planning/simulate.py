@@ -17,8 +17,8 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.index import Shortage
 from dataload.cache.tier import Span, blob_name
 from dataload.catalog.footer_cache import run_key, runs_of, stored_footer
+from dataload.catalog.footer_summary import Summarize
 from dataload.catalog.manifest import VERSION, Manifest
-from dataload.catalog.resolve import summary_name
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import gathered_at_once, need_of, working_set
 from dataload.loader.lookahead import Lookahead
@@ -274,7 +274,7 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
     if not tier.shared:
         return 0
     runs = {group.footer_at.run for group in manifest.row_groups}
-    summary = summary_name(group.file for group in manifest.row_groups)
+    summary = Summarize(manifest.table).name
     stored = (tier.stored_bytes(key) for run in runs for key in (run_key(run, blocks), blocks.key(run, summary)))
     name = blob_name(manifest.row_groups[0].file.path, f"manifest {VERSION}") if runs else ""
     known = dict.fromkeys([*(group.file.path for group in manifest.row_groups), *(run.path for run in runs)])

@@ -33,6 +33,7 @@ from dataload.catalog.footer_cache import (
     runs_of,
     stored_footer,
 )
+from dataload.catalog.footer_summary import Summarize
 from dataload.catalog.manifest import Manifest
 from dataload.dataset import Dataset
 from dataload.errors import DataError
@@ -145,7 +146,7 @@ def test_progress_has_each_file_fetched_or_kept(
     dataset = opened(dataset_of([[3]] * FILES))
     files = [group.file for group in dataset.row_groups]
     seen: list[Object] = []
-    read_footers(files, dataset.blocks, lambda *_: None, seen.append)
+    read_footers(files, dataset.blocks, Summarize(None), seen.append, {})
     assert sorted(seen, key=lambda file: file.path) == files
     assert fetched(bucket) == FILES
 
@@ -221,7 +222,7 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     monkeypatch.setattr("dataload.catalog.footer_cache.fetch_footer", fetch)
     fetches = shared_executor(1, "dataload-footers")
     with pytest.raises(DataError, match="part-00000"):
-        read_footers([first, *others], blocks, lambda *_: None)
+        read_footers([first, *others], blocks, Summarize(None), lambda _: None, {})
     raised.set()
     fetches.submit(int).result(200)  # after all that were submitted
     assert asked in ([first], [first, others[0]])

@@ -37,7 +37,7 @@ from torch import nn
 
 from dataload import fit, make_dataset, make_loader, mix
 from dataload.catalog import inventory_store
-from dataload.catalog.footer_cache import Kept
+from dataload.catalog.footer_summary import Summarize
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.detect import parse_footer
@@ -1316,19 +1316,18 @@ def forged(place, value, folder, options, monkeypatch):
     pq.write_table(pa.table({"id": range(20), "text": ["a"] * 20}), folder / "a.parquet", row_group_size=5)
     pq.write_table(pa.table({"id": range(20, 40), "text": ["b"] * 20}), folder / "b.parquet", row_group_size=5)
 
-    def kept(what, to_bytes, from_bytes):
-        def changed(found: Any) -> bytes:
-            schemas, [file] = json.loads(to_bytes(found))
-            inner = file
-            for number in place[:-1]:
-                inner = inner[number]
-            inner[place[-1]] = value
-            return json.dumps([schemas, [file]]).encode()
+    to_bytes = Summarize.to_bytes
 
-        return Kept(what, changed, from_bytes)
+    def changed(self: Summarize, found: Any) -> bytes:
+        schemas, [file] = json.loads(to_bytes(self, found))
+        inner = file
+        for number in place[:-1]:
+            inner = inner[number]
+        inner[place[-1]] = value
+        return json.dumps([schemas, [file]]).encode()
 
     with monkeypatch.context() as patch:
-        patch.setattr("dataload.catalog.resolve.Kept", kept)
+        patch.setattr(Summarize, "to_bytes", changed)
         make_dataset(str(folder), **options)
 
 
