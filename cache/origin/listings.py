@@ -15,7 +15,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from dataload.cache.origin.errors import MISSING, underlying_error
-from dataload.cache.origin.s3_names import CompleteS3
+from dataload.cache.origin.s3_names import MAGIC, CompleteS3
 from dataload.cache.origin.version import bucket_info, forget, refreshing
 from dataload.errors import OriginError
 
@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 def has_wildcard(path: str) -> bool:
     """Return whether a path has one of the characters of globs. In a URL, "?" begins the query."""
     return bool(has_magic(path.partition("?")[0] if "://" in path else path))
+
+
+def folder_of_glob(path: str) -> str:
+    """Return the folder above the first character of globs in a path."""
+    return MAGIC.split(path, maxsplit=1)[0].rpartition("/")[0]
 
 
 def complete(filesystem: Any) -> Any:

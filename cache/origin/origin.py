@@ -22,13 +22,13 @@ from dataload.cache.origin.guarded import guarded
 from dataload.cache.origin.hub import pinned
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
-from dataload.cache.origin.listings import complete, fresh_info, has_wildcard
+from dataload.cache.origin.listings import complete, folder_of_glob, fresh_info, has_wildcard
 from dataload.cache.origin.obstore import UPLOAD_PART_BYTES
 from dataload.cache.origin.patience import HURRIED, Patience
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
-from dataload.cache.origin.s3_names import MAGIC, check_version
+from dataload.cache.origin.s3_names import check_version
 from dataload.cache.origin.version import fresh_listing, version_of
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
@@ -165,7 +165,7 @@ class Origin(ForkAware):
             is_glob: Whether it is a glob; None: if it has one of the characters of globs.
         """
         is_glob = has_wildcard(path) if is_glob is None else is_glob
-        folder = MAGIC.split(path, maxsplit=1)[0].rpartition("/")[0] if is_glob else path  # of all that is listed
+        folder = folder_of_glob(path) if is_glob else path  # of all that is listed
 
         def find(filesystem: Any) -> dict[str, dict[str, Any]]:
             with fresh_listing(filesystem, folder or None):

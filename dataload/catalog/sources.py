@@ -18,7 +18,7 @@ from fsspec.utils import glob_translate
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks, Object
 from dataload.cache.origin.explanation import amazon_hint
-from dataload.cache.origin.listings import has_wildcard
+from dataload.cache.origin.listings import folder_of_glob, has_wildcard
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import split_chain
 from dataload.catalog.table_logs import check_delta, check_files, check_iceberg
@@ -223,20 +223,12 @@ def _list(named: tuple[str, str], blocks: Blocks) -> tuple[dict[Object, Keys], l
     """
     origin = blocks.origin
     path, root = named
-    folder = root
-    infos: dict[str, Any] = {}
-    unlisted: list[str] = []
-    is_glob = has_wildcard(root) and not (origin.is_local and Path(root).exists())
-    fixed = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if is_glob else root
-    if is_glob:
-        infos = origin.list(root, is_glob=True)
-        if infos:
-            folder = fixed
-            unlisted = [folder, *_folders_above(folder)]
-    if not infos:  # An object or a folder may have such characters in its name.
-        infos = origin.list(root, is_glob=False)
-        unlisted = [] if root in infos else _folders_above(root)
-    _check_cache(path, fixed, root.removeprefix(fixed) if is_glob else "/**", blocks)
+    infos, folder = infos_at(origin, root)
+    is_glob = folder != root
+    unlisted = [folder] if is_glob else []
+    if is_glob or root not in infos:
+        unlisted += _folders_above(folder)
+    _check_cache(path, folder, root.removeprefix(folder) if is_glob else "/**", blocks)
     listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     if not listed:
         check = "check the path" if origin.address == "file://" else "check bucket, prefix and endpoint"
@@ -261,8 +253,19 @@ def _list(named: tuple[str, str], blocks: Blocks) -> tuple[dict[Object, Keys], l
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
     if "train" in splits and len(splits) > 1:
         log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
-    below = set() if folder == root else _folders_below(folder, (obj.path for obj in found))
+    below = _folders_below(folder, (obj.path for obj in found)) if is_glob else set()
     return found, unlisted, below
+
+
+def infos_at(origin: Origin, path: str) -> tuple[dict[str, Any], str]:
+    """Return the infos of the objects at a path, by path, and the folder above a glob; else the path itself.
+
+    An object or a folder may have characters of globs in its name.
+    """
+    is_glob = has_wildcard(path) and not (origin.is_local and Path(path).exists())
+    if is_glob and (found := origin.list(path, is_glob=True)):
+        return found, folder_of_glob(path)
+    return origin.list(path, is_glob=False), path
 
 
 def _data_of(listed: Mapping[Object, str], *, documents: bool) -> dict[Object, str]:

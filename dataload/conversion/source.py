@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
@@ -13,10 +12,9 @@ from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
 
 from dataload.cache.blocks.reader import Object
-from dataload.cache.origin.listings import has_wildcard
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.source import open_source
-from dataload.catalog.sources import METADATA
+from dataload.catalog.sources import METADATA, infos_at
 from dataload.errors import DataError, OriginNotFound
 from dataload.runtime.redact import redacted
 
@@ -84,9 +82,9 @@ class Files:
         self.url = redacted(url)
         self.origin = Origin(open_source(url, storage_options))
         self.root = self.origin.path_of(url).rstrip("/")
-        listed = [Object.of(info) for info in _listed(self.origin, self.root).values()]
-        above = self.root if all(each.path.startswith(f"{self.root}/") for each in listed) else _folder(self.root)
-        names = {each.path.removeprefix(above).lstrip("/"): each for each in listed}
+        infos, above = infos_at(self.origin, self.root)
+        above = self.root.rpartition("/")[0] if self.root in infos else above
+        names = {each.path.removeprefix(above).lstrip("/"): each for each in map(Object.of, infos.values())}
         self.objects = {name: names[name] for name in sorted(names) if not METADATA.search(name)}
         if strange := [name for name in self.objects if not _is_text(name)]:
             raise DataError(f"{self.url}: the name {strange[0]!r} is not UTF-8: rename the file")
@@ -182,18 +180,3 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _listed(origin: Origin, path: str) -> dict[str, Any]:
-    """Return the files at a path, which is no glob if there is such a file or folder."""
-    if has_wildcard(path) and not (origin.is_local and Path(path).exists()) and (found := origin.list(path)):
-        return found
-    return origin.list(path, is_glob=False)
-
-
-def _folder(path: str) -> str:
-    """Return the folder of a file, or the one above the first wildcard of a glob."""
-    fixed = path
-    for mark in "*?[":
-        fixed = fixed.split(mark, 1)[0]
-    return fixed.rpartition("/")[0]
