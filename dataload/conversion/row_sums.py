@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
-from dataload.formats.arrow_types import has_part
+from dataload.formats.arrow_arrays import Array, bounds, elements
+from dataload.formats.arrow_types import has_part, is_bytes
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -81,9 +82,7 @@ def _of_nested(array: pa.Array) -> Hashes:
         for number in range(kind.num_fields):
             hashes = mixed(hashes * GOLDEN + _hashes(array.field(number)))
         return hashes
-    if pa.types.is_fixed_size_list(kind):
-        return _of_lists(array.values, _steps(array, kind.list_size))
-    return _of_lists(array.values, _offsets(array, large=pa.types.is_large_list(kind)))
+    return _of_lists(*elements(array))
 
 
 def _of_plain(array: pa.Array) -> Hashes:
@@ -92,45 +91,32 @@ def _of_plain(array: pa.Array) -> Hashes:
         return _of_plain(array.cast(pa.large_binary()))
     if pa.types.is_boolean(kind):
         return _of_numbers(array.cast(pa.uint8()))
-    if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind):
-        return _of_bytes(array.buffers()[2], _offsets(array, large=True))
-    if pa.types.is_binary(kind) or pa.types.is_string(kind):
-        return _of_bytes(array.buffers()[2], _offsets(array, large=False))
+    if is_bytes(kind) and not pa.types.is_fixed_size_binary(kind):
+        starts, data = bounds(array)
+        return _of_bytes(data, starts)
     return _of_numbers(array)
 
 
 def _of_numbers(array: pa.Array) -> Hashes:
     size = array.type.bit_width // 8
     if size not in (1, 2, 4, 8):
-        return _of_bytes(array.buffers()[1], _steps(array, size))
-    bits = np.frombuffer(array.buffers()[1] or b"", f"u{size}")
-    return mixed(bits[array.offset : array.offset + len(array)].astype(np.uint64))
+        return _of_bytes(array.buffers()[1] or b"", (np.arange(len(array) + 1) + array.offset) * size)
+    bits = np.frombuffer(array.buffers()[1] or b"", f"u{size}", array.offset + len(array))
+    return mixed(bits[array.offset :].astype(np.uint64))
 
 
-def _steps(array: pa.Array, size: int) -> npt.NDArray[np.int64]:
-    steps: npt.NDArray[np.int64] = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * size
-    return steps
+def _of_bytes(data: Any, starts: Array) -> Hashes:
+    """Return the hash of each value. starts: where each begins in the data, and the last one ends."""
+    view = memoryview(data)
+    found = (xxh3_64_intdigest(view[start:stop]) for start, stop in pairwise(starts.tolist()))
+    return np.fromiter(found, np.uint64, len(starts) - 1)
 
 
-def _offsets(array: pa.Array, *, large: bool) -> npt.NDArray[np.int64]:
-    if not len(array):  # Its buffer may be missing.
-        return np.zeros(1, np.int64)
-    offsets = np.frombuffer(array.buffers()[1], np.int64 if large else np.int32)
-    return offsets[array.offset : array.offset + len(array) + 1].astype(np.int64)
-
-
-def _of_bytes(data: pa.Buffer | None, offsets: npt.NDArray[np.int64]) -> Hashes:
-    view: Any = memoryview(data or b"")
-    bounds = offsets.tolist()
-    found = (xxh3_64_intdigest(view[start:stop]) for start, stop in pairwise(bounds))
-    return np.fromiter(found, np.uint64, len(bounds) - 1)
-
-
-def _of_lists(values: pa.Array, offsets: npt.NDArray[np.int64]) -> Hashes:
-    first, last = int(offsets[0]), int(offsets[-1])
-    lengths = np.maximum(np.diff(offsets), 0)
-    starts = offsets[:-1] - first
-    elements = _hashes(values[first:last])
-    within = np.arange(len(elements), dtype=np.int64) - np.repeat(starts, lengths)
-    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed(elements + within.astype(np.uint64) * GOLDEN))])
-    return mixed(totals[offsets[1:] - first] - totals[starts] + lengths.astype(np.uint64))
+def _of_lists(lengths: Array, values: pa.Array) -> Hashes:
+    """Return the hash of each list, given their lengths and all their values."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    within = np.arange(len(values)) - np.repeat(starts, lengths)
+    totals = np.cumsum(mixed(_hashes(values) + within.astype(np.uint64) * GOLDEN))
+    totals = np.concatenate([np.zeros(1, np.uint64), totals])
+    return mixed(totals[ends] - totals[starts] + lengths.astype(np.uint64))
