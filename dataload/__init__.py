@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataload.cache.config import CacheConfig as CacheConfig
-    from dataload.conversion.convert import convert as convert
+    from dataload.conversion.conversion import convert as convert
     from dataload.dataset import make_dataset as make_dataset
     from dataload.errors import ConfigError as ConfigError
     from dataload.errors import CorruptEntry as CorruptEntry
@@ -40,7 +40,7 @@ _HOME = {
     "OriginError": "dataload.errors",
     "StopSignal": "dataload.train",
     "World": "dataload.world",
-    "convert": "dataload.conversion.convert",
+    "convert": "dataload.conversion.conversion",
     "evaluate_over": "dataload.train",
     "find_batch_size": "dataload.train",
     "fit": "dataload.train",

@@ -12,7 +12,7 @@ DOCUMENTED = [
     "dataload.cache.config.CacheConfig",
     "dataload.cache.division.divide",
     "dataload.cache.filesystem.TierCacheFileSystem",
-    "dataload.conversion.convert.convert",
+    "dataload.conversion.conversion.convert",
     "dataload.dataset.Dataset",
     "dataload.dataset.make_dataset",
     "dataload.mixture.mixture.mix",
