@@ -45,6 +45,8 @@ class Host:
                 raise ConfigError(f"{name} of a host must be a number above 0, not {value!r}")
 
 
+# Milliseconds to the first byte: Amazon says "roughly 100-200 milliseconds" for small objects:
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
 TYPICAL = Host(cores=16, start_seconds=3.0, cpu_seconds_per_gb=5.0, rows_per_second=1e6, gbps=8.0, latency_ms=100.0)
 TYPICAL_BYTES = 2e9  # of rows that a rank delivers in a second
 

@@ -69,7 +69,7 @@ def order_of(manifest: Manifest, *, window: int | None = None, packed: Packed | 
     key, lengths = order_key_of(manifest), manifest.block_lengths
     if packed is not None:
         key, lengths = packed.packing.digest("order", key), packed.sequences
-    width = default_window(lengths, [group.bytes for group in manifest.row_groups]) if window is None else window
+    width = usual_window(manifest, lengths) if window is None else window
     return Order(lengths, window=width, dataset_key=key.encode(), **options)
 
 
@@ -151,10 +151,10 @@ def order_of_mixture(
         MixtureSource(manifest.block_lengths, str(number), order_key_of(manifest).encode())
         for number, manifest in enumerate(manifests)
     ]
-    windows = [usual_window(manifest) if window is None else window for manifest in manifests]
+    windows = [usual_window(manifest, manifest.block_lengths) if window is None else window for manifest in manifests]
     return MixtureOrder(sources, weights, windows=windows, **options)
 
 
-def usual_window(manifest: Manifest) -> int:
-    """Return the default window of a dataset."""
-    return default_window(manifest.block_lengths, [group.bytes for group in manifest.row_groups])
+def usual_window(manifest: Manifest, lengths: npt.NDArray[np.int64]) -> int:
+    """Return the default window of a dataset whose row groups have so many rows, or sequences."""
+    return default_window(lengths, [group.bytes for group in manifest.row_groups])

@@ -20,7 +20,8 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
-from dataload.planning.forecast import Forecast, Job, forecast, with_change
+from dataload.planning.forecast import TYPICAL, Forecast, Host, Job, forecast, with_change
+from dataload.planning.orders import usual_window
 from dataload.planning.simulate import Costs, Epoch, Fetched, Reader, footers
 from dataload.rows.making.row_group_memory import RankShare
 from dataload.rows.row_group_cache import RowGroupCache
@@ -28,12 +29,8 @@ from dataload.runtime.text import at_least
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.weights import changes_of
 from dataload.samplers.order import Order, Shuffle
-from dataload.samplers.window_size import GOAL, WindowTrade, default_window, weigh_window
+from dataload.samplers.window_size import GOAL, WindowTrade, weigh_window
 
-GBPS = 8.0
-# Milliseconds to the first byte. Amazon says "roughly 100-200 milliseconds" for small objects:
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
-LATENCY_MS = 100.0
 FOOTERS_AT_ONCE = min(FOOTERS_IN_FLIGHT, CacheConfig().in_flight)
 EPOCHS = 3  # simulated after the first one; their mean is reported
 LONG_SECONDS = 600.0  # a first epoch that fetches for longer should be warmed
@@ -129,8 +126,7 @@ def plan(
     order: Order | MixtureOrder,
     batch_size: int,
     *,
-    gbps: float = GBPS,
-    latency_ms: float = LATENCY_MS,
+    host: Host = TYPICAL,
     price_gb: float | None = None,
     price_get: float | None = None,
     local_world_size: int = 1,
@@ -144,8 +140,7 @@ def plan(
         sources: The row groups of the dataset, or of each dataset of a mixture.
         order: The order of the epochs.
         batch_size: Rows of one batch of all ranks together.
-        gbps: Gigabits a second from the origin, for each node.
-        latency_ms: Milliseconds that a request waits.
+        host: Each node, of which the link to the origin counts.
         price_gb: Price of 10**9 bytes.
         price_get: Price of 1,000 requests.
         local_world_size: Ranks of a host, which share its memory.
@@ -188,10 +183,10 @@ def plan(
         later_epoch=_mean(later),
         later_epochs=tuple(later),
         first_batch=first_batch,
-        gbps=gbps,
-        latency_ms=latency_ms,
-        first_batch_seconds=_seconds(all_footers, first_batch, gbps, latency_ms),
-        first_epoch_seconds=None if first is None else _seconds(all_footers, first, gbps, latency_ms),
+        gbps=host.gbps,
+        latency_ms=host.latency_ms,
+        first_batch_seconds=_seconds(all_footers, first_batch, host),
+        first_epoch_seconds=None if first is None else _seconds(all_footers, first, host),
         first_epoch_cost=None if first is None else cost(all_footers + first),
         later_epoch_cost=cost(_mean(later)),
         shuffle=order.shuffle,
@@ -202,8 +197,7 @@ def plan(
         weights=changes_of(order.weights) if isinstance(order, MixtureOrder) else None,
     )
     usual = weigh(
-        default_window(each.block_lengths, [group.bytes for group in blobs.manifest.row_groups])
-        for each, blobs in zip(order.orders, sources, strict=True)
+        usual_window(blobs.manifest, each.block_lengths) for each, blobs in zip(order.orders, sources, strict=True)
     )
     read = [group.bytes for group in row_groups if group.rows]
     if job is not None and not too_small:
@@ -280,9 +274,9 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool
         yield "fetch the dataset before the GPUs start: dataload warm"
 
 
-def _seconds(footers: Fetched, fetched: Fetched, gbps: float, latency_ms: float) -> float:
+def _seconds(footers: Fetched, fetched: Fetched, host: Host) -> float:
     waits = math.ceil(footers.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
-    return (footers + fetched).bytes * 8 / gbps / 1e9 + waits * latency_ms / 1e3
+    return (footers + fetched).bytes * 8 / host.gbps / 1e9 + waits * host.latency_ms / 1e3
 
 
 def _mean(epochs: Sequence[Fetched]) -> Fetched | None:

@@ -28,6 +28,7 @@ from dataload.cli.commands.plan import lines
 from dataload.formats import range_stream
 from dataload.formats.detect import tail_bytes
 from dataload.loader import capacity
+from dataload.planning.forecast import TYPICAL
 from dataload.planning.orders import order_of, order_of_mixture
 from dataload.planning.plan import Plan, advice
 from dataload.planning.plan import plan as foretell
@@ -342,7 +343,7 @@ def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
 def test_seconds_are_those_of_requests_and_bytes(origin: Origin, tmp_path: Path) -> None:
     """Footers first, 64 at a time; then 32 requests at a time."""
     cache = CacheConfig(str(tmp_path / "a"), "8MB")
-    found, _ = planned(origin, "small", cache, gbps=8e-3, latency_ms=10_000.0)
+    found, _ = planned(origin, "small", cache, host=replace(TYPICAL, gbps=8e-3, latency_ms=10_000.0))
     assert found.first_epoch is not None
     waits = 1 + -(-found.first_epoch.requests // 32)
     assert waits > 2
