@@ -82,7 +82,9 @@ GROUP: Wanted = {
     SORTING: STRUCTS,
     **dict.fromkeys((WHOLE, ROWS, TOTAL_STORED), (I64, {})),
 }
-FIRST_FIELDS = 0x10 | I32, 0x10 | LIST, 0x10 | I64  # the heads of a footer's version, schema and number of rows
+# The heads of the first fields of a footer, whose numbers follow each other
+VERSION_HEAD, SCHEMA_HEAD, ROWS_HEAD, ROW_GROUPS_HEAD = (0x10 | kind for kind in (I32, LIST, I64, LIST))
+SCHEMAS_KEPT = 8
 NO_ROWS = bytes([0x10 | I64, 0, 0x10 | LIST, STRUCT])
 LEVEL_COUNTS: Wanted = {METADATA: (STRUCT, {SIZE_STATISTICS: (STRUCT, {DEFINITION_LEVELS: LEVELS})})}
 PAGE_INDEX: Wanted = {4: (I64, {}), 5: (I32, {})}  # where the OffsetIndex is, and its size
@@ -304,13 +306,18 @@ def check_fields(footer: bytes) -> None:
 
 def _beginning(footer: bytes) -> tuple[int, int] | None:
     """Return where a footer's schema ends and its row groups begin; None: its fields are in an unusual order."""
-    at, ends = 0, []
-    for head in FIRST_FIELDS:
-        if footer[at] != head:
+    schema = next((len(known) for known in _schemas if footer.startswith(known)), 0)
+    if not schema:
+        if footer[0] != VERSION_HEAD or footer[at := _skip(footer, 1, I32)] != SCHEMA_HEAD:
             return None
-        at = _skip(footer, at + 1, head & 15)
-        ends.append(at)
-    return (ends[1], at + 1) if footer[at] == 0x10 | LIST else None
+        schema = _skip(footer, at + 1, LIST)
+        _schemas[:] = [footer[:schema], *_schemas[: SCHEMAS_KEPT - 1]]
+    if footer[schema] != ROWS_HEAD or footer[at := _skip(footer, schema + 1, I64)] != ROW_GROUPS_HEAD:
+        return None
+    return schema, at + 1
+
+
+_schemas: list[bytes] = []  # the latest footers up to the end of their schema, which most files of a dataset share
 
 
 class Page(NamedTuple):
@@ -396,20 +403,6 @@ def _usual_chunk() -> re.Pattern[bytes]:
     )
 
 
-@cache
-def _usual_struct() -> re.Pattern[bytes]:
-    """Return what matches most structs, or one byte of another one.
-
-    They have numbers, short texts, and structs of numbers in several levels.
-    """
-    known = _heads(INTEGERS) + NUMBER + b"|" + _heads(BOOLEANS)
-    inner = b"(?:%b)*+\x00" % known
-    for _ in range(3):
-        inner = b"(?:%b|%b%b)*+\x00" % (known, _heads({STRUCT}), inner)
-    texts = _heads({BINARY}) + _TEXT
-    return re.compile(b"((?:%b|%b|%b%b)*+\x00)|." % (known, texts, _heads({STRUCT}), inner), re.DOTALL)
-
-
 def _items(kind: int, item: bytes, sizes: Iterable[int]) -> bytes:
     """Return the expression of a list of items. The sizes are below 15."""
     lists = (_byte(size << 4 | kind) + b"(?:%b){%d}" % (item, size) for size in sizes)
@@ -428,20 +421,13 @@ NUMBER = rb"[\x80-\xff]{,%d}+[\x00-\x7f]" % (MOST_NUMBER - 1)  # All its bytes b
 _TEXT = b"(?:%b)" % b"|".join(_byte(size) + b".{%d}" % size for size in range(MOST_TEXT))
 
 
-def _usual(pattern: re.Pattern[bytes], data: bytes, at: int, size: int) -> tuple[list[re.Match[bytes]], int]:
-    """Return the next matches of a pattern, up to something unusual, and where they end."""
-    found = list(islice(takewhile(_is_usual, pattern.finditer(data, at)), size))
-    return found, (found[-1].end() if found else at)
-
-
-_is_usual = attrgetter("lastindex")
-
-
 def _chunks(data: bytes, at: int, size: int) -> tuple[list[Found], int]:
     """Return the chunks of a row group, and where they end."""
     chunks: list[Found] = []
     while True:
-        found, at = _usual(_usual_chunk(), data, at, size - len(chunks))
+        usual = takewhile(attrgetter("lastindex"), _usual_chunk().finditer(data, at))
+        if found := list(islice(usual, size - len(chunks))):
+            at = found[-1].end()
         chunks += found
         if len(chunks) == size:
             return chunks, at
@@ -519,8 +505,10 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         size, at = _varint(data, at)
         return at + size
     if kind == STRUCT:
-        found, at = _usual(_usual_struct(), data, at, 1)
-        return at if found else _skip_fields(data, at)
+        while head := data[at]:
+            at = _skip(data, at + 1, I32) if head < 16 else at + 1
+            at = _skip(data, at, head & 15)
+        return at + 1
     if kind in LISTS:
         size, element, at = _list_head(data, at)
         return _skip_items(data, at, size, BYTE if element in BOOLEANS else element)
@@ -533,21 +521,9 @@ def _skip_items(data: bytes, at: int, size: int, kind: int) -> int:
     """Return where the items of a list end."""
     if kind in FIXED_BYTES:  # A list that says it has 2**60 of them ends at once.
         return at + size * FIXED_BYTES[kind]
-    if kind == STRUCT:
-        found, at = _usual(_usual_struct(), data, at, min(size, len(data)))
-        size -= len(found)
     for _ in range(size):
         at = _skip(data, at, kind)
     return at
-
-
-def _skip_fields(data: bytes, at: int) -> int:
-    while head := data[at]:
-        at += 1
-        if head < 16:
-            at = _skip(data, at, I32)
-        at = _skip(data, at, head & 15)
-    return at + 1
 
 
 def _field_number(data: bytes, at: int, head: int, before: int) -> tuple[int, int]:
