@@ -106,7 +106,6 @@ class Writer:
 
     Attributes:
         bytes: What the row groups take so far.
-        rows: Their rows.
     """
 
     def __init__(self, sink: Any, schema: pa.Schema, storage: Storage) -> None:
@@ -124,7 +123,7 @@ class Writer:
         self._sink = sink
         self._row_bytes = storage.row_bytes
         self._started = sink.tell()
-        self.bytes = self.rows = 0
+        self.bytes = 0
 
     @property
     def wanted_rows(self) -> int:
@@ -143,7 +142,6 @@ class Writer:
         taken = self._sink.tell() - before
         self._row_bytes = max(taken, 1) / rows.num_rows
         self.bytes += taken
-        self.rows += rows.num_rows
 
     def __enter__(self) -> Self:
         return self
