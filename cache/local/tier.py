@@ -22,33 +22,19 @@ from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local.directory import EXHAUSTED, CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
-from dataload.cache.local.key_waits import acquire, wait_for_holder
 from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.needs import Lease, host_needs
 from dataload.cache.local.registry import open_folder
+from dataload.cache.local.staging import users
 from dataload.cache.local.writer import BlobWriter, BulkWriter
-from dataload.cache.tier import BlobKey, Fill, Notes, Span, Tier, Waited
+from dataload.cache.reports import warn_once
+from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, BlobKey, Fill, Notes, Span, Tier, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
-CACHE_FULL_MESSAGE = (
-    "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
-    "raise cache_bytes or evict"
-)
-LIMITS = (
-    "cache %s: this process limits it to %d bytes, and %s to %d: the smaller limit evicts what the larger one keeps; "
-    "give both the same cache_bytes"
-)
-_told: set[tuple[str, Path, int]] = set()  # what this process has logged of which cache and limit
+WAITS = "cache %s: waiting for another process, which runs and has been making %s for more than %g s"
 log = logging.getLogger(__name__)
-
-
-def _warn_once(message: str, path: Path, limit: int, *more: object) -> None:
-    """Log a message on a cache and its limit. A process that makes many loaders logs it once."""
-    if (told := (message, path, limit)) not in _told:
-        _told.add(told)
-        log.warning(message, path, limit, *more)
 
 
 class LocalTier(ForkAware, Tier):
@@ -95,7 +81,7 @@ class LocalTier(ForkAware, Tier):
         self.needs = host_needs(self.path)
         self.health = Health(str(self.path), self.clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
-        self.busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`
+        self._busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`
         self._folder: CacheFolder | None = None
         self._opening = threading.Lock()
 
@@ -137,7 +123,12 @@ class LocalTier(ForkAware, Tier):
             others = {int(content): process for process, content in folder.staging.read("limit")}
             others.pop(limit, None)
             if others:
-                _warn_once(LIMITS, self.path, limit, others[min(others)], min(others))
+                least = min(others)
+                warn_once(
+                    f"limits of {self.path} and {limit}",
+                    f"cache {self.path}: this process limits it to {limit} bytes, and {others[least]} to {least}: the "
+                    "smaller limit evicts what the larger one keeps; give both the same cache_bytes",
+                )
 
     @property
     def location(self) -> str:
@@ -180,7 +171,7 @@ class LocalTier(ForkAware, Tier):
             return found
         keep = self.can_write()
         with ExitStack() as stack:
-            folder = acquire(self, key, stack) if keep else None
+            folder = self.acquire(key, stack) if keep else None
             # Another process may have filled the blob meanwhile.
             if folder is not None and (found := self._lookup(key, span)) is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
@@ -201,7 +192,50 @@ class LocalTier(ForkAware, Tier):
                 with self.attempt("locking a blob", folder):
                     if held := stack.enter_context(folder.locks.hold(key.digest, timeout=0)):
                         stack.enter_context(folder.locks.beating(key.digest))
-            yield None if held else partial(wait_for_holder, self, key)
+            yield None if held else partial(self.wait_for_holder, key)
+
+    def acquire(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
+        """Acquire the lock of a key until `stack` ends. Return the folder that the lock belongs to.
+
+        Return None after `FILL_SECONDS`, or if the lock fails: the caller then fetches without caching, so there is no
+        deadlock. Later calls for this key do not wait until its lock was free again.
+        """
+        folder = self.opened()
+        if folder is not None:
+            with self.attempt("locking a blob", folder), ExitStack() as own:
+                began, patience = time.monotonic(), self._patience(key)
+                if own.enter_context(folder.locks.hold(key.digest, patience)):
+                    self._busy.discard(key.digest)
+                    stack.push(own.pop_all())
+                    return folder
+                if patience:
+                    self._busy.add(key.digest)
+                    seconds = time.monotonic() - began
+                    reason = f"another process has held its lock for {seconds:.0f} s; {users(self.path)}"
+                    self.health.report("locking a blob", TimeoutError(errno.ETIMEDOUT, reason, key.name))
+        return None
+
+    def wait_for_holder(self, key: BlobKey) -> Waited:
+        """Wait until no other process holds the lock of a key, as long as that process runs."""
+        folder, deadline, is_running = self.opened(), self.clock() + MAKE_SECONDS, True
+        while folder is not None and is_running and self.clock() < deadline:
+            is_running = False
+            with self.attempt("waiting for a blob", folder):
+                with folder.locks.hold(key.digest, self._patience(key)) as held:
+                    if held:
+                        self._busy.discard(key.digest)
+                        return Waited.FOR_PROCESS
+                self._busy.add(key.digest)
+                is_running = folder.locks.is_running(key.digest)
+                if not is_running:
+                    reason = f"the process that makes it was stopped; {users(self.path)}"
+                    self.health.report("waiting for a blob", TimeoutError(errno.ETIMEDOUT, reason, key.name))
+                elif self.health.is_new(f"wait for {key.name}"):
+                    log.warning(WAITS, self.path, key.name, FILL_SECONDS)
+        return Waited.IN_VAIN
+
+    def _patience(self, key: BlobKey) -> float:
+        return 0 if self.health.writes.tripped or key.digest in self._busy else FILL_SECONDS
 
     def holder(self, key: BlobKey) -> int | None:
         with suppress(OSError):  # It is for a message.
@@ -269,7 +303,11 @@ class LocalTier(ForkAware, Tier):
         if limit < own:  # The caller reports the full disk.
             return False
         self.counters.add(refused=1)
-        _warn_once(CACHE_FULL_MESSAGE, self.path, limit, key.name, size)
+        warn_once(
+            f"{self.path} is full at {limit}",
+            f"cache {self.path} is full ({limit} bytes): {key.name} ({size} bytes) and later blobs are read from the "
+            "origin each time; raise cache_bytes or evict",
+        )
         return False
 
     @contextmanager

@@ -12,8 +12,8 @@ from dataload.cache.origin.fsspec_engine import Fsspec
 from dataload.cache.origin.http_engine import web_engine
 from dataload.cache.origin.identity import address_of
 from dataload.cache.origin.obstore import Obstore, unusable
-from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.stores import translation_of
+from dataload.cache.reports import warn_once
 from dataload.errors import ConfigError
 from dataload.runtime.instances import Instances
 

@@ -26,10 +26,10 @@ from dataload.cache.origin.listings import complete, folder_of_glob, fresh_info,
 from dataload.cache.origin.obstore import UPLOAD_PART_BYTES
 from dataload.cache.origin.patience import HURRIED, Patience
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
-from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
 from dataload.cache.origin.s3_names import check_version
 from dataload.cache.origin.version import fresh_listing, version_of
+from dataload.cache.reports import warn_once
 from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware

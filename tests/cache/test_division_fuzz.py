@@ -15,7 +15,8 @@ import pytest
 
 from dataload.cache import blob_file
 from dataload.cache.division import Need
-from dataload.cache.local import fsck, key_waits, needs
+from dataload.cache.local import fsck, needs
+from dataload.cache.local import tier as local_tier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, group_number
 
@@ -50,7 +51,7 @@ def live(path: Path, seed: int, told: int) -> None:
     draw = random.Random(seed)
     limit = LIMIT + draw.choice((0, ON_DISK))
     tier = LocalTier(path, limit)
-    key_waits.FILL_SECONDS = 2.0  # of this process, for a lock whose holder is stopped
+    local_tier.FILL_SECONDS = 2.0  # of this process, for a lock whose holder is stopped
     while True:
         leased = {dataset: tier.lease(need_of(dataset, draw.randint(1, 3))) for dataset in draw.sample(DATASETS, 2)}
         for number in draw.sample(range(GROUPS), GROUPS):

@@ -509,7 +509,7 @@ def test_certificates_are_not_read_if_none_are_verified(monkeypatch: pytest.Monk
 def test_a_proxy_is_used_and_named_with_what_lets_obstore_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.reports._reported", set())
+    monkeypatch.setattr("dataload.cache.reports._reported", set())
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     with faulty_store() as store:

@@ -28,11 +28,10 @@ from http_servers import serving
 from moto_server import S3Server
 from threads import AskedFirst
 
-from dataload.cache import config, filesystem
+from dataload.cache import config, filesystem, reports
 from dataload.cache.blocks.reader import IN_FLIGHT, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin import reports
 from dataload.cache.origin.origin import Origin
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
 

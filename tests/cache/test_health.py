@@ -31,7 +31,6 @@ from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, Cir
 from dataload.cache.local import fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
-from dataload.cache.local.key_waits import acquire
 from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
 from dataload.cache.local.setup import default_limit, preflight, recovery
 from dataload.cache.local.tier import LocalTier
@@ -310,7 +309,7 @@ def test_a_trial_that_meets_a_maker_at_work_reports_no_wait(tmp_path: Path, capl
         clock.now += FIRST_PAUSE
         put(tier, "x/0")
     assert "held its lock" not in caplog.text
-    assert not tier.busy
+    assert not tier._busy
 
 
 def test_a_lock_that_an_eviction_holds_up_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +319,7 @@ def test_a_lock_that_an_eviction_holds_up_is_given_back(tmp_path: Path, monkeypa
     tier, digest = LocalTier(tmp_path / "cache", LIMIT, "lru"), key("x/0").digest
     with KeyLocks(str(tier.folder.path / "locks")).hold_to_evict(digest) as evicts, ExitStack() as stack:
         assert evicts
-        assert acquire(tier, key("x/0"), stack) is None
+        assert tier.acquire(key("x/0"), stack) is None
         assert tier.folder.locks.is_running(digest)  # True if no process holds the lock.
 
 

@@ -432,7 +432,7 @@ def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
 
 def test_past_the_deadline_a_waiter_fetches_without_keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = LocalTier(tmp_path / "c")
-    monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.01)
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.01)
     with CacheFolder(tier.path).locks.hold(key("a").digest, timeout=0):
         assert put(tier, "a") == data_of("a")
     assert_sound(tier, set())

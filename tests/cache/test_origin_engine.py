@@ -38,9 +38,10 @@ from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.origin.s3 import resolve_range
 from dataload.benchmarks.systems.base import BUCKET
+from dataload.cache import reports
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin import obstore, reports, translation
+from dataload.cache.origin import obstore, translation
 from dataload.cache.origin import s3 as s3_store
 from dataload.cache.origin.credentials import Credentials
 from dataload.cache.origin.errors import UnsuitableError, is_transient

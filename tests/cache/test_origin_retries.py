@@ -25,8 +25,8 @@ from http_servers import serving
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import listing, s3
 from dataload.benchmarks.systems.base import BUCKET
+from dataload.cache import reports
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin import reports
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of

@@ -162,11 +162,11 @@ def test_a_process_stopped_in_an_eviction_holds_nobody_up(
 def test_a_fill_that_was_waited_for_in_vain_is_not_waited_for_again(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.01)
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.01)
     stop = stop_at("fill: drafted", lambda other: put(other, "y/0"))
     with stopped(stop, tier.path):
         put(tier, "y/0")
-        monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 3600)
+        monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 3600)
         for _ in range(3):
             put(tier, "y/0")
         assert tier.stats()["unkept"] == 4
@@ -203,7 +203,7 @@ def test_a_slow_maker_is_waited_for(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its row group is not made twice, and the locks of all others work meanwhile."""
-    monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.01)
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.01)
     checked, is_running = [], key_locks.KeyLocks.is_running
     monkeypatch.setattr(
         key_locks.KeyLocks, "is_running", lambda *given: (checked.append(is_running(*given)), checked[-1])[1]
@@ -237,7 +237,7 @@ def test_a_process_that_makes_many_row_groups_together_shows_that_it_runs(
 def test_a_stopped_maker_is_waited_for_in_vain(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.01)
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.01)
     monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 1)
     with held(tier.path, "slow") as (process, _):
         os.kill(process, signal.SIGSTOP)

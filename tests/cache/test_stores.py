@@ -21,8 +21,9 @@ from emulators import Emulator
 from typer.testing import CliRunner
 
 from dataload import fit, make_dataset, make_loader
+from dataload.cache import reports
 from dataload.cache.config import CacheConfig
-from dataload.cache.origin import azure, reports
+from dataload.cache.origin import azure
 from dataload.cache.origin.engine import engine_for
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of

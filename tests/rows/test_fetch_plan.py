@@ -21,7 +21,7 @@ from clusters import until
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
-from dataload.cache.local import key_locks, key_waits
+from dataload.cache.local import key_locks
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
@@ -221,8 +221,8 @@ def test_a_wait_for_another_process_holds_no_memory(
     ]
     tier, waiting = blobs.blocks.tier, threading.Event()
     assert isinstance(tier, LocalTier)
-    wait = key_waits.wait_for_holder
-    monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *given: (waiting.set(), wait(*given))[1])
+    wait = LocalTier.wait_for_holder
+    monkeypatch.setattr(LocalTier, "wait_for_holder", lambda *given: (waiting.set(), wait(*given))[1])
     with ThreadPoolExecutor(1) as pool:
         with tier.key_lock(blobs.key(0)) as busy:
             assert busy is None
@@ -241,7 +241,7 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
     dataset = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache")))
     blobs, tier = dataset.rowstore.row_groups.caches[0], dataset.blocks.tier
     assert isinstance(tier, LocalTier)
-    monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.1)
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.1)
     monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 0.1)
     stopped = KeyLocks(str(tier.path / "locks"))
     assert make_cached(blobs, 1)

@@ -505,12 +505,12 @@ def test_what_the_cache_does_not_keep_is_made_without_waiting_for_others(
     with monkeypatch.context() as full:
         full.setattr(tier, "can_write", lambda: False)
         load(blobs, 0)
-        full.setattr("dataload.cache.local.tier.wait_for_holder", lambda *_: pytest.fail("it waits"))
+        full.setattr("dataload.cache.local.tier.LocalTier.wait_for_holder", lambda *_: pytest.fail("it waits"))
         with tier.key_lock(blobs.key(0)):
             load(blobs, 0)
     load(blobs, 0)  # It is kept now, so others are waited for again.
     blobs.tier.discard(blobs.keys(0), [])
-    monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *_: Waited.IN_VAIN)
+    monkeypatch.setattr("dataload.cache.local.tier.LocalTier.wait_for_holder", lambda *_: Waited.IN_VAIN)
     with tier.key_lock(blobs.key(0)):
         assert not blobs.is_refused(0)
         load(blobs, 0)

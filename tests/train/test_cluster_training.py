@@ -26,7 +26,7 @@ from row_groups import make_in_background
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
-from dataload.cache.local import key_waits
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import BlobKey
 from dataload.cli import app
 from dataload.errors import ConfigError
@@ -252,7 +252,7 @@ def test_the_ranks_of_a_host_transfer_each_row_group_once(
 def transfers(monkeypatch: pytest.MonkeyPatch) -> list[BlobKey]:
     """Return the keys of the blobs that will arrive. The first arrives once another reader waits for it, or has it."""
     other_came, found = threading.Event(), list[BlobKey]()
-    get, wait = Cluster.get, key_waits.wait_for_holder
+    get, wait = Cluster.get, LocalTier.wait_for_holder
 
     def slow(self: Cluster, key: BlobKey) -> memoryview | None:
         blob = get(self, key)
@@ -264,7 +264,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[BlobKey]:
         return blob
 
     monkeypatch.setattr(Cluster, "get", slow)
-    monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *given: (other_came.set(), wait(*given))[1])
+    monkeypatch.setattr(LocalTier, "wait_for_holder", lambda *given: (other_came.set(), wait(*given))[1])
     return found
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import stat
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from dataload.cache import blob_file
+from dataload.cache.reports import warn_once
 from dataload.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 # The shared map of LMDB's file and the locks that detect dead processes need one kernel. This is a list of local
 # filesystems, because network filesystems are too many to list and a FUSE filesystem may be one.
@@ -95,7 +92,8 @@ def check_private(path: Path, *, allow_network_filesystem: bool = False) -> None
     if found is not None and not allow_network_filesystem:
         raise ConfigError(f"cache_dir {path}: {found[0]}: {found[1]}")
     if found is not None:
-        _warn_once(f"cache {path}: {found[0]}; it is used, as allow_network_filesystem=True says")
+        message = f"cache {path}: {found[0]}; it is used, as allow_network_filesystem=True says"
+        warn_once(message, message)
         blob_file.trust(path)
 
 
@@ -112,11 +110,6 @@ def open_to_others(path: Path) -> tuple[str, str] | None:
                 fix += " and, for fsGroup in Kubernetes, set fsGroupChangePolicy to OnRootMismatch"
                 return f"other users may write to {part}, and plant data there", fix
     return None
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def _other_file(path: Path) -> str | None:
