@@ -182,6 +182,7 @@ def stand_in(folder, tmp_path, environ_of):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # It compiles an operator first.
 def test_deepspeed(folder, tmp_path):
     if installed("deepspeed"):
         two = [

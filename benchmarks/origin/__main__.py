@@ -15,7 +15,7 @@ from dataload.errors import ConfigError
 def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m dataload.benchmarks.origin",
-        description="Serve a folder as a read-only S3, with its subfolders as buckets. Print the URL first.",
+        description="Serve a folder as S3, with its subfolders as buckets. The first line is the AWS_ENDPOINT_URL.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument("folder", type=Path, help="the folder whose subfolders are the buckets")

@@ -18,13 +18,14 @@ from xml.sax.saxutils import escape
 ETagOf = Callable[[Path, os.stat_result], str]
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+WRITABLE = "python -m dataload.benchmarks.origin FOLDER --writable"
 ERRORS = {
     "InvalidArgument": (400, "An argument of the request is not valid."),
     "NoSuchBucket": (404, "The specified bucket does not exist."),
     "NoSuchKey": (404, "The specified key does not exist."),
     "PreconditionFailed": (412, "At least one of the preconditions you specified did not hold."),
     "InvalidRange": (416, "The requested range is not satisfiable."),
-    "NotImplemented": (501, "This server reads and lists objects; it does nothing else."),
+    "NotImplemented": (501, f"This server does not do this. `{WRITABLE}` starts one that objects can be written to."),
     "SlowDown": (503, "Please reduce your request rate."),
 }
 

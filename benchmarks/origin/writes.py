@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import tempfile
@@ -52,7 +53,7 @@ class Writes:
 
     async def _part(self, request: web.BaseRequest, upload: str, number: int) -> web.Response:
         parts = self._uploads[upload]
-        await _receive(request, parts.path, parts.place(number, request.content_length or 0))
+        await _receive(request, parts.path, await parts.place(number, request.content_length or 0))
         return web.Response(headers={"ETag": f'"{number}"'})
 
     async def _object(self, request: web.BaseRequest, path: Path) -> web.Response:
@@ -78,26 +79,33 @@ class Writes:
 class _Parts:
     """An object whose parts come in any order, each to its place in one file: to join them would cost a copy.
 
-    All but the last one have the same size, which the first to come tells, as clients of S3 send them.
+    All but the last one have the size of part 1, as clients of S3 send them. The others wait for it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sizes: dict[int, int] = {}
+        self._has_first = asyncio.Event()
 
-    def place(self, number: int, size: int) -> int:
+    async def place(self, number: int, size: int) -> int:
         """Return where a part begins."""
         self._sizes[number] = size
-        return (number - 1) * next(iter(self._sizes.values()))
+        if number == 1:
+            self._has_first.set()
+        await self._has_first.wait()
+        return (number - 1) * self._sizes[1]
 
     def check(self) -> None:
-        """Raise S3Error if a part was not as big as the first one to come, and not the last."""
+        """Raise S3Error if a part was not as big as part 1, and not the last."""
         if len({size for number, size in self._sizes.items() if number != max(self._sizes)}) > 1:
             raise s3.S3Error("NotImplemented", "parts of different sizes")
 
 
 async def _receive(request: web.BaseRequest, path: Path, place: int = 0) -> None:
-    """Write the body of a request into a file."""
+    """Write the body of a request into a file. Some clients, such as s3fs, first wait until they may send it."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
     descriptor = os.open(path, os.O_WRONLY)
     try:
         async for piece in request.content.iter_any():

@@ -928,6 +928,38 @@ def test_what_did_not_leave_is_not_counted(folder: Path, monkeypatch: pytest.Mon
 # The server process.
 
 
+def test_s3fs_writes_whole_objects_and_parts(tmp_path: Path):
+    """Before it sends a body, it waits until the server wants it. Its parts may come in any order."""
+    (tmp_path / "bucket").mkdir()
+    content = random.Random(0).randbytes(11 << 20)
+    with Origin(tmp_path, writable=True) as origin:
+        fs = s3fs.S3FileSystem(**origin.storage_options, skip_instance_cache=True)
+        fs.pipe_file("bucket/small", b"abc")
+        fs.pipe_file("bucket/large", content, chunksize=5 << 20)
+        assert (fs.cat_file("bucket/small"), fs.cat_file("bucket/large")) == (b"abc", content)
+        fs.rm("bucket/small")
+        assert fs.ls("bucket", refresh=True) == ["bucket/large"]
+
+
+def test_a_part_waits_for_the_first_one_whose_size_tells_its_place(tmp_path: Path):
+    (tmp_path / "bucket").mkdir()
+    with Origin(tmp_path, writable=True) as origin, ThreadPoolExecutor() as threads:
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=origin.endpoint_url, **keys)
+        upload = client.create_multipart_upload(Bucket="bucket", Key="x")["UploadId"]
+
+        def part(number: int, body: bytes) -> dict[str, object]:
+            sent = client.upload_part(Bucket="bucket", Key="x", UploadId=upload, PartNumber=number, Body=body)
+            return {"PartNumber": number, "ETag": sent["ETag"]}
+
+        last = threads.submit(part, 2, b"yy")
+        while origin.stats()["other_requests"] < 2:  # The server has its headers.
+            pass
+        parts = [part(1, b"xxxx"), last.result(60)]
+        client.complete_multipart_upload(Bucket="bucket", Key="x", UploadId=upload, MultipartUpload={"Parts": parts})
+    assert (tmp_path / "bucket/x").read_bytes() == b"xxxxyy"
+
+
 def test_the_script_says_what_its_options_are():
     script = Path(__file__).parent.parent.parent / "benchmarks/origin/__main__.py"
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)

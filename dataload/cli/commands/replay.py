@@ -170,7 +170,9 @@ def _show_step(run: Run, step: Step, rank: int | None, *, values: bool, as_json:
             skipped = step.start.skipped.get(each["rank"], ())
             lines += [_line(each["rank"], found, replaced=found["row_id"] in skipped) for found in each["rows"]]
     if step.earlier:
-        lines.append(f"{counted(len(step.earlier), 'earlier attempt')} had a step {step.number}, before a restart")
+        lines.append(
+            f"{counted(len(step.earlier), 'earlier attempt')} may have had a step {step.number}, before a restart"
+        )
     if not step.is_recorded:
         lines.append(f"{NOT_RECORDED}: this is how it goes on")
     lines += [problem] if problem else []
