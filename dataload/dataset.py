@@ -110,12 +110,27 @@ class Dataset(MapStyle):
         self._columns = manifest.select(columns)
         read = pa.schema([manifest.schema.field(name) for name in self._columns])
         self.schema: pa.Schema = stages[-1].schema if stages else read
-        self.block_lengths = manifest.block_lengths
-        # From the bytes of whole row groups: the order must not depend on the chosen columns.
-        self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
-        self.rowstore = self._row_store()
+        _ = self.rowstore  # It raises for columns that batches cannot hold.
 
-    def _row_store(self) -> RowStore:
+    @cached_property
+    def block_lengths(self) -> npt.NDArray[np.int64]:
+        """Rows of the dataset in each row group, int64 [row groups]."""
+        return self.manifest.block_lengths
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.block_lengths.sum())
+
+    @cached_property
+    def window(self) -> int:
+        """Default number of row groups that a loader shuffles together."""
+        # From the bytes of whole row groups: the order must not depend on the chosen columns.
+        return default_window(self.block_lengths, [group.bytes for group in self.manifest.row_groups])
+
+    @cached_property
+    def rowstore(self) -> RowStore:
+        """The rows."""
         selection = self.stored_selection
         selected = None if selection is None else SelectedRows(selection)
         return self.store_of([self], RowGroups([self.cached_row_groups()]), 2 * self.window, selected)
@@ -151,11 +166,6 @@ class Dataset(MapStyle):
         """The rows of the dataset among those that are stored; None: all."""
         stored = self.stages[-1].stored_selection if self.stages else None
         return stored_of(self.manifest.selection, stored, len(self.manifest.row_groups))
-
-    @property
-    def num_rows(self) -> int:  # type: ignore[override]
-        """Number of rows."""
-        return self.manifest.num_rows
 
     @property
     def row_groups(self) -> tuple[RowGroup, ...]:

@@ -16,7 +16,7 @@ from dataload.runtime.text import counted
 
 
 class FlatDataset(Dataset):
-    """The rows that `flat_map` makes, which the first look at one of the attributes of a `Dataset` counts.
+    """The rows that `flat_map` makes, which the first look at the manifest or the stages counts.
 
     Args:
         source: The rows that the function gets.
@@ -30,7 +30,7 @@ class FlatDataset(Dataset):
         self.calls = (*source.calls, Call("flat_map", stage.function))
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _COUNTED:
+        if name not in ("manifest", "stages"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         self._count()
         return vars(self)[name]
@@ -59,11 +59,5 @@ class FlatDataset(Dataset):
                 return
             source, (own,) = self._source, self._source.rowstore.row_groups.caches
             stage = with_counts(own, self._stage)
-            stages = [*source.stages, stage]
-            manifest = stage.flattened(fingerprint_of(source.manifest, stages[:-1], last=stage.key))
-            rows = source._of(manifest, self.calls[-1], stages)  # noqa: SLF001 (of the same class)
-            vars(self).update(vars(rows))
-
-
-_COUNTED = frozenset(("manifest", "stages", "block_lengths", "window", "rowstore"))
-"""The attributes of a `Dataset` that depend on the number of rows."""
+            manifest = stage.flattened(fingerprint_of(source.manifest, source.stages, last=stage.key))
+            vars(self).update(stages=(*source.stages, stage), manifest=manifest)

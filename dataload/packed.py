@@ -30,7 +30,6 @@ from dataload.rows.row_store import Draw, RowStore
 from dataload.rows.sequence_store import SequenceStore
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.text import counted, few
-from dataload.samplers.window_size import default_window
 
 VERSION = 3
 LONGEST_SEQUENCE = (1 << 31) - 1
@@ -172,21 +171,6 @@ class PackedDataset(Dataset):
             raise ConfigError(f"column {self.packing.column!r} has no value in any document: there is nothing to pack")
         sequences: npt.NDArray[np.int64] = self._counts[0]
         return sequences
-
-    @property
-    def num_rows(self) -> int:  # type: ignore[override]
-        """Number of sequences."""
-        return int(self.block_lengths.sum())
-
-    @cached_property
-    def window(self) -> int:
-        """Default number of row groups that a loader shuffles together."""
-        return default_window(self.block_lengths, [group.bytes for group in self.manifest.row_groups])
-
-    @cached_property
-    def rowstore(self) -> RowStore:
-        """The sequences."""
-        return self._row_store()
 
     def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:  # noqa: ARG002
         """Return the row groups of the documents in the cache, with the columns that are packed."""
