@@ -27,6 +27,8 @@ from ranks import forked_ranks  # noqa: F401 (a fixture)
 
 from dataload.cache.config import CacheConfig
 
+# Collecting imports much and leaves no garbage: searching for it would take a fifth of the time.
+gc.disable()
 # Else each client of boto3 and s3fs parses the description of S3's API again, and keeps 30,000 objects of it.
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 # Else each run of the command line in this process builds all commands again: 12 ms.
@@ -57,6 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.add(test)
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

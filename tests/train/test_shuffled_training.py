@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-from sklearn.datasets import load_digits
 
 from dataload.samplers.order import Order
 from dataload.samplers.window_size import default_window
@@ -30,6 +28,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, ...]:
     """1440 training images sorted by label, 357 test images, and the labels of both."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     drawn = np.random.default_rng(0).permutation(len(labels))
     train, test = drawn[:1440], drawn[1440:]
@@ -60,6 +60,8 @@ def accuracies(digits: tuple[torch.Tensor, ...], shuffle: str | bool, window: in
 
 def equivalent(first: np.ndarray, second: np.ndarray) -> bool:
     """Run two one-sided t tests on the differences of the pairs, at 5 % each (Schuirmann, 1987)."""
+    from scipy import stats
+
     differences = first - second
     error = stats.sem(differences)
     margin = stats.t.ppf(0.95, len(differences) - 1) * error
