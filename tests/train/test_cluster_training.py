@@ -583,6 +583,7 @@ def test_training_goes_on_in_any_weather(bucket: Any, hosts: Hosts, cluster_serv
     until(lambda: shared_again(tier))
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_a_primary_is_lost(bucket: Any, hosts: Hosts, tmp_path: Path) -> None:
     url = write(bucket, 40)
     with ServerCluster(tmp_path / "servers", replicas=1) as servers:
@@ -631,6 +632,7 @@ def test_a_node_needs_capacity_only_for_its_own_windows(bucket: Any, hosts: Host
         on_node(hosts(url, limit), 0, 4, num_streams=1)
 
 
+@pytest.mark.slow
 def test_a_process_that_fills_shares_what_it_makes(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
     """Also the last row group that it makes."""
     url = write(bucket, 60)

@@ -29,7 +29,7 @@ from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.world import World
 
 ROWS, EPOCHS = 96, 3
-TRIALS = 50 if NIGHTLY else 2
+TRIALS = 50 if NIGHTLY else 1
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +244,7 @@ def test_a_signal_in_the_save_by_which_max_steps_end_a_run_is_heeded_too(tmp_pat
     assert train(folder, tmp_path, max_steps=5)[2] == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_ends_at_a_signal(folder):
     program = """
 import torch
@@ -323,7 +324,7 @@ def test_ranks_may_name_the_signals_in_any_order(folder, ranks):
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("of", ["torch", "dataload"])
+@pytest.mark.parametrize("of", ["dataload", "torch"])
 def test_a_signal_to_the_process_group_ends_the_program_with_status_0_and_no_worker(tmp_path, of):
     pq.write_table(pa.table({"x": np.arange(20_000.0)}), tmp_path / "a.parquet")  # more than workers make ahead
     program = f"""
@@ -356,7 +357,7 @@ print("not reached")
     assert any((tmp_path / "run").glob("checkpoint-*")) == (of == "dataload")
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "method"), [("dataload", "fork"), ("torch", "fork"), ("dataload", "spawn")])
 def test_a_signal_to_the_process_group_as_workers_start_ends_the_program_with_status_0(tmp_path, of, method):
     pq.write_table(pa.table({"x": np.arange(64.0)}), tmp_path / "a.parquet")

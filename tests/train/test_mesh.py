@@ -577,6 +577,7 @@ def with_noise(folder, checkpoints=None, crash_at=None):
     return group_ended(run)
 
 
+@pytest.mark.slow
 def test_the_traffic_and_the_generators_of_peers_count(ranks, folder, tmp_path):
     whole = ranks(4, with_noise, folder)
     assert all(history == whole[0][0] for history, _, _ in whole)

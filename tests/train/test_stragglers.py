@@ -61,6 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("slow", "text"), [("data", "longer for data"), ("step", "in its own steps, not for data")])
 def test_fit_and_the_report_name_the_rank_that_holds_the_others_up(
     ranks: Any, folder: Path, slow: str, text: str
@@ -98,7 +99,7 @@ for batch in loader:
 """
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow", "text"), [("data", "longer for data"), ("step", "in its own steps, not for data")])
 def test_a_plain_loop_whose_ranks_do_not_wait_for_each_other(folder: Path, slow: str, text: str) -> None:
     running = []

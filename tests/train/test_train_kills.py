@@ -117,7 +117,7 @@ def uninterrupted(ranks, folder):
 @pytest.mark.parametrize(
     ("first", "second", "trials"),
     [
-        (2, 2, 2 * TRIALS),
+        (2, 2, TRIALS),
         (2, 1, TRIALS),
         *(pytest.param(first, second, TRIALS, marks=pytest.mark.slow) for first, second in [(3, 3), (1, 1), (1, 2)]),
     ],

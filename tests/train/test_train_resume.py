@@ -272,6 +272,7 @@ def train_sparse(folder, *epochs):
     return parameters_of(model)
 
 
+@pytest.mark.slow
 def test_a_model_with_sparse_gradients_is_resumed_on_three_ranks(ranks, tmp_path):
     expected = ranks(3, train_sparse, tmp_path / "at once", 3)
     actual = ranks(3, train_sparse, tmp_path / "resumed", 1, 2, 3)
