@@ -36,6 +36,7 @@ def test_a_sentinel_is_told_from_a_server(monkeypatch: pytest.MonkeyPatch) -> No
         client.connect(ClusterUrl.parse("valkey://127.0.0.1:26379"))
 
 
+@pytest.mark.slow
 def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     three_primaries: ServerCluster, clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     until(asked_again)
 
 
+@pytest.mark.slow
 def test_a_slot_that_no_node_holds_costs_no_connection(tmp_path: Path, clients: Clients, clock: Clock) -> None:
     """The requests for the other slots go on, and the slot is used again once a node holds it."""
     with ServerCluster(tmp_path / "servers", primaries=1) as servers:
@@ -172,6 +174,7 @@ def test_no_node_waits_for_another_to_be_asked(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(answer.result() for answer in answers) == [*range(9)]
 
 
+@pytest.mark.slow
 def test_a_partition_is_noticed_by_all_nodes_at_once(
     three_primaries: ServerCluster, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +248,7 @@ def test_a_name_that_is_looked_up_without_end_is_passed_over(
     assert cluster_server.ask("GET", "a") == b"x"
 
 
+@pytest.mark.slow
 def test_nodes_whose_names_are_looked_up_without_end_do_not_hang_the_look_for_others(
     three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +280,7 @@ def test_a_node_that_lost_its_state_is_passed_over(three_primaries: ServerCluste
     assert one.get(name) == b"x"
 
 
+@pytest.mark.slow
 def test_a_cluster_is_found_again_though_a_node_that_lost_its_state_answers_first(
     three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +319,7 @@ class CountedLock:
         self._lock.release()
 
 
+@pytest.mark.slow
 def test_threads_that_lose_their_connections_together_look_for_the_nodes_once(
     three_primaries: ServerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

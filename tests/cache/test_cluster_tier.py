@@ -452,6 +452,7 @@ def test_a_server_that_is_lost_is_left_alone_and_tried_again(
     assert shares(other, "after") == 0, "what is made then is shared again"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_farther_away_than_the_origin_is_left_alone(
     cluster_server: Server, hosts: Hosts, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -502,6 +503,7 @@ def test_a_server_that_is_far_away_is_used_if_the_origin_is_farther(cluster_serv
         assert [shares(tier, f"{number}") for tier in (first, second) for number in range(3)] == [1, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_requests_to_the_origin_are_compared_with_a_server_that_has_everything(
     cluster_server: Server, tmp_path: Path
 ) -> None:
@@ -728,6 +730,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         Cluster("valkey://host")
 
 
+@pytest.mark.slow
 def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
     with ServerCluster(tmp_path / "servers", replicas=1) as servers:
         first, second = hosts(servers.url), hosts(servers.primaries[0].url)  # It knows no other when it begins.
@@ -750,6 +753,7 @@ def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hos
         primary.go_on()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_was_lost_altogether_is_found_again(
     three_primaries: ServerCluster, hosts: Hosts, clock: Clock
 ) -> None:

@@ -24,7 +24,7 @@ from dataload.cache.local import fsck
 from dataload.cache.local.tier import LocalTier
 
 SETTINGS = settings(
-    max_examples=200 if NIGHTLY else 12,
+    max_examples=200 if NIGHTLY else 6,
     stateful_step_count=50 if NIGHTLY else 30,
     phases=[Phase.generate, Phase.shrink] if NIGHTLY else [Phase.generate],
     suppress_health_check=list(HealthCheck),

@@ -31,7 +31,7 @@ from dataload.cache.tier import Allocate
 
 KILLS = 1000 if NIGHTLY else 200
 KILLS_A_ROUND = 20
-SAMPLES = 5000 if NIGHTLY else 400
+SAMPLES = 5000 if NIGHTLY else 120
 
 
 @pytest.fixture(scope="module", autouse=True)

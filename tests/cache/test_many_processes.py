@@ -100,6 +100,7 @@ def test_many_that_start_at_once_fetch_each_byte_once_and_no_more_at_a_time_than
     assert processes < stats["most_gets_at_once"] <= 2 * processes
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_in_its_requests_stops_no_other(origin: Origin, tmp_path: Path) -> None:
     stopped, other = (
         reader(origin, tmp_path / "cache", in_flight=1, first=first, last=last) for first, last in ((0, 1), (1, None))
@@ -139,6 +140,7 @@ def test_faults_change_no_byte(origin: Origin, tmp_path: Path, faults: dict[str,
     assert sum(one["requests"] for one in told) <= blocks + struck
 
 
+@pytest.mark.slow
 def test_an_origin_that_stays_down_is_one_clear_error_each(origin: Origin, tmp_path: Path) -> None:
     told = read_by(4 if NIGHTLY else 2, origin, tmp_path / "cache", {"slow_down": 0.5, "reset": 0.5}, retry_seconds=1)
     assert all(BUCKET in one["error"] and ".bin" in one["error"] and "\n" not in one["error"] for one in told)

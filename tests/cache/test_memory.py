@@ -55,6 +55,7 @@ def one_row_group(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_large_row_group_is_decoded_in_little_memory(one_row_group: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", EPOCH, str(one_row_group), str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)

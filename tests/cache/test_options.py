@@ -78,6 +78,7 @@ assert "| `added` | `7` | What it adds. More of it. |" in cache_options.table()
 """
 
 
+@pytest.mark.slow
 def test_a_new_setting_is_an_argument_an_option_and_a_row_of_the_docs(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
     command = [sys.executable, "-c", ADDED, tmp_path / "x.parquet", tmp_path / "cache"]

@@ -625,6 +625,7 @@ def test_faults_in_passing_change_no_byte(
     assert blocks <= fs.stats()["requests_origin"] < 3 * blocks  # botocore answers a SlowDown itself
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_origin_that_stays_down_is_one_error(
     slow_store: Server, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch

@@ -313,6 +313,7 @@ os._exit(0)  # pyarrow's S3 may crash at the end of a process
 """
 
 
+@pytest.mark.slow
 def test_names_are_the_same_in_all_processes(tmp_path: Path) -> None:
     made = [
         s3fs.S3FileSystem(anon=True),

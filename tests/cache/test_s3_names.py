@@ -261,6 +261,7 @@ def test_a_loader_imports_s3fs_for_what_only_a_session_finds(tmp_path: Path, dat
     assert bool(loaded) == (told == "profile")
 
 
+@pytest.mark.slow
 def test_s3fs_reads_on_a_system_without_ca_certificates(tmp_path: Path, dataset_server: Server) -> None:
     options = s3.storage_options(dataset_server.endpoint_url)
     nowhere = {"SSL_CERT_FILE": "/nonexistent", "SSL_CERT_DIR": "/nonexistent"}
