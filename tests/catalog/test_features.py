@@ -201,6 +201,7 @@ def test_masks_that_map_made_or_kept_say_nothing(tmp_path: Path) -> None:
     assert rows["n.is_null"].tolist() == [True, False, False]
 
 
+@pytest.mark.slow
 def test_wide_files_take_linear_time(tmp_path: Path) -> None:
     names = [f"c{number}" for number in range(6000)]
     pq.write_table(pa.table({name: [1] for name in names}), tmp_path / "wide.parquet")
@@ -211,6 +212,7 @@ def test_wide_files_take_linear_time(tmp_path: Path) -> None:
     assert time.perf_counter() - start < 6  # of one, and not of fifteen
 
 
+@pytest.mark.slow
 def test_map_of_wide_files_takes_linear_time(tmp_path: Path) -> None:
     path = write(pa.table({f"c{number}": [1] for number in range(6000)}), tmp_path / "wide.parquet")
     dataset = make_dataset(path, cache=False)

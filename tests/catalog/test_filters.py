@@ -232,7 +232,7 @@ def test_every_type_by_every_operator(kind: pa.DataType, stored: Stored) -> None
             assert kept(manifest, blocks, [said]) == np.flatnonzero(np.concatenate(holds(said, groups))).tolist()
 
 
-@pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path, number: int) -> None:
     dice, rows = random.Random(0), 4000
     integers = pa.array([None if dice.random() < 0.05 else dice.randrange(40) for _ in range(rows)])

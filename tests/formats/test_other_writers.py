@@ -258,7 +258,7 @@ def test_features_of_hugging_face_datasets(tmp_path: Path) -> None:
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("first", ["import datasets", "pass"])
+@pytest.mark.parametrize("first", ["pass", "import datasets"])
 def test_arrays_of_hugging_face_are_tensors_with_and_without_its_package(first: str, tmp_path: Path) -> None:
     """`import datasets` registers extension types, which change how Arrow reads the same file."""
     cube = np.arange(12, dtype=np.uint8).reshape(1, 2, 3, 2)
@@ -280,6 +280,7 @@ for name in ("x.parquet", "y.arrow"):
     assert done.stdout.splitlines() == ["(1, 2, 3, 2) torch.uint8 True"] * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_an_array_of_another_shape_than_its_type_says(tmp_path: Path) -> None:
     metadata = {b"ARROW:extension:name": b"datasets.features.features.Array2DExtensionType"}
     metadata[b"ARROW:extension:metadata"] = b'[[2, 2], "int8"]'

@@ -93,6 +93,7 @@ def test_a_flipped_bit_under_a_checksum_of_the_file_is_an_error(rows: int, tmp_p
     assert dataset[rows - 1]["x"] == (rows - 1) ^ 1
 
 
+@pytest.mark.slow
 def test_a_row_that_takes_more_memory_than_all_row_groups_may_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

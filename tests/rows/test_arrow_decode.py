@@ -379,6 +379,7 @@ print("pandas" in sys.modules)
     assert done.stdout.split() == ["16", "16", "False"], done.stderr
 
 
+@pytest.mark.slow
 def test_batches_do_without_pandas(tmp_path: Path) -> None:
     """Each process that makes batches would import it: a third of a second, and tens of megabytes."""
     texts = [f"text {row}" for row in range(100)]

@@ -261,6 +261,7 @@ def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: p
     decoder.end()
 
 
+@pytest.mark.slow
 def test_failures_before_much_work_are_forgotten_and_each_is_logged(
     decoder: BackgroundDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_damaged_body_leaves_no_row_in_the_cluster(
         np.testing.assert_array_equal(values(other), RIGHT)
 
 
+@pytest.mark.slow
 def test_a_host_completes_no_damaged_blob_with_those_of_others(
     tmp_path: Path, cluster_server: Server, cache: CacheConfig
 ) -> None:

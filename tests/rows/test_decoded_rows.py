@@ -171,7 +171,7 @@ def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, mon
     assert found(dataset, rows) == expected(table.take(rows))
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.uint8(), 784), pa.list_(pa.uint8()), pa.struct([("x", pa.list_(pa.uint8()))])]
 )

@@ -112,6 +112,7 @@ def read_planted_values(folder: Path, caches: Path, url: str, seed: int, count: 
         shutil.rmtree(caches / "next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_values_of_a_cluster_with_wild_offsets_are_made_again(
     folder: Path, tmp_path: Path, server: Server, seed: int, count: int

@@ -124,7 +124,7 @@ def test_a_cache_that_cannot_be_written_to_takes_no_memory_without_bound(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uncached row groups are made ahead within the budget, and closed as soon as no batch needs them."""
-    dataset = make_dataset(dataset_of([[2000] * 200]), storage_options=bucket.options, cache=cache)
+    dataset = make_dataset(dataset_of([[2000] * 60]), storage_options=bucket.options, cache=cache)
     loader = make_loader(dataset, 100, window=2)
     store = dataset.rowstore
     owner, memory = store.scheduler, store.row_groups.memory
@@ -134,13 +134,13 @@ def test_a_cache_that_cannot_be_written_to_takes_no_memory_without_bound(
     found, most = list[int](), 0
     for number, batch in enumerate(loader):
         found += batch["row_id"].tolist()
-        if number % 200 == 0:
+        if number % 100 == 0:
             until(lambda: sum(store.states()[state] for state in ("planned", "fetching", "decoding")) == 0)
             ahead = [load.contents.result(0) or [] for load in owner._loads.copy().values() if not load.awaited]
             most = max(most, sum(sum(map(len, contents)) for contents in ahead))
             assert store.states()["mapped"] <= 6
     assert 0 < most <= memory.held.total
-    assert sorted(found) == list(range(200 * 2000))
+    assert sorted(found) == list(range(60 * 2000))
 
 
 def test_a_copy_for_a_worker_keeps_as_few_uncached_row_groups_open(

@@ -62,6 +62,7 @@ def test_more_histories_have_the_rows_of_deltalake(seed, history):
     check_versions(history(seed))
 
 
+@pytest.mark.slow
 def test_the_first_histories_have_all_kinds_of_changes(history):
     assert {name for seed in range(QUICK) for name in history(seed).told} == {
         *("append", "overwrite", "delete", "update", "merge", "add", "compact", "repartition", "vacuum"),

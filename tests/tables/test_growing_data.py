@@ -1294,6 +1294,7 @@ def test_a_folder_that_grows_parses_few_footers(parsed, folder, options, monkeyp
     assert [Path(path).name for path in parsed] == ["c.parquet"]
 
 
+@pytest.mark.slow
 def test_another_pyarrow_parses_footers_again(folder, options):
     """It may read other types of them, such as UUIDs where an older one reads bytes."""
     make_dataset(str(folder), **options)
@@ -1617,6 +1618,7 @@ def many_tables(table: GrowingIceberg, cache: Any) -> Any:
     return make_loader(mix({f"s{each}": dataset for each in range(50)}), 4)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_many_tables_changes_often_within_an_epoch(tmp_path):
     """The cache stands for versions that a state cannot hold, but for those of which rows are compared."""
     from dataload.cache.config import CacheConfig
@@ -1640,6 +1642,7 @@ def test_a_mixture_of_many_tables_changes_often_within_an_epoch(tmp_path):
     assert Counter(seen + rows + ended(rest)) == dict.fromkeys(table.alive - {1}, 50) | {1: had[1]}
 
 
+@pytest.mark.slow
 def test_ranks_on_other_hosts_have_equal_states_of_many_tables(tmp_path):
     """The first host has the cache of the run. The second opens its tables, and the third has a checkpoint."""
     from dataload.cache.config import CacheConfig
@@ -1662,7 +1665,7 @@ def test_ranks_on_other_hosts_have_equal_states_of_many_tables(tmp_path):
     assert ["tables" in each for each in state["earlier"]] == [False, False, True]
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["without a cache", "rewritten rows"])
 def test_a_state_leaves_out_no_version_that_the_epoch_needs(why, tmp_path):
     from dataload.cache.config import CacheConfig

@@ -72,6 +72,7 @@ def test_more_snapshots_have_the_rows_of_pyiceberg(seed, checked):
     check_snapshots(checked(seed))
 
 
+@pytest.mark.slow
 def test_the_first_histories_have_all_kinds_of_changes(checked):
     assert {name for seed in range(QUICK) for name in checked(seed).told} == {
         *("append", "overwrite", "delete", "upsert", "add", "widen", "rename", "rename_member", "drop"),

@@ -158,6 +158,7 @@ def test_importing_dataload_imports_no_library_of_tables():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_opening_a_table_imports_no_pandas(table):
     opens = f"from dataload import make_dataset; make_dataset('delta+{table}')"
     code = f"import sys; {opens}; sys.exit('pandas' in sys.modules)"
