@@ -181,6 +181,7 @@ def test_a_forked_child_that_drops_a_loop_leaves_the_workers_to_its_parent(tmp_p
     assert sum(len(batch["a"]) for batch in loops[0][1]) == 500 - 16
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_exits_writes_no_statistics(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")
     program = """
@@ -215,7 +216,7 @@ def open_things() -> tuple[int, int, set[str]]:
 def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
     cache = CacheConfig(str(tmp_path / "cache"), "1GB")
     before: tuple[int, int, set[str]] | None = None
-    for number in range(50):
+    for number in range(25):
         dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
         loader = make_loader(dataset, 4, seed=number)
         batches = iter(loader)
@@ -226,7 +227,7 @@ def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
                 batches.throw(ZeroDivisionError())
         del batches, loader, dataset
         gc.collect()
-        if number == 20:  # things that are opened once are open by now
+        if number == 10:  # things that are opened once are open by now
             before = open_things()
     assert before is not None
     descriptors, threads, shared = open_things()

@@ -197,6 +197,7 @@ def _rows(url: str, options: dict[str, Any], cache: CacheConfig, started: Any) -
     return dataset.fingerprint, len(dataset)
 
 
+@pytest.mark.slow
 def test_processes_of_a_host_find_the_rows_once(
     wide: tuple[str, pq.FileMetaData], bucket: Any, cache: CacheConfig
 ) -> None:

@@ -731,6 +731,7 @@ def test_threads_end_with_their_loader(bucket: Any, dataset_of: Callable[..., st
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_in_the_middle_of_an_epoch(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -324,6 +324,7 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.slow
 def test_the_port_is_free_once_the_process_has_ended(folder):
     """A child that it has forked does not keep the port."""
     port = free_port()

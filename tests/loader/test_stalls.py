@@ -168,6 +168,7 @@ def test_workers_that_hang_are_named(dataset: Any, tmp_path: Path, lines: Any) -
     assert lines()[0].endswith(", on 2 workers")
 
 
+@pytest.mark.slow
 def test_the_process_that_makes_the_rows_is_named(dataset: Any, origin: Origin, tmp_path: Path, lines: Any) -> None:
     command = [sys.executable, "-c", PROGRAM, json.dumps(origin.storage_options), str(tmp_path / "cache")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

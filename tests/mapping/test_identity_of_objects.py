@@ -374,6 +374,7 @@ print(identity(app.f), {"pytest", "wave", "azure.storage.blob"} & sys.modules.ke
 """
 
 
+@pytest.mark.slow
 def test_installed_packages_count_without_their_import(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(f"def f(b):\n    {IMPORT}\n")
     paths = f"import sys\nsys.path[:] = {[str(tmp_path), *sys.path]}\n"

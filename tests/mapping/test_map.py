@@ -832,7 +832,7 @@ def spoil_results(error: Exception) -> None:
     processes.blob_of = fails
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [DataError("x has too many elements"), MemoryError("64 GB"), OSError("no space")])
 @pytest.mark.usefixtures("_by_value")
 def test_results_that_a_process_cannot_send_are_an_error(dataset: Dataset, error: Exception) -> None:
@@ -884,6 +884,7 @@ def test_a_function_that_no_other_process_can_get(dataset: Dataset, caplog: pyte
     assert re.search(rf'{error}"\): the training process makes them alone$', warning)
 
 
+@pytest.mark.slow
 def test_a_script_that_exits_when_a_process_imports_it_is_named_as_the_cause(dataset: Dataset) -> None:
     with pytest.raises(DataError, match="cannot load the function: SystemExit: no such option"):
         dataset.map(Loadable(), version="1", processes=1)[0]

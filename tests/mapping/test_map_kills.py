@@ -90,7 +90,7 @@ def test_a_kill_of_the_trainer(file: Path, cache: CacheConfig, tmp_path: Path, s
     assert tiers.end(tiers.start(check_folder, cache)) == 0
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("step", EACH_STEP)
 def test_a_kill_of_the_background_decoder(file: Path, cache: CacheConfig, tmp_path: Path, step: str) -> None:
     dataset = mapped(file, cache, Fatal(step, tmp_path / "killed"))

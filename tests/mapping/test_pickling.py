@@ -103,6 +103,7 @@ cloudpickle.cloudpickle._make_function = renamed
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "processes"), SCRIPT_STARTS)
 def test_functions_reach_processes_whatever_file_cloudpickle_gives_their_code(
     tmp_path: Path, start: str, processes: int

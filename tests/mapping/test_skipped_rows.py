@@ -72,6 +72,7 @@ def skipping(dataset: Dataset, **options: Any) -> Any:
     return make_loader(dataset, 50, **{"shuffle": False, "on_error": "skip", "row_ids": True, **options})
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("processes", [None, 1])
 def test_a_row_with_which_map_raises_is_replaced_named_and_counted(
     path: Path, tmp_path: Path, caplog: Any, processes: int | None

@@ -174,6 +174,7 @@ print(mean())
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_forked_process_end_with_it_and_not_with_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, text=True, timeout=tiers.PATIENCE / 2)
     assert (done.returncode, done.stdout) == (0, "3.5\n"), done.stderr

@@ -490,6 +490,10 @@ def test_no_more_streams_than_can_be_held():
     """There may be more streams than rows, such as for a small dataset on many nodes."""
     with pytest.raises(ConfigError, match="num_streams=65537: must be at most 65536"):
         Order([1, 3], num_streams=65_537)
+
+
+@pytest.mark.slow
+def test_as_many_streams_as_can_be_held():
     assert sorted(Order([1, 3], num_streams=65_536).rows(0, range(4)).tolist()) == [0, 1, 2, 3]
 
 

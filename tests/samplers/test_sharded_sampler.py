@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dataload.errors import ConfigError
@@ -137,7 +138,7 @@ def test_global_batches_of_1_2_4_and_8_ranks(shuffle):
 
 def test_resuming_elsewhere_loses_and_repeats_nothing():
     chance = random.Random(0)
-    for _ in range(100):
+    for _ in range(100 if NIGHTLY else 25):
         first, second, streams = chance.choice(WORLDS), chance.choice(WORLDS), chance.choice([1, 2, 3, 6])
         samplers = ranks(first[0], batch_size=first[1], num_streams=streams, seed=chance.randrange(9))
         whole = global_batches(samplers, epoch=4)

@@ -155,12 +155,12 @@ def test_in_a_cache_smaller_than_the_data_each_fetch_is_one_miss(
 ) -> None:
     """The lookahead fetches row groups of the next epoch, which count in that one."""
     cache = CacheConfig(str(tmp_path / "small"), 100_000)
-    dataset = make_dataset(dataset_of([[20] * 200]), storage_options=bucket.options, cache=cache)
+    dataset = make_dataset(dataset_of([[20] * 80]), storage_options=bucket.options, cache=cache)
     loader = make_loader(dataset, 8, window=2)
     for epoch in range(3):
-        assert rows_of(loader) == 20 * 200
+        assert rows_of(loader) == 20 * 80
         stats = loader.stats()
-        assert stats.hits + stats.misses == 200
+        assert stats.hits + stats.misses == 80
         assert (stats.hits == 0) == (epoch == 0)
         assert stats.misses > 0
 
