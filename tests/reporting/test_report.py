@@ -8,7 +8,6 @@ import logging
 import re
 import resource
 import socket
-import subprocess
 import sys
 import tracemalloc
 from base64 import b64decode
@@ -16,6 +15,8 @@ from collections import defaultdict
 from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -522,7 +523,7 @@ def test_names_of_epochs_that_were_begun_often_stay_short(tmp_path):
     assert named(axes_of(tmp_path, "Cache hits").xaxis) == ["7", "7 (5)", "7 (10)", "7 (15)", "7 (20)", "7 (25)"]
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["Waiting, by cause", "Bytes, by tier"])
 def test_the_first_of_many_epochs_can_be_seen(tmp_path, title):
     write_short_epochs(tmp_path, 600)
@@ -687,19 +688,17 @@ def test_a_process_that_begins_late_is_no_restart(tmp_path):
     assert [epoch.restarted for epoch in epochs(read(tmp_path))] == [False, False]
 
 
-def test_two_runs_of_a_program_are_told_apart(tmp_path):
-    program = (
-        "import sys, pathlib, pyarrow as pa, pyarrow.parquet as pq\n"
-        "from dataload import make_loader\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        "pq.write_table(pa.table({'a': range(100)}), folder / 'x.parquet')\n"
-        "loader = make_loader(str(folder / 'x.parquet'), 10, cache=False, stats_dir=folder / 'stats')\n"
-        "for epoch in range(int(sys.argv[2]), int(sys.argv[2]) + 2):\n"
-        "    loader.set_epoch(epoch)\n"
-        "    list(loader)\n"
-    )
-    for first in ("0", "2"):
-        subprocess.run([sys.executable, "-c", program, tmp_path, first], check=True, timeout=300)
+def two_epochs(folder, first):
+    loader = make_loader(str(folder / "x.parquet"), 10, cache=False, stats_dir=folder / "stats")
+    for epoch in range(first, first + 2):
+        loader.set_epoch(epoch)
+        list(loader)
+
+
+def test_two_runs_of_a_program_are_told_apart(ranks, tmp_path):
+    pq.write_table(pa.table({"a": range(100)}), tmp_path / "x.parquet")
+    for first in (0, 2):
+        assert ranks(1, two_epochs, tmp_path, first) == [None]
     found = epochs(read(tmp_path / "stats"))
     assert [(epoch.number, epoch.restarted) for epoch in found] == [(0, False), (1, False), (2, True), (3, False)]
 
