@@ -266,6 +266,7 @@ def test_the_recipe_of_slurm_has_the_options_of_the_example():
     assert "#SBATCH --requeue" in example
 
 
+@pytest.mark.slow
 def test_data_parallel(folder, tmp_path):
     output = run_all([[sys.executable, *program("train_dataparallel.py", folder, tmp_path)]], tmp_path)
     assert re.search(r"accuracy \d+\.\d% on \d+ devices", output)

@@ -46,6 +46,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     assert held == expected
 
 
+@pytest.mark.slow
 def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"

@@ -165,7 +165,7 @@ def test_import_dataload_pulls_in_nothing() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("collects", [True, False])
 def test_names_are_imported_with_few_collections(collects: bool) -> None:
     program = (

@@ -448,6 +448,7 @@ def test_a_cluster_that_cannot_be_written(case: Case, tmp_path: Path) -> None:
         assert "maxmemory-policy allkeys-lru" in found(server.url)
 
 
+@pytest.mark.slow
 def test_every_node_of_a_cluster_is_written(case: Case, tmp_path: Path) -> None:
     with ServerCluster(tmp_path) as servers:
         assert cluster.cluster(with_cluster(case, servers.url)).status == "ok"
