@@ -27,8 +27,6 @@ from ranks import forked_ranks  # noqa: F401 (a fixture)
 
 from dataload.cache.config import CacheConfig
 
-# Collecting imports much and leaves no garbage: searching for it would take a fifth of the time.
-gc.disable()
 # Else each client of boto3 and s3fs parses the description of S3's API again, and keeps 30,000 objects of it.
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 # Else each run of the command line in this process builds all commands again: 12 ms.
@@ -47,6 +45,16 @@ LONGEST = """
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without garbage collections, which would take a fifth of the time and find nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by module, the longest modules first. Leave all but the first of `variants` to `make slow`."""
@@ -59,10 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.add(test)
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
 
 
 @pytest.fixture(scope="session")
