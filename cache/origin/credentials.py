@@ -14,8 +14,9 @@ from fsspec.asyn import sync
 
 # Credentials are fetched again this long before they expire, or once half of their time has passed.
 RENEWED_BEFORE = timedelta(minutes=5)
-# If it has not helped to fetch rejected credentials again, this long passes before the next time. It doubles each time.
-FIRST_PAUSE, LONGEST_PAUSE = 10.0, 80.0  # seconds
+# If it has not helped to fetch rejected credentials again, this long passes before the next time: a role has others
+# each time.
+PAUSE = 30.0  # seconds
 
 Fetched = dict[str, Any]  # as a credential provider of obstore returns them
 
@@ -114,7 +115,7 @@ class Credentials:
         self._mutex = threading.Lock()
         self._held = received
         self._renew_at = _renewal(received)
-        self._pause, self._paused_until = FIRST_PAUSE, -math.inf
+        self._paused_until = -math.inf
 
     def __call__(self) -> Fetched:
         held = self._held
@@ -148,13 +149,8 @@ class Credentials:
         return False
 
     def pause(self) -> None:
-        """Renew nothing for a while, because that has not helped: a role has others each time."""
-        with self._mutex:
-            now = time.monotonic()
-            if now >= self._paused_until:
-                is_first = now > self._paused_until + LONGEST_PAUSE
-                self._pause = FIRST_PAUSE if is_first else min(2 * self._pause, LONGEST_PAUSE)
-                self._paused_until = now + self._pause
+        """Renew nothing for a while, because that has not helped."""
+        self._paused_until = time.monotonic() + PAUSE
 
     def _finds_others(self) -> bool:
         found = self._others(self._filesystem(), self._held)
