@@ -12,16 +12,13 @@ from fsspec.asyn import sync
 from fsspec.core import has_magic
 
 from dataload.cache.origin.errors import UnsuitableError, is_store_error
-from dataload.cache.origin.guarded_s3 import LAST
 from dataload.cache.origin.version import fresh_listing
 from dataload.errors import ConfigError
 from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.redact import redacted
 
 PAGE = 1000  # objects
-MOST_PAGES = (
-    3  # of all that is below a folder, of which a glob needs a part; a store repeats pages by then if it ever does
-)
+MOST_PAGES = 10  # of all that is below a folder, of which a glob may need a part only
 MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
 PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
 MAGIC = re.compile(r"[*?[]")
@@ -88,15 +85,15 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
 
     def _find(self, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
         """Return the files below a folder, at most `depth` levels below it."""
+        import obstore
+
         bucket, prefix = self._split(self._strip_protocol(path))
         listed = self._listed(bucket, prefix, MOST_PAGES if depth else None)
-        if not prefix and "" in self._level(bucket, prefix)["common_prefixes"]:
+        if not prefix and "" in obstore.list_with_delimiter(self._store(bucket))["common_prefixes"]:
             raise _unlistable()  # obstore lists the object "/x" as "x".
-        if depth is None or (listed is not None and len(_ambiguous(listed)) <= MOST_AMBIGUOUS):
-            folder = f"{bucket}/{prefix}/" if prefix else f"{bucket}/"
-            found = {info["name"]: info for info in self._files(bucket, prefix, listed or [])}
-            return {name: found[name] for name in found if not depth or name.removeprefix(folder).count("/") < depth}
-        return {info["name"]: info for info in self._levels(bucket, prefix, depth)}
+        folder = f"{bucket}/{prefix}/" if prefix else f"{bucket}/"
+        found = {info["name"]: info for info in self._files(bucket, prefix, listed)}
+        return {name: found[name] for name in found if not depth or name.removeprefix(folder).count("/") < depth}
 
     def _files(self, bucket: str, prefix: str, listed: list[Any]) -> Iterator[dict[str, Any]]:
         """Yield the files of a listing.
@@ -117,56 +114,29 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
             except FileNotFoundError:
                 continue  # the marker of a folder
 
-    def _listed(self, bucket: str, prefix: str, most_pages: int | None) -> list[Any] | None:
-        """Return the objects below a prefix, as obstore describes them; None if they fill more than `most_pages`.
+    def _listed(self, bucket: str, prefix: str, most_pages: int | None) -> list[Any]:
+        """Return the objects below a prefix, as obstore describes them.
 
         Raises:
-            UnsuitableError: obstore would list them wrongly: s3fs lists them, or says why it cannot.
+            UnsuitableError: They fill `most_pages`, or obstore would list them wrongly: s3fs lists them, or says why it
+                cannot.
         """
         import obstore
 
-        found: list[Any] = []
-        names: set[str] = set()
-        for number, page in enumerate(obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)):
+        store, found, names = self._store(bucket), list[Any](), set[str]()
+        for number, page in enumerate(obstore.list(store, prefix or None, chunk_size=PAGE)):
             known = len(names)
             found.extend(page)
             names.update(entry["path"] for entry in page)
-            if len(names) == known:
-                raise _unlistable()  # The store repeats a page, and obstore would list it for ever.
-            if number + 1 == most_pages:
-                return None
-        self._check_end(bucket, prefix, [entry["path"] for entry in found[-1:]], len(found))
-        return found
-
-    def _levels(self, bucket: str, prefix: str, depth: int) -> Iterator[dict[str, Any]]:
-        listed = self._level(bucket, prefix)
-        for entry in _checked(listed["objects"], prefix):
-            yield _file(bucket, entry)
-        for folder in listed["common_prefixes"] if depth > 1 else ():
-            _check(folder)
-            yield from self._levels(bucket, folder, depth - 1)
-
-    def _level(self, bucket: str, prefix: str) -> Any:
-        """Return the objects and folders in a folder. Call `_listed` first: obstore would repeat pages for ever."""
-        import obstore
-
-        level = obstore.list_with_delimiter(self._store(bucket), prefix or None)
-        names = [entry["path"] for entry in level["objects"]]
-        names += [f"{folder}/{LAST}" for folder in level["common_prefixes"]]
-        self._check_end(bucket, prefix, names, len(names))
-        return level
-
-    def _check_end(self, bucket: str, prefix: str, names: list[str], count: int) -> None:
-        """Raise UnsuitableError if more objects follow a listing, as at stores that send no token for the next page.
-
-        obstore takes a page without a token for the last one. Pages have round numbers of names.
-        """
-        import obstore
-
-        if count and (count >= PAGE or count % 10 == 0):
-            further = obstore.list(self._store(bucket), prefix or None, offset=max(names), chunk_size=1)
+            # A store that repeats a page would be listed for ever.
+            if len(names) == known or number + 1 == most_pages:
+                raise _unlistable()
+        # obstore takes a page without a token for the next one for the last page. Pages have round numbers of names.
+        if found and (len(found) >= PAGE or len(found) % 10 == 0):
+            further = obstore.list(store, prefix or None, offset=found[-1]["path"], chunk_size=1)
             if next(iter(further), None):
                 raise _unlistable()
+        return found
 
     def _split(self, path: str) -> tuple[str, str]:
         bucket, _, key = path.partition("/")
