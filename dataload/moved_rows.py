@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,6 @@ UInt64 = npt.NDArray[np.uint64]
 VERSION = 5
 BYTES_AT_ONCE = 8 << 20  # of rows that are compared
 HASH_BYTES = 16  # of a row: other rows have equal hashes less often than a disk returns wrong bytes
-NULL = b"\xff" * 8  # in place of the length of a value
 
 log = logging.getLogger(__name__)
 
@@ -175,30 +174,31 @@ def _equal(old: UInt64, new: UInt64) -> Int64:
 def _hashes(dataset: Dataset, rows: Int64, columns: Sequence[Field], key: bytes) -> UInt64:
     """Return a hash of the values of each row: uint64 [2, rows]."""
     count = max(1, BYTES_AT_ONCE // dataset.rowstore.row_bytes)
-    hashes = bytearray()
+    empty, hashes = hashlib.blake2b(key=key, digest_size=HASH_BYTES), bytearray()
     for first in range(0, len(rows), count):
         records = dataset.rowstore.gather(rows[first : first + count])
         for values in zip(*_values(records, columns), strict=True):
-            digest = hashlib.blake2b(key=key, digest_size=HASH_BYTES)
-            for value in values:
-                digest.update(NULL if value is None else len(value).to_bytes(8, "little"))
-                digest.update(value or b"")
+            digest = empty.copy()
+            digest.update(b"".join(values))
             hashes += digest.digest()
     return np.frombuffer(hashes, np.uint64).reshape(-1, 2).T
 
 
-def _values(records: Records, columns: Sequence[Field]) -> Iterator[Iterable[bytes | memoryview | None]]:
-    """Yield the values of rows as bytes, by column; those of all dense columns together."""
-    dense = records.rows[[field.name for field in columns if not field.ragged]]
-    content = memoryview(repack_fields(dense).tobytes())
-    size = len(content) // max(1, len(records))
-    yield (content[size * row : size * (row + 1)] for row in range(len(records)))
+def _values(records: Records, columns: Sequence[Field]) -> list[list[bytes | memoryview]]:
+    """Return the values of rows as bytes, in parts: those of fixed length and the lengths of the others, then these."""
+    fixed = [repack_fields(records.rows[[field.name for field in columns if not field.ragged]])]
+    others: list[list[bytes | memoryview]] = []
     for field in columns:
         if field.kind == "nested":
             column = to_batch(records, columns=[field.name])[field.name]
-            yield (repr(_plain(value)).encode(errors="surrogateescape") for value in column)
+            others.append([repr(_plain(value)).encode(errors="surrogateescape") for value in column])
+            fixed.append(np.array([*map(len, others[-1])]))
         elif field.ragged:
-            yield records.views(field)
+            others.append([value or b"" for value in records.views(field)])
+            fixed.append(records.spans(field)[:, 1])  # which tells a null, too
+    parts = [np.frombuffer(each.tobytes(), np.uint8).reshape(len(records), -1) for each in fixed]
+    whole = np.concatenate(parts, axis=1)
+    return [whole.view(f"V{whole.shape[1]}")[:, 0].tolist(), *others]
 
 
 def _plain(value: Any) -> Any:
