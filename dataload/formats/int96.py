@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dataload.formats.arrow_types import has_part, is_list
+from dataload.formats.arrow_arrays import elements
+from dataload.formats.arrow_types import has_elements, has_part
 
 SPARK = b"org.apache.spark."  # Its keys begin so. Its times count microseconds.
 
@@ -67,11 +68,8 @@ def _times(column: pa.Array) -> Iterator[pa.Array]:
     """Yield the times that are in a column, at any depth."""
     if pa.types.is_timestamp(column.type):
         yield column
-    elif pa.types.is_map(column.type):
-        yield from _times(column.keys)
-        yield from _times(column.items)
     elif pa.types.is_struct(column.type):
         for member in column.flatten():
             yield from _times(member)
-    elif is_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        yield from _times(column.flatten())
+    elif has_elements(column.type):
+        yield from _times(elements(column)[1])
