@@ -109,10 +109,10 @@ class HostNeeds(ForkAware):
 
     def _look(self, folder: CacheFolder) -> None:
         """Read the needs of the other processes, if they have changed."""
-        contents = sorted({content for _, content in folder.staging.read(NOTE)})  # ranks of one job announce the same
+        contents = [content for _, content in folder.staging.read(NOTE)]
         if contents != self._contents:
             self._contents, self._divided = contents, {}
-            self._others = [_needs_in(content) for content in contents]
+            self._others = [_needs_in(content) for content in sorted({*contents})]  # Ranks of a job show the same.
 
 
 def _needs_in(content: bytes) -> list[Need]:

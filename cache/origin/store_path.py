@@ -70,10 +70,6 @@ class StorePath:
         """Return the path of another name in the same folder."""
         return self.parent / name
 
-    def samefile(self, other: object) -> bool:
-        """Return whether this is the same path."""
-        return self == other
-
     def size(self) -> int:
         """Return the size of the object. Raises OriginError."""
         return int(self.origin.info(self._path)["size"])
