@@ -1,4 +1,4 @@
-"""The trade-off between the cost of a window and its shuffle quality, and the default window that follows from it."""
+"""The shuffle quality of a window, and the default window that follows from it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,19 @@ UNKNOWN = 16  # row groups, if their bytes are unknown
 
 @dataclass(frozen=True)
 class WindowTrade:
-    """The cost and the quality of a window. Bytes are those of the footers, or 0 if unknown.
+    """The quality of a window.
 
     Args:
         window: Row groups in the window, over all streams.
         variance_ratio: Expected for batches of `batch_size` rows over data sorted by label; 1 is a uniform shuffle.
-        first_row_groups: Upper bound of the row groups that the first batch needs on each node, with one stream per
-            node and without the row groups that borders of streams cut.
-        first_bytes: Bytes of these row groups.
     """
 
     window: int
     variance_ratio: float
-    first_row_groups: int
-    first_bytes: int
 
 
-def weigh_window(
-    window: int,
-    block_lengths: Sequence[int] | npt.ArrayLike,
-    block_bytes: Sequence[int] | npt.ArrayLike | None = None,
-    batch_size: int = BATCH,
-) -> WindowTrade:
-    """Return the cost and quality of windows of m out of M row groups.
+def weigh_window(window: int, block_lengths: Sequence[int] | npt.ArrayLike, batch_size: int = BATCH) -> WindowTrade:
+    """Return the quality of windows of m out of M row groups.
 
     An epoch has V windows of 1, 2, 4, … and then m row groups (`window_borders`). The variance ratio for batches of b
     rows is 1 + (b - 1) (V - 1) / M, and V is about M / m, as in `shuffle_quality`. A window with fewer than b rows
@@ -49,25 +39,15 @@ def weigh_window(
     Args:
         window: Row groups in a window.
         block_lengths: Rows of each row group: int64 [M].
-        block_bytes: Bytes of each row group: int64 [M]; None: unknown.
         batch_size: Rows of a global batch.
     """
-    lengths = np.sort(np.asarray(block_lengths, np.int64))
-    sizes = np.zeros_like(lengths) if block_bytes is None else np.asarray(block_bytes, np.int64)
-    largest = np.concatenate(([0], np.cumsum(np.sort(sizes)[::-1])))  # bytes of the k largest row groups
-    count = len(lengths)
+    lengths = np.asarray(block_lengths, np.int64)
+    count, rows = len(lengths), int(lengths.sum())
     window = max(1, min(window, count))
-    ends = np.append(window_borders(count, window)[1:], count)  # of windows, with the shortest row groups first
-    rows = np.concatenate(([0], np.cumsum(lengths)))
-    window_rows = np.diff(ends, prepend=0) * (rows[-1] / max(1, count))  # on average
-    effects = np.clip(window_rows, 1, batch_size) - 1 if batch_size < rows[-1] else np.zeros(1)
-    first = int(ends[np.searchsorted(rows[ends], min(batch_size, rows[-1]))])
-    return WindowTrade(
-        window=window,
-        variance_ratio=1 + float(effects.mean()) * (len(effects) - 1) / max(1, count),
-        first_row_groups=first,
-        first_bytes=int(largest[first]),
-    )
+    ends = np.append(window_borders(count, window)[1:], count)  # of windows
+    window_rows = np.diff(ends, prepend=0) * (rows / max(1, count))  # on average
+    effects = np.clip(window_rows, 1, batch_size) - 1 if batch_size < rows else np.zeros(1)
+    return WindowTrade(window, 1 + float(effects.mean()) * (len(effects) - 1) / max(1, count))
 
 
 def default_window(

@@ -72,7 +72,7 @@ class Plan:
         first_epoch_cost: Cost of the first epoch, footers included.
         later_epoch_cost: Cost of a later epoch, on average.
         shuffle: "block", "full", or False for file order. In file order, each node reads the whole dataset.
-        trade: Quality and cost of the window of a "block" shuffle; None with another order.
+        trade: Quality of the window of a "block" shuffle; None with another order.
         held_bytes: Decoded bytes of the row groups that are in use at a time: of two windows, or all of them.
         stored_bytes: Stored bytes of these row groups.
         memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
@@ -164,7 +164,7 @@ def plan(
     fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, disk, batch_size)
     first_batch, all_footers = Reader(costs, order, UNLIMITED).first_rows(batch_size), footers(sources)
-    weigh = partial(_weighed, order.num_streams, lengths, [group.bytes for group in row_groups], batch_size)
+    weigh = partial(_weighed, order.num_streams, lengths, batch_size)
     cost = partial(cost_of, nodes=nodes, price_gb=price_gb, price_get=price_get)
     held, stored = map(sum, zip(*map(_in_use, order.orders, sources), strict=True))
     result = Plan(
@@ -223,12 +223,10 @@ def _in_use(order: Order, blobs: RowGroupCache) -> tuple[int, int]:
     return decoded, sum(nlargest(groups, (group.bytes for group in blobs.manifest.row_groups)))
 
 
-def _weighed(
-    num_streams: int, lengths: Sequence[int], sizes: Sequence[int], batch_size: int, windows: Iterable[int]
-) -> WindowTrade:
+def _weighed(num_streams: int, lengths: Sequence[int], batch_size: int, windows: Iterable[int]) -> WindowTrade:
     """Return what `weigh_window` does for the windows of all sources, of which each stream shuffles its part."""
     window = sum(num_streams * max(1, window // num_streams) for window in windows)
-    return weigh_window(window, lengths, sizes, batch_size)
+    return weigh_window(window, lengths, batch_size)
 
 
 def _reads_everything(order: Order | MixtureOrder) -> bool:
@@ -256,7 +254,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool
     Args:
         plan: The plan without advice.
         sizes: Stored bytes of the row groups that have rows.
-        usual: Quality and cost of the default window.
+        usual: Quality of the default window.
         is_mixture: Whether each of several sources has a window of its own.
     """
     if plan.later_epoch and plan.later_epoch.bytes:
@@ -265,7 +263,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade, *, is_mixture: bool
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:
         yield f"a row group of {decimal(max(sizes))} delays every batch that needs it: write row groups of 10 to 100 MB"
-    if plan.trade and plan.trade != replace(usual, window=plan.trade.window):
+    if plan.trade and plan.trade.variance_ratio != usual.variance_ratio:
         default = "no --window, so that each source has its own," if is_mixture else f"window={usual.window}"
         yield f"{default} is the default, and the cheapest window with good shuffle quality"
     elif plan.trade and plan.trade.variance_ratio > TWICE * GOAL:

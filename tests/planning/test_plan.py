@@ -426,7 +426,7 @@ def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
 def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
     found, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"))
     sizes = [group.bytes for group in dataset.row_groups]
-    usual = weigh_window(default_window([80] * 16, sizes), [80] * 16, sizes, 8)
+    usual = weigh_window(default_window([80] * 16, sizes), [80] * 16, 8)
     calm = replace(found, trade=replace(usual, variance_ratio=2.0), first_epoch_seconds=599.0)
     mixed = replace(usual, variance_ratio=2.0)
     assert list(advice(calm, sizes, mixed)) == []
@@ -567,7 +567,7 @@ def test_a_plan_of_some_rows(tmp_path: Path) -> None:
     few = make_dataset(tmp_path / "x.parquet", cache=False).filter([["x", "<", 1100]])
     plan = foretell([few.rowstore.row_groups.caches[0]], order := order_of(few.manifest), 64)
     assert plan.rows == plan.epoch_rows == 1100
-    assert plan.trade == weigh_window(order.window, [1000, 100], [group.bytes for group in few.row_groups], 64)
+    assert plan.trade == weigh_window(order.window, [1000, 100], 64)
     assert "epoch" not in dict(lines(plan))
 
 

@@ -267,7 +267,7 @@ def test_the_default_window_of_odd_row_groups():
     assert default_window([5] * 3, [1] * 3) == 3
     assert default_window([5], [2**40]) == 1
     assert default_window([], []) == 1
-    assert weigh_window(16, [], []) == WindowTrade(1, 1.0, 0, 0)
+    assert weigh_window(16, []) == WindowTrade(1, 1.0)
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 4])
@@ -278,32 +278,14 @@ def test_the_first_batch_waits_for_little(num_streams):
     blocks = order.rows(0, np.arange(num_streams * batch_size)) // 100_000
     for stream in range(num_streams):
         assert len(np.unique(blocks[stream::num_streams])) * 128_000_000 <= 256_000_000
-    trade = weigh_window(order.window, lengths, sizes, batch_size)
-    assert (trade.first_row_groups, trade.first_bytes) == (1, 128_000_000)
-
-
-@pytest.mark.parametrize("num_streams", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_first_batch_waits_for_no_more_than_foretold(seed, num_streams):
-    lengths = np.random.default_rng(seed).integers(0, 50, 60)
-    order = Order(lengths, window=8, seed=seed, num_streams=num_streams)
-    for batch_size in (1, 10, 100, 500, 5000):
-        rows = order.rows(0, np.arange(min(batch_size, order.n)))
-        trade = weigh_window(8, lengths, lengths * 10, batch_size)
-        for stream in range(num_streams):
-            touched = np.unique(np.searchsorted(np.cumsum(lengths), rows[stream::num_streams], "right"))
-            assert len(touched) <= trade.first_row_groups
-            assert lengths[touched].sum() * 10 <= trade.first_bytes
 
 
 def test_the_trade_can_be_printed():
-    trade = weigh_window(8, [100] * 50, [1000] * 50, batch_size=150)
+    trade = weigh_window(8, [100] * 50, batch_size=150)
     assert json.loads(json.dumps(asdict(trade))) == {
         "window": 8,
         # Windows of 1, 2, 4, five of 8, and 3 row groups. The first has 100 rows, the others at least one batch.
         "variance_ratio": pytest.approx(1 + (99 + 8 * 149) / 9 * (9 - 1) / 50),
-        "first_row_groups": 3,
-        "first_bytes": 3000,
     }
 
 
