@@ -269,7 +269,7 @@ class ParquetFooter:
             for chunk in self._chunks(number, [name]):
                 whole = chunk.total_uncompressed_size
                 # Arrow holds the page of a row, or the dictionary of all rows, and its values.
-                held = whole if chunk.has_dictionary_page else whole // rows
+                held = whole // rows if chunk.dictionary_page_offset is None else whole
                 if whole > HUGE_ROW * rows and (need := 2 * held + ROW_COPIES * (whole // rows)) > most:
                     raise DataError(
                         f"{self._obj.name} row group {number} column {name!r}: a row takes about {need >> 20} MiB to "
@@ -308,8 +308,8 @@ class ParquetFooter:
     def _chunks(self, number: int, columns: Iterable[str]) -> list[Chunk]:
         """Return the chunks of these columns, column by column, without encrypted ones."""
         leaves = itertools.chain.from_iterable(self._columns.leaves[name] for name in self._columns.own(columns))
-        chunks = map(self._row_groups[number].__getitem__, leaves)
-        return [chunk for chunk in chunks if not chunk.is_encrypted]
+        chunks = self._row_groups[number]
+        return [chunks[leaf] for leaf in leaves if leaf not in chunks.encrypted]
 
 
 @dataclass(frozen=True)
@@ -381,15 +381,16 @@ def _has_codes(chunk: Chunk) -> bool:
     The footer does not say how many pages are dictionary-encoded, nor how many values the dictionary has. The bytes of
     the data pages decide: indices are short, and those of a dictionary without equal values have log2(values) bits.
     """
-    if not chunk.has_dictionary_page:
+    dictionary = chunk.dictionary_page_offset
+    if dictionary is None:
         return False
     size, values = chunk.total_uncompressed_size, chunk.num_values
     is_short = size < UNLIKE_BYTES * values
     if is_short and size < 2 * (DICTIONARY_BYTES + CODE_BYTES * values):
         return True
-    if not chunk.dictionary_page_offset or not values:
+    if not dictionary or not values:
         return False
-    data = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
+    data = chunk.total_compressed_size - (chunk.data_page_offset - dictionary)
     limit = CODE_BYTES * values if is_short else SHARED_BITS * values * math.log2(values) / 8
     return bool(data < limit)
 

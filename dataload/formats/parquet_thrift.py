@@ -96,7 +96,7 @@ FIELD_NUMBERS = 0xFFFF  # Arrow's numbers of fields have 16 bits.
 
 
 class Chunk:
-    """A column chunk: the values of a leaf column in a row group. Nothing but its encryption is known if it has one.
+    """A column chunk: the values of a leaf column in a row group. Of an encrypted one, nothing is known.
 
     Args:
         found: Its fields in Thrift, by their names in `FIELDS`. Each is decoded when it is asked for.
@@ -106,10 +106,6 @@ class Chunk:
 
     def __init__(self, found: Found) -> None:
         self._found = found
-
-    @property
-    def is_encrypted(self) -> bool:
-        return isinstance(self._found, dict) and bool(self._found["encrypted"])
 
     @property
     def encodings(self) -> list[int]:
@@ -142,10 +138,6 @@ class Chunk:
         """Where its dictionary begins; None: it has none, or its writer doesn't say."""
         found = self._found["dictionary"]
         return None if found is None else _integer(found)
-
-    @property
-    def has_dictionary_page(self) -> bool:
-        return self._found["dictionary"] is not None
 
     @property
     def page_index(self) -> tuple[int, int] | None:
