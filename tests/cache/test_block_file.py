@@ -11,7 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataload.cache.blocks.file import FIRST_WINDOW, BlockFile
@@ -42,7 +42,6 @@ def opened(path: str, block: int) -> BlockFile:
     return BlockFile(Blocks(origin, MemoryTier(1 << 30), CacheConfig(block_bytes=block)), Object.of(origin.info(path)))
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 30), block=st.sampled_from([1000, 65_536, BLOCK, 1 << 22]))
 def test_any_sequence_of_calls_is_as_on_a_plain_file(seed: int, block: int) -> None:
     fsspec.filesystem("memory").pipe_file("/file/any.txt", LINES)

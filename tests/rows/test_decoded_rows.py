@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataload import CacheConfig, make_dataset, make_loader
@@ -127,7 +127,6 @@ def found(dataset: Dataset, rows: Any) -> dict[str, list[Any]]:
     return {name: [plain(value) for value in column] for name, column in dataset.__getitems__(rows).columns.items()}
 
 
-@settings(max_examples=60)
 @given(
     kinds=st.lists(st.sampled_from(TYPES), min_size=1, max_size=5),
     groups=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),

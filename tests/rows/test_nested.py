@@ -38,7 +38,7 @@ from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.train.batch_size import find_batch_size
 
-EXAMPLES = 2000 if NIGHTLY else 100
+EXAMPLES = 2000 if NIGHTLY else 50
 
 LEAVES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.null(): st.none(),

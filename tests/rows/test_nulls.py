@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from decoded import gather, plain, whole
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather
 
@@ -75,7 +75,6 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-@settings(max_examples=200)
 @given(
     kind=st.sampled_from([*INTEGERS, *FLOATS, *NONE]),
     present=st.lists(st.booleans(), min_size=1, max_size=9),
@@ -102,7 +101,6 @@ def test_nulls_are_those_of_arrow(kind: pa.DataType, present: list[bool], start:
         assert batch.keys() == {"c"}
 
 
-@settings(max_examples=100)
 @given(
     rows=st.lists(st.none() | st.lists(st.none() | st.integers(-9, 9), max_size=3), min_size=1, max_size=6),
     kind=st.sampled_from([pa.list_, pa.large_list, pa.list_view, pa.large_list_view]),

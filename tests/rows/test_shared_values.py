@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from decoded import gather, plain, whole
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from row_groups import load
 
@@ -36,7 +36,6 @@ def texts(rows: int, *, nulls: bool = False) -> list[str | None]:
     return [None if nulls and row % 5 == 0 else LONG[row * 7 % len(LONG)] for row in range(rows)]
 
 
-@settings(max_examples=100)
 @given(
     rows=st.lists(st.none() | st.sampled_from(["", "a", *LONG[:3]]), min_size=1, max_size=40),
     kind=st.sampled_from([pa.string(), pa.large_string(), pa.binary(), pa.string_view(), pa.binary_view()]),

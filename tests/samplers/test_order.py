@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
@@ -91,7 +92,7 @@ ORDERS = st.fixed_dictionaries(
         "dataset_key": st.binary(max_size=3),
     }
 )
-CASES = settings(max_examples=250)
+CASES = settings(max_examples=250 if NIGHTLY else 80)
 
 
 @CASES

@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dataload.errors import ConfigError
@@ -103,7 +103,6 @@ def test_bijective_with_exact_inverse(n):
     assert np.array_equal(permutation[permutation.inverse[:]], np.arange(n))
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 10**7), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
 @example(10**7, 0, 0)
 def test_bijective_at_any_size(n, seed, epoch):
