@@ -323,7 +323,7 @@ def test_ranks_may_name_the_signals_in_any_order(folder, ranks):
     assert [len(history) for _, history, _ in ranks(2, in_an_order_of_its_own, folder)] == [1, 1]
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["dataload", "torch"])
 def test_a_signal_to_the_process_group_ends_the_program_with_status_0_and_no_worker(tmp_path, of):
     pq.write_table(pa.table({"x": np.arange(20_000.0)}), tmp_path / "a.parquet")  # more than workers make ahead

@@ -467,6 +467,7 @@ def casts_of(folder):
     return group_ended(run)
 
 
+@pytest.mark.slow
 @NEEDS_FSDP
 def test_casts_of_gathered_weights_are_not_kept(ranks, folder):
     """Otherwise each rank would hold the whole model in bf16. The backward casts again what is recomputed."""
@@ -516,6 +517,7 @@ def train_tied(folder, checkpoints):
     return group_ended(run)
 
 
+@pytest.mark.slow
 @NEEDS_FSDP
 def test_a_sharded_model_with_tied_weights_resumes(ranks, folder, tmp_path):
     assert ranks(2, train_tied, folder, tmp_path) == [[0, 1]] * 2
@@ -621,6 +623,7 @@ def test_plain_shares_of_a_parameter_are_refused_before_the_first_checkpoint(ran
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_replicas_that_are_rounded_differently_are_saved(ranks, folder, tmp_path):
     assert ranks(4, saved, folder, tmp_path, (1, 1 + 1e-6)) == [None] * 4
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -224,7 +224,8 @@ def test_a_rank_fetches_only_the_blocks_that_it_needs_and_once(bucket, run_url):
     assert len(asked) == len(set(asked)) == 4 * count + 1
 
 
-@pytest.mark.parametrize("file", ["state.json", ".metadata", "owner.json", "__0_0.distcp", "manifest.json"])
+@pytest.mark.variants
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.json", ".metadata", "owner.json", "manifest.json"])
 def test_a_damaged_file_is_named_and_the_checkpoint_that_is_whole(bucket, run_url, file):
     run = Checkpoints(run_url, 3)
     for value in range(3):
@@ -329,9 +330,15 @@ def holder(run_url):
     return process
 
 
-def test_the_lease_of_a_killed_process_of_this_host_is_taken_over_at_once(run_url):
-    with holder(run_url) as process:
-        process.kill()
+def hold_and_die(run_url, environ):
+    os.environ.update(environ)
+    assert Checkpoints(run_url, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_lease_of_a_killed_process_of_this_host_is_taken_over_at_once(ranks, server, run_url):
+    [end] = ranks(1, hold_and_die, run_url, environment(server.endpoint_url))
+    assert str(end) == str(-signal.SIGKILL)
     run = Checkpoints(run_url, 1)
     save(run, 1)
     run.close()
