@@ -50,6 +50,7 @@ def test_processes_have_equal_parts_and_one_request_at_least(processes: int, lim
     assert limiter.limit == limit
 
 
+@pytest.mark.slow
 def test_the_share_goes_with_a_copy_to_another_process() -> None:
     limiter = limiter_of("a copy", 6)
     limiter.share(limiter, 2)

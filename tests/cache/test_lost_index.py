@@ -123,6 +123,7 @@ def after_reboot(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
 
 
+@pytest.mark.variants
 @pytest.mark.usefixtures("after_reboot")
 @pytest.mark.parametrize("torn", ["", "zeros", "short", "empty", "garbage", "gone"])
 def test_after_a_power_failure_the_index_is_made_anew(
