@@ -272,6 +272,7 @@ def test_folders_that_are_skipped_do_not_count_among_those_searched_for_tables(
 OLD_S3FS = pytest.mark.skipif(not _lists_prefixes(), reason="this s3fs lists all folders below that of the glob")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("engine", "each"), [("auto", 3), pytest.param("fsspec", 5, marks=OLD_S3FS)])
 def test_looking_for_a_table_in_s3_takes_few_requests(bucket: Any, cache: CacheConfig, engine: str, each: int) -> None:
     """It takes some for each folder that is not listed in any case, and two for the folder of files that are named."""

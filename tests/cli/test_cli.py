@@ -352,8 +352,8 @@ def test_warm_fetches_nothing_in_vain(
     at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, cached: bool
 ) -> None:
     """At most the requests in flight when the cache is full, a third of the row groups, are fetched in vain."""
-    url = dataset_of([[10_000]] * 3 * IN_FLIGHT)
-    cache = ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "3MB")
+    url = dataset_of([[3000]] * 3 * IN_FLIGHT)
+    cache = ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "1MB")
     if cached:
         at_bucket("warm", url, *cache)
     before = bucket.server.stats()["get_bytes"]

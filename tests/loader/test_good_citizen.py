@@ -486,6 +486,7 @@ def metadata_requests(bucket: Any) -> int:
     return int(stats["head_requests"] + stats["list_requests"])
 
 
+@pytest.mark.slow
 def test_metadata_is_pickled_with_the_filesystem(s3: TierCacheFileSystem, bucket: Any) -> None:
     paths = s3.find(bucket.name)
     bucket.server.reset()

@@ -164,7 +164,7 @@ def test_a_run_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int)
     _check_run(_loaders(folder, rng), tmp_path / "run", rng, lambda: "error")
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(3, 200))
 def test_a_run_whose_data_changes_is_read_again_by_formula(folder: Path, tmp_path: Path, seed: int) -> None:
     """Each loop is read by the ledger alone, although files of earlier ones are gone."""

@@ -149,6 +149,7 @@ class Held:
         return batch
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("options", [{}, {"num_threads": 3}, {"num_threads": 0}])
 def test_a_transform_that_hangs_is_named(dataset: Any, tmp_path: Path, lines: Any, options: Any) -> None:
     loop = Looping(make_loader(dataset, 10, stall_warning=SOON, transform=Held(tmp_path / "go"), **options))

@@ -176,9 +176,9 @@ def test_a_collate_function_gets_the_lists_as_they_are(dataset: Dataset) -> None
 def test_lengths_of_maps_filters_and_mixtures_count(dataset: Dataset, folder: Path) -> None:
     doubled = dataset.map(lambda batch: {"id": batch["id"], "tokens": [[*row, *row] for row in batch["tokens"]]})
     short = dataset.filter([("n_tokens", "<", 100)])
-    mixture = mix({"all": dataset, "short": short}, [1, 1], num_rows=4000)
+    mixture = mix({"all": dataset, "short": short}, [1, 1], num_rows=1000)
     without = make_dataset(str(folder), columns=["id"], cache=False)
-    for source, rows in ((doubled, ROWS), (short, int((LENGTHS < 100).sum())), (mixture, 4000)):
+    for source, rows in ((doubled, ROWS), (short, int((LENGTHS < 100).sum())), (mixture, 1000)):
         length = "tokens" if source is doubled else "n_tokens"
         loader = make_loader(source, batch_tokens=BUDGET, length=length, world=World(0, 1))
         batches = list(loader)

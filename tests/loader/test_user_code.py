@@ -130,6 +130,7 @@ def rarely(draw: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[s
     return transform
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("draw", "ways"),
     [(Mixed(), WAYS), (with_numpy, [{"num_workers": 1}, {"num_threads": 0}])],
@@ -190,6 +191,7 @@ def seeded_by_row(batch: dict[str, Any]) -> dict[str, Any]:
     return {"x": batch["x"], "y": torch.stack(views).view(-1, 2, 3)}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("options", [{"num_threads": 0}, {"num_workers": 1}], ids=str)
 def test_code_that_seeds_torch_has_the_draws_of_its_seed(
     dataset: Dataset, options: dict[str, Any], caplog: pytest.LogCaptureFixture

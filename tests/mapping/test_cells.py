@@ -68,6 +68,7 @@ def test_a_process_maps_with_a_function_of_a_cell(tmp_path: Path) -> None:
     assert output(CELLS + MAPPED, tmp_path / "rows.parquet", tmp_path / "cache") == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_another_process_knows_the_source_of_a_cell() -> None:
     digest, sent = output(CELLS + SENT)
     assert output(RECEIVED, sent) == [digest, "True"]

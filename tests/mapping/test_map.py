@@ -509,7 +509,7 @@ def test_an_edit_of_the_file_does_not_change_the_function_in_memory(file: Path, 
     assert mapped[0]["id"] == 1
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "is_other"),
     [

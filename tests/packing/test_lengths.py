@@ -76,6 +76,7 @@ def tokens_of(packed: Dataset) -> Counter[int]:
 EXPECTED = Counter({n: int(size) for n, size in enumerate(LENGTHS) if size})
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("split", [True, False])
 def test_documents_are_tokenized_once(file: Path, cache: CacheConfig, tmp_path: Path, split: bool) -> None:
     tokenize = Tokenize(tmp_path / "told")
@@ -137,6 +138,7 @@ def test_ranks_of_a_host_count_lengths_once(file: Path, cache: CacheConfig, tmp_
     assert len(function.calls) == SAMPLED + ROWS
 
 
+@pytest.mark.slow
 def test_another_host_of_a_cluster_counts_nothing(
     file: Path, cache: CacheConfig, tmp_path: Path, cluster_server: Server
 ) -> None:

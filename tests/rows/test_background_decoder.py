@@ -396,6 +396,7 @@ def test_it_does_not_outlive_its_parent(bucket: Any, dataset_of: Callable[..., s
         assert not trainer.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_dataset_that_cannot_be_pickled_is_logged(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

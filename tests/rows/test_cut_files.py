@@ -52,7 +52,7 @@ def read_with_a_jvm(file: Path, cache: Path, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS])
 def test_signals_that_a_jvm_handles_stay_its_own(file: Path, tmp_path: Path, number: signal.Signals) -> None:
     assert run(read_with_a_jvm, file, tmp_path / "cache", number) == number

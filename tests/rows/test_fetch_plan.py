@@ -110,6 +110,7 @@ def test_only_small_row_groups_with_neighbours_share_a_cached_block(
     assert cached() - before == 3
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("most_bytes", [row_group_cache.SMALL_BYTES, 0])
 def test_a_thread_that_computes_holds_the_lock(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
@@ -317,7 +318,7 @@ def test_the_ranks_of_a_host_divide_its_cores(files: Path, monkeypatch: pytest.M
 
 def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrow needs a part of each column at a time. The memory that is stated has room for these parts."""
-    columns, rows = 400, 2000
+    columns, rows = 150, 2000
     monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 0)
     monkeypatch.setattr(file_maker, "COLUMN_BYTES", 4 * rows // 2)
     monkeypatch.setattr(row_group_memory, "MEMORY_DIVISOR", usable_memory() // 100_000)

@@ -656,7 +656,7 @@ def remote(bucket, tmp_path):
 
 
 def test_a_new_snapshot_fetches_only_its_new_files(remote, tmp_path):
-    for number in range(10):
+    for number in range(3):
         remote.table.append(rows(10 * number, 10))
     known = remote.names
     assert remote.fetched(lambda: rows_of(make_dataset(remote.table, cache_dir=tmp_path / "cache"))) == known
