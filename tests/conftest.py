@@ -38,10 +38,10 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 # The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
 LONGEST = """
-    test_store_checkpoints test_growing_data test_map test_cluster_tier test_ending test_report test_mesh test_docs
-    test_cluster_client test_train_resume test_local_tier_kills test_cluster_training test_convert test_waits
-    test_background_decoder test_integrations test_loader test_cli test_row_store test_mixed_loader
-    test_origin_engine test_stragglers test_iceberg_histories test_stalls
+    test_growing_data test_map test_store_checkpoints test_docs test_report test_mesh test_waits test_integrations
+    test_convert test_train_resume test_cli test_mixed_loader test_loader test_background_decoder test_cluster_tier
+    test_origin_engine test_stores test_cluster_training test_row_store test_flat_map test_bad_rows test_filesystem
+    test_pipeline test_fetch_plan
 """.split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
 
 

@@ -141,6 +141,7 @@ def test_a_terminal_of_several_tasks_warns_once(tasks: str, in_terminal: bool, w
     assert done.stderr.count("this is task 0 of 8 of `srun --pty`") == warnings
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "light",
     [

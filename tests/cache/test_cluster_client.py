@@ -222,6 +222,7 @@ def test_a_node_that_stands_still_does_not_delay_the_look_for_the_others(
             released.set()
 
 
+@pytest.mark.slow
 def test_a_name_that_is_looked_up_without_end_is_passed_over(
     cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -494,6 +494,7 @@ def test_large_values_of_a_near_server_may_take_their_time_before_the_origin_was
     assert [far.is_late(0.3, 8 << 20, alone=False) for _ in range(ANSWERS)][-1]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_far_away_is_used_if_the_origin_is_farther(cluster_server: Server, hosts: Hosts) -> None:
     with FarAway(cluster_server, 0.1) as far:
         first, second = hosts(far.url), hosts(far.url)

@@ -689,7 +689,7 @@ def test_a_body_that_trickles_is_asked_for_again(tmp_path: Path, client: str, mo
         assert store.count("get") > 1
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_network_on_which_all_bodies_are_slow_is_read_and_its_pace_is_learnt(
     tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, capl
     assert fsck.verify(tier.folder).problems == []
 
 
+@pytest.mark.slow
 def test_sizes_of_blobs_wait_once_for_a_process_stopped_in_the_index(tier: LocalTier) -> None:
     """A plan adds up the sizes of thousands of blobs. Reads go on: they do not need the index."""
     with stopped(stop_in_a_transaction, tier.path):
@@ -118,6 +119,7 @@ def test_sizes_of_blobs_wait_once_for_a_process_stopped_in_the_index(tier: Local
         assert all(look(tier, name) for name in NAMES)
 
 
+@pytest.mark.slow
 def test_a_process_that_comes_later_reads_what_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "c"
     child = os.fork()

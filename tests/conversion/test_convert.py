@@ -441,6 +441,7 @@ def write_source(kind: str, path: Path, first: int) -> None:
         path.write_bytes(b"".join(b'{"x": %d, "pad": "%s"}\n' % (n, b"." * 1000) for n in range(first, first + 20_000)))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("place", ["local", "s3"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
 def test_a_file_that_is_replaced_meanwhile_is_an_error(

@@ -97,6 +97,7 @@ def test_nothing_is_told_of_code_that_draws_nothing(dataset: Dataset, caplog: py
     assert not caplog.records
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_a_resumed_epoch_draws_the_same(dataset: Dataset, options: dict[str, Any]) -> None:
     whole, _ = trained(make_loader(dataset, BATCH, transform=Mixed()))
@@ -109,6 +110,7 @@ def test_a_resumed_epoch_draws_the_same(dataset: Dataset, options: dict[str, Any
     assert same(whole[5:], rest)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_threads": 0}], ids=str)
 @pytest.mark.parametrize("transform", [with_numpy, with_dropout])
 def test_every_draw_of_workers_and_of_the_loop_is_the_batchs_own(

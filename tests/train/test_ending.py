@@ -305,6 +305,7 @@ def uneven(checkpoints, at):
     return train(None, checkpoints, at=at, loader=Batches(), epochs=2)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("at", "last"), [(0, 2), (1, 5)])
 def test_ranks_with_fewer_batches_end_with_the_others(tmp_path, ranks, at, last):
     ended = ranks(2, uneven, str(tmp_path), at)
