@@ -339,9 +339,9 @@ def hold_and_die(run_url, environ):
 def test_the_lease_of_a_killed_process_of_this_host_is_taken_over_at_once(ranks, server, run_url):
     [end] = ranks(1, hold_and_die, run_url, environment(server.endpoint_url))
     assert str(end) == str(-signal.SIGKILL)
-    run = Checkpoints(run_url, 1)
-    save(run, 1)
-    run.close()
+    mine = lease.Lease(StorePath(run_url))
+    assert mine.acquire() is None
+    mine.release()
 
 
 def test_the_lease_of_another_host_expires_and_a_holder_that_stood_still_saves_no_more(run_url, monkeypatch):
