@@ -99,6 +99,7 @@ def test_an_error_inside_a_rank_is_told_in_its_words(measure: Callable[..., Resu
     assert run["error"].startswith("ModuleNotFoundError: import of datasets halted")
 
 
+@pytest.mark.slow
 def test_a_job_beyond_the_limit_is_killed(
     measure: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

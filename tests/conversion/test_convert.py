@@ -713,6 +713,7 @@ def test_100_000_small_files_need_little_memory(seed: list[str], tmp_path: Path)
     assert megabytes < 600
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """From a folder of images to a loop, as the guide does it."""
     images(tmp_path / "photos")

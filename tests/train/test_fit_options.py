@@ -61,6 +61,7 @@ def twenty_steps(folder, batch_size, accumulate=1):
     return parameters_of(model), next(iter(optimizer.state.values()))["step"].item()
 
 
+@pytest.mark.slow
 def test_neither_ranks_nor_accumulation_change_what_is_learned(ranks, folder):
     ((single, steps),) = ranks(1, twenty_steps, folder, 144)
     assert steps == 20
