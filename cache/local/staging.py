@@ -46,6 +46,8 @@ class StagingFolder(ForkAware):
         except OSError:
             os.close(descriptor)
             raise
+        # By name, and by folder: what `read` has found, and the inode, time and size of its file.
+        self._found: dict[str, dict[Path, tuple[tuple[int, int, int], bytes]]] = {}
         self.close = weakref.finalize(self, _close, os.getpid(), self._path, descriptor)
 
     def after_fork_in_child(self) -> None:
@@ -58,15 +60,27 @@ class StagingFolder(ForkAware):
         draft.rename(self._path / _note(name))
 
     def read(self, name: str) -> list[tuple[str, bytes]]:
-        """Return what other running processes show under a name, each with the name of its process."""
-        found = []
+        """Return what other running processes show under a name, each with the name of its process.
+
+        Files that have not changed since the last call are not read again.
+        """
+        known = self._found.get(name, {})
+        same = {content: content for _, content in known.values()}  # Ranks of a job show the same: it is held once.
+        found, shown = {}, []
         for folder in _listed(self._path.parent):
             with suppress(OSError):  # It shows nothing, or its process just ends.
                 if folder != self._path:
-                    content = (folder / _note(name)).read_bytes()
+                    status = (file := folder / _note(name)).stat()
+                    version = (status.st_ino, status.st_mtime_ns, status.st_size)
+                    old, content = known.get(folder, (None, b""))
+                    if old != version:
+                        content = file.read_bytes()
                     with _locked(folder) as dead:
-                        found += [(_process(folder), content)] * (dead is False)
-        return found
+                        if dead is False:
+                            found[folder] = version, same.setdefault(content, content)
+                            shown.append((_process(folder), found[folder][1]))
+        self._found[name] = found
+        return shown
 
     def draft(self, digest: bytes) -> str:
         """Return a new path for writing the blob `digest`."""

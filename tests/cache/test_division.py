@@ -15,6 +15,7 @@ from dataload.cache import blob_file
 from dataload.cache import division as dividing
 from dataload.cache.division import Division, Need, divide
 from dataload.cache.local import needs
+from dataload.cache.local.staging import StagingFolder
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, group_number
 
@@ -246,6 +247,22 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
     assert fresh.division().total == 40 * ON_DISK
     del lease
     assert fresh.division().total == 0
+
+
+def test_needs_of_other_processes_are_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    other = StagingFolder(tier.folder.staging._path.parent, 0)
+    reads, read_bytes = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
+    for datasets in ("a", "ab", "b"):
+        other.show(needs.NOTE, b"".join(need_of(dataset).to_bytes() for dataset in datasets))
+        totals = {tier.division().total for _ in range(5)}
+        assert totals == {len(datasets) * 40 * ON_DISK}
+    assert len(reads) == 3
+    other.close()
+    assert tier.division().total == 0
 
 
 def test_needs_by_two_paths_of_a_folder_are_announced_together(tmp_path: Path) -> None:
