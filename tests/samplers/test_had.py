@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataload.catalog.selected_rows import SelectedRows
+from dataload.catalog.selection import Selection
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import MixtureSource
 from dataload.samplers.order import Mask, Order
-from dataload.samplers.rest import Continued, Left, LeftOrder
+from dataload.samplers.rest import Continued, LeftOrder
 
 LENGTHS = [[7, 0, 12, 1, 30, 5], [1], [0, 0, 3], [40] * 9]
 SHUFFLES = ["block", "full", False]
@@ -63,17 +65,10 @@ def test_a_mixture_has_had_those_of_the_pass_that_goes_on(is_long: bool, shuffle
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_the_rest_of_an_epoch_has_had_rows_of_the_dataset(shuffle: Any) -> None:
     lengths = [7, 12, 1, 30, 5]
-    left = np.array([row for row in range(55) if row % 3])
-    ends = np.cumsum(lengths)
-    counts = np.diff(np.searchsorted(left, ends), prepend=0)
-
-    def among(masks: Iterator[Mask]) -> Iterator[Mask]:
-        for length, end, mask in zip(lengths, ends.tolist(), masks, strict=True):
-            yield np.isin(np.arange(end - length, end), left[(left >= end - length) & (left < end)][mask])
-
+    masks = [np.arange(end - length, end) % 3 > 0 for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
     whole = Order(lengths, shuffle=shuffle, window=2)
-    rest = Left(counts, left.__getitem__, among)
+    rest = SelectedRows(Selection.of(masks))
     order = Continued(whole, LeftOrder.of(whole, rest), 20, [rest])
     for position in (20, 21, 40, order.n):
-        [(_, masks, _)] = order.had(0, position)
-        assert numbers(masks, lengths) == sorted(order.rows(0, np.arange(20, position)).tolist())
+        [(_, had, _)] = order.had(0, position)
+        assert numbers(had, lengths) == sorted(order.rows(0, np.arange(20, position)).tolist())
