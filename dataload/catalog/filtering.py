@@ -130,8 +130,8 @@ def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:
 class _Scan:
     """Finds the rows of a dataset that match a filter, by reading the filter's columns.
 
-    The result is cached for every few row groups of a run of files, for all datasets that have the same rows of these.
-    The filter does not see others, for which it may raise.
+    The result is cached for every few row groups of a run of files, for all datasets. The filter may raise for a row
+    that the dataset does not have. Then only those that it has are tried.
     """
 
     def __init__(self, manifest: Manifest, blocks: Blocks, chosen: Filter) -> None:
@@ -155,34 +155,45 @@ class _Scan:
             yield from map(selection.mask, range(len(part)))
 
     def _part(self, part: Sequence[int]) -> Selection:
-        """Return the matching rows of some row groups."""
+        try:
+            return self._tried(part, None)
+        except ConfigError:
+            if self._selection is None:
+                raise
+            return self._tried(part, self._selection)
+
+    def _tried(self, part: Sequence[int], tried: Selection | None) -> Selection:
+        """Return the matching ones of the rows of some row groups that are tried. None tries all."""
         groups, chosen = [self._groups[number] for number in part], self._filter
-        own = None if self._selection is None else self._selection.only(part).digest
-        content = [VERSION, chosen.digest, str(chosen.schema), own]
+        content = [VERSION, chosen.digest, str(chosen.schema), *([] if tried is None else [tried.only(part).digest])]
         content += [
             [group.file.stable_path, group.number, group.constants, *([group.renamed] if group.renamed else [])]
             for group in groups
         ]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
+        each = partial(self._mask, tried=tried)
         parse = partial(Selection.from_bytes, lengths=[group.rows for group in groups])
         matches = Metadata(self._blocks, groups[0].footer_at.run, f"matches {digest}", parse)
-        return matches.get_or_make_once(lambda: Selection.of(self._threads.map(self._mask, part)).to_bytes())
+        return matches.get_or_make_once(lambda: Selection.of(self._threads.map(each, part)).to_bytes())
 
-    def _mask(self, number: int) -> Mask:
+    def _mask(self, number: int, tried: Selection | None) -> Mask:
         if self._ended.is_set():
             raise CancelledError
         group = self._groups[number]
         footer = self._footers.of(group)
         stored = [name for name in self._filter.columns if name not in dict(group.constants)]
         with self._budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
-            own = None if self._selection is None else self._selection.mask(number)
-            matches = partial(_matches, group=group, chosen=self._filter, own=own)
+            mask = None if tried is None else tried.mask(number)
+
+            def matches(reader: RowGroupReader) -> Mask:
+                return _matches(reader, group, self._filter, mask)
+
             return read_row_group(footer, group.file, group.number, stored, self._blocks, HELD_BYTES, matches)
 
 
-def _matches(reader: RowGroupReader, group: RowGroup, chosen: Filter, own: Mask | None) -> Mask:
-    """Return which rows of a row group match. own: those that the dataset has; None: all."""
-    found = np.ones(group.rows, np.bool_) if own is None else own.copy()
+def _matches(reader: RowGroupReader, group: RowGroup, chosen: Filter, tried: Mask | None) -> Mask:
+    """Return which of the rows of a row group that are tried match. None tries all."""
+    found = np.ones(group.rows, np.bool_) if tried is None else tried.copy()
     first = 0
     for table in reader.tables(BATCH_ROWS):
         part = found[first : first + len(table)]

@@ -648,7 +648,7 @@ def test_an_error_ends_the_scan(stored: Stored, monkeypatch: pytest.MonkeyPatch)
     manifest, blocks = stored([pa.table({"x": [number, None]}) for number in range(200)])
     read, released = [], threading.Event()
 
-    def matches(_reader: Any, group: RowGroup, **_: Any) -> Any:
+    def matches(_reader: Any, group: RowGroup, *_: Any) -> Any:
         read.append(group.number)
         if group.number == 0:
             raise OriginError("no answer")
