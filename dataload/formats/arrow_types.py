@@ -84,7 +84,7 @@ def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
         return pa.struct(fields)
     if types.is_map(kind):
         key, item = fields[0].type
-        return pa.map_(key.with_nullable(False), item)
+        return pa.map_(key.with_nullable(False), item, keys_sorted=kind.keys_sorted)
     if types.is_fixed_size_list(kind):
         return pa.list_(fields[0], kind.list_size)
     views = {True: pa.large_list_view, False: pa.list_view}

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.arrow_types import children, has_members, is_list, with_members
+from dataload.formats.arrow_types import children, has_elements, has_members, is_list, with_members
 from dataload.formats.base import as_data_error
 from dataload.formats.hive_partitions import Constants
 from dataload.formats.parquet_thrift import DAMAGE, Element, schema_of, text_of
@@ -240,7 +240,7 @@ def with_fields(kind: pa.DataType, changed: Callable[[pa.Field], pa.Field]) -> p
     def of(each: pa.Field) -> pa.Field:
         return changed(each).with_type(with_fields(each.type, changed))
 
-    parts = children(kind)
+    parts = children(kind) if pa.types.is_struct(kind) or has_elements(kind) else []
     return with_members(kind, [of(each) for each in parts]) if parts else kind
 
 

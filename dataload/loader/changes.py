@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -51,6 +52,7 @@ BY_ROWS: Final = "by_rows"  # in a state, and its first segment: the mixture wei
 MOST_URL_CHARACTERS: Final = 400  # of the tables of a state; their numbers stand for longer ones
 MOST_TABLE_CHARACTERS: Final = 1600  # of the versions of tables in a state, which has at most 4 KB
 MOST_EARLIER_CHARACTERS: Final = 2000  # of the earlier segments of a state
+MOST_TRIES: Final = 256  # of which calls of `exclude` are newer than a state
 REST_UNKNOWN: Final = "So the rest of the epoch is not known: begin an epoch with set_epoch"
 
 _weights_of = lru_cache(8)(weights_of)  # of thousands of sources, in the state after each batch
@@ -316,9 +318,9 @@ def _newer_calls(calls: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """
     for newer in range(max(calls) + 1):
         yield tuple(min(newer, each) for each in calls)
-    for source, own in enumerate(calls):
-        for newer in range(1, own + 1):
-            yield tuple(newer if each == source else 0 for each in range(len(calls)))
+    of_one = ((source, newer) for source, own in enumerate(calls) for newer in range(1, own + 1))
+    for source, newer in islice(of_one, MOST_TRIES):
+        yield tuple(newer if each == source else 0 for each in range(len(calls)))
 
 
 def _known(segment: Mapping[str, Any], dataset: MapStyle) -> list[Inventory] | None:

@@ -216,6 +216,11 @@ def test_a_redirect_takes_no_header_along(tmp_path: Path) -> None:
         assert not any({"x-key", "authorization"} & asked.keys() for asked in there.seen)
 
 
+def test_a_redirect_to_no_url_is_an_error_that_says_so() -> None:
+    with site_of(elsewhere="http://127.0.0.1:99999") as (url, _), pytest.raises(OriginError, match="to what is no URL"):
+        make_loader(urls(url), 1000, cache=False)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
