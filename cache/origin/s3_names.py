@@ -18,7 +18,7 @@ from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.redact import redacted
 
 PAGE = 1000  # objects
-MOST_PAGES = 10  # of all that is below a folder, of which a glob may need a part only
+MOST_PAGES = 50  # of all that is below a folder, of which a glob may need a part only
 MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
 PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
 MAGIC = re.compile(r"[*?[]")
