@@ -12,12 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import convert, make_loader
+from dataload.benchmarks.accelerators import LOAD, Clock
 from dataload.benchmarks.origin import Behaviour
 from dataload.benchmarks.systems.base import BUCKET
 
 ROWS, COLUMNS, BATCH, ROUNDS = 4_000_000, 16, 1024, 3  # 256 MB
 NEAR = Behaviour(latency=0.03, bytes_per_second=90e6)
 SHAPES = {"row groups of 1,000 rows": (ROWS, 1000), "one row group of 2 GB": (8 * ROWS, 8 * ROWS)}
+
+
+@pytest.fixture(scope="module")
+def rates() -> dict[str, float]:
+    """Rows per second that the loader reads from the files as they are, by shape. Tests of reading write them."""
+    return dict.fromkeys(SHAPES, 1e6)
 
 
 def written(folder: Path, group: int, rows: int) -> None:
@@ -31,12 +38,22 @@ def written(folder: Path, group: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["as it is", "converted"])
+@pytest.mark.parametrize("load", [0, LOAD], ids=["reading", "training"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_first_epoch(
-    benchmark: Any, origin_of: Any, scaled: Any, shape: str, converted: bool, tmp_path: Path, per_second: Any
+    benchmark: Any,
+    origin_of: Any,
+    scaled: Any,
+    rates: dict[str, float],
+    shape: str,
+    load: float,
+    converted: bool,
+    tmp_path: Path,
+    per_second: Any,
 ) -> None:
+    """Emulated accelerators train on a part of the rows per second that the loader reads from the files as they are."""
     origin = origin_of(NEAR)
-    benchmark.group = f"first epoch, {shape}"
+    benchmark.group = f"first epoch, {shape}, {'training' if load else 'reading'}"
     rows, group = SHAPES[shape]
     rows, group = scaled(rows), min(group, scaled(rows))
     name = f"conversion/{rows}-by-{group}"
@@ -49,9 +66,17 @@ def test_first_epoch(
     def epoch(cache: Path) -> None:
         options = {"storage_options": origin.storage_options, "cache_dir": cache, "cache_bytes": "4GB"}
         loader = make_loader(f"s3://{BUCKET}/{name}/", BATCH, **options)
-        assert sum(len(batch["x0"]) for batch in loader) == rows
+        clock = Clock(load * rates[shape]) if load else None
+        read = 0
+        for batch in loader:
+            read += len(batch["x0"])
+            if clock is not None:
+                clock.take(len(batch["x0"]))
+        assert read == rows
 
     benchmark.pedantic(epoch, setup=lambda: ((next(caches),), {}), rounds=ROUNDS)
+    if not load and not converted and benchmark.stats:
+        rates[shape] = rows / benchmark.stats.stats.median
     per_second("rows", rows)
 
 
