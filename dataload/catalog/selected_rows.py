@@ -42,20 +42,15 @@ class SelectedRows(ForkAware):
         self._index = IntervalIndex(selection.starts)
         # The row of each block to which the offset of a selected row is added.
         self._first_rows = selection.rows[:-1]
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        """Begin an empty table: at the fork, a thread of the parent may have been writing it."""
+        self._mutex = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._expanded = np.zeros(len(self._first_rows), np.bool_)
         self._expanded_bytes = 0
-        self._mutex = threading.Lock()
-        super().__init__()
-
-    def before_fork(self) -> None:
-        self._mutex.acquire()
-
-    def after_fork_in_parent(self) -> None:
-        self._mutex.release()
-
-    def after_fork_in_child(self) -> None:
-        self._mutex.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SelectedRows, (self.selection, self._groups)
