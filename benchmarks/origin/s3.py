@@ -25,7 +25,7 @@ ERRORS = {
     "NoSuchKey": (404, "The specified key does not exist."),
     "PreconditionFailed": (412, "At least one of the preconditions you specified did not hold."),
     "InvalidRange": (416, "The requested range is not satisfiable."),
-    "NotImplemented": (501, f"This server does not do this. `{WRITABLE}` starts one that objects can be written to."),
+    "NotImplemented": (501, f"This server does not support that. For one that takes writes: {WRITABLE}"),
     "SlowDown": (503, "Please reduce your request rate."),
 }
 

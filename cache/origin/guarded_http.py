@@ -89,16 +89,13 @@ def redirected(url: str, location: str) -> tuple[str, bool]:
     try:
         target = urljoin(url, location)
         before, after = urlsplit(url), urlsplit(target)
-        ports = before.port, after.port
+        _ = before.port, after.port  # They raise for what is no port.
     except ValueError:
         raise OriginError(f"{redacted(url)} redirects to what is no URL: name the final URL") from None
     if (before.scheme, after.scheme) == ("https", "http") or after.scheme not in PORTS:
         fix = "name a URL that stays with https"
         raise OriginError(f"{redacted(url)} redirects to {redacted(target)}, without encryption: {fix}")
-    servers = [
-        (each.scheme, each.hostname, port or PORTS[each.scheme])
-        for each, port in zip((before, after), ports, strict=True)
-    ]
+    servers = [(each.scheme, each.hostname, each.port or PORTS[each.scheme]) for each in (before, after)]
     encrypts = servers == [("http", before.hostname, 80), ("https", before.hostname, 443)]
     return target, encrypts or servers[0] == servers[1]
 

@@ -104,9 +104,9 @@ def columns_of(
 
     Args:
         records: The rows.
-        ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
+        ragged: "list" as `to_batch` says, or "flat" to return binary values and lists, also nested ones, as `Flat`.
         pad_to_multiple: Return lists of numbers as Tensor[B, n], padded with zeros up to a multiple of this number,
-            and their lengths as "<column>.length"; None: as above.
+            and their lengths as "<column>.length"; None: as `to_batch` says.
         group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
         empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
         columns: Names of the columns to return; None: all. The others are not converted.

@@ -3,9 +3,9 @@
     hold memory → lock → look up → fetch → decode → pack → publish
 
 The row groups of a list are small ones of one cache: they share a reservation of memory, their requests are under way
-together, and their blobs are published in one transaction of the index. A large row
-group, and one of a cache that cannot publish several blobs at a time, is a list of one. Its blobs stream: each is
-decoded and published before the next one.
+together, and their blobs are published in one transaction of the index. A large row group, and one of a cache that
+cannot publish several blobs at a time, is a list of one. Its blobs stream: each is decoded and published before the
+next one.
 """
 
 from __future__ import annotations
